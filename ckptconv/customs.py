@@ -1,0 +1,208 @@
+"""How people use torch's words: which mappings are state dicts, which are optimizers, which tensors are states of random generators.
+
+Recognises; changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptconv.graph import Call, Dict, Effect, List, Node, Object, Value, is_global
+from ckptconv.model import Checkpoint, Place, Storage, TensorInfo
+
+__all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
+
+#: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
+CPU_RNG_BYTES = 5056
+_RNG_WORDS = {"rng", "seed", "random", "generator"}
+_MAIN_NAMES = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state")
+
+
+@dataclass(frozen=True, eq=False)
+class StateDict:
+    """A state dict, where it stands first, and its ``_metadata`` (module path → version), if it has one."""
+
+    path: str
+    node: Object
+    metadata: Object | None
+
+    def names(self) -> list[str]:
+        """Its string keys, in order."""
+        return [key for effect, i in self.node.pairs() if isinstance(key := effect.values[i], str)]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedOptimizer:
+    """The lists and mappings of an optimizer that hold parameter names: (effect, index) of each name in the graph."""
+
+    path: str
+    names: list[tuple[Effect, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Customs:
+    """What :func:`read_customs` recognised."""
+
+    state_dicts: list[StateDict]
+    optimizers: list[NamedOptimizer]
+    rng_states: list[TensorInfo]
+    rng_storages: set[Storage]
+
+    def main(self) -> list[StateDict]:
+        """The state dict that is meant when nobody says which, alone in a list; several or none where that is not clear.
+
+        The root, else the only one, else the one under a usual name.
+        """
+        if len(self.state_dicts) > 1:
+            roots = [found for found in self.state_dicts if found.path == "."]
+            usual = [found for found in self.state_dicts if found.path in _MAIN_NAMES]
+            return roots or (usual if len(usual) == 1 else self.state_dicts)
+        return self.state_dicts
+
+
+def strings_of(mapping: Object) -> dict[str, Value]:
+    """MAPPING's string keys and their values, the last of each."""
+    return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
+
+
+def read_customs(checkpoint: Checkpoint) -> Customs:
+    """The state dicts, optimizers and generator states of CHECKPOINT."""
+    reader = _Reader(checkpoint)
+    return Customs(reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages)
+
+
+class _Reader:
+    """Looks at each mapping once, outermost first."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensor_nodes = checkpoint.tensor_nodes
+        self.tensors = checkpoint.tensors
+        self.places = checkpoint.places
+        self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
+        self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
+        self.candidates = _rng_candidates(checkpoint)
+        self.certain = {id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)}
+        self.hinted = {id(p.node) for p in self.candidates if any(_has_rng_word(a.key) for a in _upwards(p))}
+        self.state_dicts: list[StateDict] = []
+        self.optimizers: list[NamedOptimizer] = []
+        self.closed: set[int] = set()  # nodes inside which there is no state dict
+        for place, node in self.mappings:
+            self.classify(place, node)
+        self.inside_state_dict = {id(found.node) for found in self.state_dicts}
+        states = [place for place in self.candidates if self.is_rng(place)]
+        self.rng_states = [self.info(place) for place in states]
+        self.rng_storages = {info.storage for info in self.rng_states if info.storage}
+
+    def info(self, place: Place) -> TensorInfo:
+        return self.tensor_nodes[id(place.node)]
+
+    def mapping(self, place: Place) -> Object | None:
+        node = place.node
+        if not isinstance(node, (Dict, Call)) or id(node) in self.tensor_nodes or self.first[id(node)] is not place:
+            return None
+        if isinstance(node, Call) and not is_global(node.callable, "collections.OrderedDict") and not any(node.pairs()):
+            return None
+        return node
+
+    def classify(self, place: Place, node: Object) -> None:
+        if any(id(above.node) in self.closed for above in _upwards(place)):
+            return
+        metadata = _metadata(node)
+        keys = strings_of(node)
+        if metadata is None and {"state", "param_groups"} <= keys.keys():
+            self.closed.add(id(node))
+            self.optimizers += _named_optimizer(place.path, keys)
+        elif metadata is not None or self.looks_like_state_dict(node):
+            self.closed.add(id(node))
+            if metadata is not None or not self.holds_only_rng(node):
+                self.state_dicts.append(StateDict(place.path, node, metadata))
+
+    def looks_like_state_dict(self, node: Object) -> bool:
+        tensors = 0
+        for effect, i in node.pairs():
+            key, value = effect.values[i], effect.values[i + 1]
+            if not isinstance(key, str):
+                return False
+            if isinstance(value, Node) and id(value) in self.tensor_nodes:
+                tensors += 1
+            elif value is not None and not key.endswith("_extra_state"):
+                return False
+        return tensors > 0
+
+    def holds_only_rng(self, node: Object) -> bool:
+        tensors = [value for effect, i in node.pairs() if isinstance(value := effect.values[i + 1], Node)]
+        return all(id(value) in self.certain or id(value) in self.hinted for value in tensors)
+
+    def is_rng(self, place: Place) -> bool:
+        if id(place.node) in self.certain:
+            return True
+        above = list(_upwards(place))[1:]
+        if any(id(outer.node) in self.inside_state_dict for outer in above):
+            return False
+        if id(place.node) in self.hinted:
+            return True
+        mapping = next((outer.node for outer in above if isinstance(outer.node, Dict)), None)
+        if mapping is None:
+            return False
+        beside = strings_of(mapping)
+        return {"python", "numpy"} <= beside.keys() or any(id(value) in self.certain for value in beside.values())
+
+
+def _upwards(place: Place) -> Iterator[Place]:
+    at: Place | None = place
+    while at is not None:
+        yield at
+        at = at.parent
+
+
+def _has_rng_word(key: str | None) -> bool:
+    if key is None:
+        return False
+    return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
+
+
+def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
+    """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
+    users: dict[Storage, int] = {}
+    for reference in checkpoint.references:
+        users[reference.storage] = users.get(reference.storage, 0) + 1
+    found: dict[int, Place] = {}
+    for place in checkpoint.places:
+        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
+            continue
+        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
+            found.setdefault(id(place.node), place)
+    return list(found.values())
+
+
+def _is_generator_state(place: Place) -> bool:
+    """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
+    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in _upwards(place))
+
+
+def _metadata(node: Object) -> Object | None:
+    """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
+    for effect in node.effects:
+        state = effect.values[0] if effect.opcode == "BUILD" else None
+        found = strings_of(state).get("_metadata") if isinstance(state, Dict) else None
+        if isinstance(found, (Dict, Call)):
+            return found
+    return None
+
+
+def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:
+    """Where an optimizer has names of parameters; an optimizer keyed by integers has none."""
+    names: list[tuple[Effect, int]] = []
+    state, groups = keys["state"], keys["param_groups"]
+    if isinstance(state, Object):
+        names += [(effect, i) for effect, i in state.pairs() if isinstance(effect.values[i], str)]
+    for group in groups.elements() if isinstance(groups, List) else ():
+        lists = strings_of(group) if isinstance(group, Object) else {}
+        for key in ("params", "param_names"):
+            members = lists.get(key)
+            for effect in members.effects if isinstance(members, List) else ():
+                names += [(effect, i) for i, value in enumerate(effect.values) if isinstance(value, str)]
+    return [NamedOptimizer(path, names)] if names else []

@@ -1,0 +1,71 @@
+"""One table of dtypes: torch's name, the storage class that a pickle names for it, bytes for each element.
+
+Source: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13; a test compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "UNTYPED", "DType"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in bytes."""
+
+    name: str
+    storage_class: str | None
+    itemsize: int
+    packed: int = 1  # elements in each item
+
+    def bytes_of(self, elements: int) -> int:
+        """The bytes that so many elements take."""
+        return -(-elements // self.packed) * self.itemsize
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the numbers need a scale to mean anything."""
+        return self.name.startswith(("qint", "quint"))
+
+
+_TABLE = (
+    DType("float64", "DoubleStorage", 8),
+    DType("float32", "FloatStorage", 4),
+    DType("float16", "HalfStorage", 2),
+    DType("bfloat16", "BFloat16Storage", 2),
+    DType("int64", "LongStorage", 8),
+    DType("int32", "IntStorage", 4),
+    DType("int16", "ShortStorage", 2),
+    DType("int8", "CharStorage", 1),
+    DType("uint8", "ByteStorage", 1),
+    DType("bool", "BoolStorage", 1),
+    DType("complex128", "ComplexDoubleStorage", 16),
+    DType("complex64", "ComplexFloatStorage", 8),
+    DType("qint8", "QInt8Storage", 1),
+    DType("qint32", "QInt32Storage", 4),
+    DType("quint8", "QUInt8Storage", 1),
+    DType("quint4x2", "QUInt4x2Storage", 1, packed=2),
+    DType("quint2x4", "QUInt2x4Storage", 1, packed=4),
+    DType("uint16", None, 2),
+    DType("uint32", None, 4),
+    DType("uint64", None, 8),
+    DType("complex32", None, 4),
+    DType("float8_e4m3fn", None, 1),
+    DType("float8_e4m3fnuz", None, 1),
+    DType("float8_e5m2", None, 1),
+    DType("float8_e5m2fnuz", None, 1),
+    DType("float8_e8m0fnu", None, 1),
+    DType("float4_e2m1fn_x2", None, 1),
+    DType("bits8", None, 1),
+    DType("bits16", None, 2),
+    DType("bits1x8", None, 1),
+    DType("bits2x4", None, 1),
+    DType("bits4x2", None, 1),
+)
+
+#: ``UntypedStorage`` counts bytes.
+UNTYPED = DType("uint8", "UntypedStorage", 1)
+
+BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}

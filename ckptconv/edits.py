@@ -1,0 +1,250 @@
+"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: strip, rename, add, devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from ckptconv.customs import Customs, StateDict, read_customs
+from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from ckptconv.graph import Call, Dict, Effect, Global, Object, Tuple, Value
+from ckptconv.locations import Devices
+from ckptconv.model import Changes, Checkpoint, DeviceArgument, Edits, NameChange, Storage
+from ckptconv.names import normal_prefix
+
+__all__ = ["apply"]
+
+_SHOWN = 5  # names or prefixes in an error
+
+
+def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
+    """Edit CHECKPOINT's graph. Raises UsageError, NoMatchError, CollisionError, before or after touching it: use it no more then."""
+    changes = Changes()
+    customs = read_customs(checkpoint)
+    _NameEditor(checkpoint, customs, changes).run(edits)
+    if edits.devices:
+        _retag(checkpoint, customs, edits.devices, changes)
+    return changes
+
+
+# Names
+
+
+class _NameEditor:
+    """Changes names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
+
+    def __init__(self, checkpoint: Checkpoint, customs: Customs, changes: Changes) -> None:
+        self.where = checkpoint.source.path
+        self.customs = customs
+        self.changes = changes
+        self.before = {id(found): found.names() for found in customs.state_dicts}
+
+    def run(self, edits: Edits) -> None:
+        for prefix in map(normal_prefix, edits.strip_prefix):
+            self.strip(prefix)
+        for pattern, replacement in edits.rename:
+            self.rename(pattern, replacement)
+        for prefix in map(normal_prefix, edits.add_prefix):
+            self.add(prefix)
+        for found in self.customs.state_dicts:
+            self.conclude(found, self.before[id(found)])
+
+    def strip(self, prefix: str) -> None:
+        every = [name for found in self.customs.state_dicts for name in found.names()]
+        optimizer_names = [str(effect.values[i]) for opt in self.customs.optimizers for effect, i in opt.names]
+        having = [name for name in every or optimizer_names if name.startswith(prefix)]
+        if not having:
+            raise NoMatchError(f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every or optimizer_names))
+        self.changes.unprefixed += len(every) - len(having)
+        for metadata in self.metadata(self.customs.state_dicts):
+            _strip_metadata(metadata, prefix, keep_ancestors=len(having) < len(every))
+        self.each_name(self.customs.state_dicts, lambda name: name.removeprefix(prefix))
+
+    def rename(self, pattern: str, replacement: str) -> None:
+        try:
+            regex = re.compile(pattern)
+            regex.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise UsageError(f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}") from None
+        every = [name for found in self.customs.state_dicts for name in found.names()]
+        if not any(regex.search(name) for name in every):
+            raise NoMatchError(f"no name matches {pattern!r}", where=self.where, got=_prefixes(every))
+
+        def of_module(path: str) -> str:
+            return regex.sub(replacement, path + "." if path else path).removesuffix(".")
+
+        for metadata in self.metadata(self.customs.state_dicts):
+            _rename_keys(metadata, of_module)
+        self.each_name(self.customs.state_dicts, lambda name: regex.sub(replacement, name))
+
+    def add(self, prefix: str) -> None:
+        main = self.customs.main()
+        if len(main) != 1:
+            if not main:
+                raise NoMatchError("no state dict to add a prefix to", where=self.where)
+            raise NoMatchError(
+                "several state dicts could be meant: " + ", ".join(found.path for found in main), where=self.where,
+                hint=f"to prefix the names of all of them: --rename '^' {prefix}",
+            )  # fmt: skip
+        keys = main[0].names()
+        served = [found for found in self.customs.state_dicts if found.names() == keys]
+        for metadata in self.metadata(served):
+            _add_to_metadata(metadata, prefix)
+        self.each_name(served, lambda name: prefix + name)
+
+    def metadata(self, state_dicts: list[StateDict]) -> list[Object]:
+        """Each ``_metadata`` once; two state dicts can share one."""
+        return list({id(found.metadata): found.metadata for found in state_dicts if found.metadata}.values())
+
+    def each_name(self, state_dicts: list[StateDict], new: Callable[[str], str]) -> None:
+        """Replace each name by NEW of it. Equal names share one string, as they do in a pickle."""
+        known: dict[str, str] = {name: new(name) for found in state_dicts for name in found.names()}
+        for found in state_dicts:
+            for effect, i in found.node.pairs():
+                _replace(effect, i, known)
+        for optimizer in self.customs.optimizers:
+            if not self.customs.state_dicts:
+                known = {name: new(name) for effect, i in optimizer.names if isinstance(name := effect.values[i], str)}
+            for effect, i in optimizer.names:
+                _replace(effect, i, known)
+
+    def conclude(self, found: StateDict, before: list[str]) -> None:
+        """Report what became of FOUND's names; refuse where two became one."""
+        after = found.names()
+        origin: dict[str, str] = {}
+        for old, new in zip(before, after, strict=True):
+            other = origin.setdefault(new, old)
+            if other != old:
+                raise CollisionError(
+                    f"two names would become {new!r}", where=f"{self.where}: {found.path}", got=f"{other!r} and {old!r}"
+                )
+            if old != new:
+                self.changes.names.append(NameChange(found.path, old, new))
+
+
+def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
+    value = effect.values[i]
+    if isinstance(value, str) and known.get(value, value) != value:
+        effect.values[i] = known[value]
+
+
+def _prefixes(names: list[str]) -> str:
+    """The first segments that NAMES have, the most frequent first."""
+    counts = Counter(name.split(".")[0] + "." for name in names if "." in name)
+    if not counts:
+        return "no prefixes" if names else "no state dict"
+    shown = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(_SHOWN))
+    return f"prefixes {shown}" + (" ..." if len(counts) > _SHOWN else "")
+
+
+# _metadata: module path → {'version': n}; '' is the outermost module
+
+
+def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
+    """Take PREFIX off module paths. The wrapper's own entries go: its place is taken by what it wrapped."""
+    wrapped = prefix[:-1]
+    keys = {effect.values[i] for effect, i in metadata.pairs() if isinstance(effect.values[i], str)}
+    gone = set() if wrapped not in keys else {""} if keep_ancestors else _ancestors(wrapped)
+    _rename_keys(
+        metadata,
+        lambda path: None if path in gone else "" if path == wrapped else path.removeprefix(prefix),
+    )
+
+
+def _add_to_metadata(metadata: Object, prefix: str) -> None:
+    """Put PREFIX before module paths, and before them the entries that a wrapper's ``state_dict()`` has for itself."""
+    wrapped = prefix[:-1]
+    pairs = list(metadata.pairs())
+    if any(effect.values[i] == "" for effect, i in pairs if isinstance(effect.values[i], str)):
+        _rename_keys(metadata, lambda path: prefix + path if path else wrapped)
+        first, at = pairs[0]
+        if first.opcode == "SETITEM":
+            first.opcode = "SETITEMS"
+        for ancestor in sorted(_ancestors(wrapped), reverse=True):
+            first.values[at:at] = [ancestor, _version_one()]
+    else:
+        _rename_keys(metadata, lambda path: prefix + path)
+
+
+def _version_one() -> Dict:
+    """``{'version': 1}``: what ``torch.nn.Module`` writes for a module that says nothing else."""
+    version = Dict()
+    version.add(Effect("SETITEM", ["version", 1], None))
+    return version
+
+
+def _ancestors(path: str) -> set[str]:
+    """The module paths above PATH, the outermost being ''."""
+    segments = path.split(".")
+    return {".".join(segments[:n]) for n in range(len(segments))}
+
+
+def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
+    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of two that become one the first stays."""
+    seen: set[str] = set()
+    for effect in mapping.effects:
+        if effect.opcode not in ("SETITEM", "SETITEMS"):
+            continue
+        values: list[Value] = []
+        for i in range(0, len(effect.values), 2):
+            key, value = effect.values[i], effect.values[i + 1]
+            name = new(key) if isinstance(key, str) else key
+            if isinstance(key, str) and (not isinstance(name, str) or name in seen):
+                continue
+            if isinstance(name, str):
+                seen.add(name)
+            values += [key if name == key and isinstance(name, str) else name, value]
+        effect.values = values
+
+
+# Devices
+
+
+def _retag(checkpoint: Checkpoint, customs: Customs, devices: Devices, changes: Changes) -> None:
+    """Send storages, and the devices of rebuild calls, where DEVICES says."""
+    tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
+    new_tags: dict[Storage, str] = {}
+    counts: Counter[Storage] = Counter(info.storage for info in checkpoint.tensors.values() if info.storage)
+    seen_tags = {storage.device for storage in checkpoint.storages.values()}
+    for storage in checkpoint.storages.values():
+        new = devices.new_tag(storage.device, rng=storage in customs.rng_storages)
+        if new != storage.device:
+            new_tags[storage] = tags.setdefault(new, new)
+            _count(changes, storage.device, new, counts[storage], storage.nbytes)
+    for reference in checkpoint.references:
+        if reference.storage in new_tags and isinstance(reference.node.id, Tuple):
+            kind, cls, key, _, numel = reference.node.id.items
+            reference.node.id = Tuple([kind, cls, key, new_tags[reference.storage], numel])
+    for storage, new in new_tags.items():
+        storage.device = new
+    for argument in checkpoint.device_arguments:
+        seen_tags.add(argument.device)
+        new = devices.new_tag(argument.device)
+        if new != argument.device:
+            _set_device(argument, tags.setdefault(new, new))
+            _count(changes, argument.device, new, 1, 0)
+    if devices.to or devices.rules:
+        changes.rng_states = [info.path for info in customs.rng_states]
+    for rule in devices.rules:
+        if not any(devices.rule(tag) is rule for tag in seen_tags):
+            changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")
+
+
+def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:
+    before = changes.devices.get((old, new), (0, 0))
+    changes.devices[old, new] = before[0] + tensors, before[1] + nbytes
+
+
+def _set_device(argument: DeviceArgument, tag: str) -> None:
+    """Replace one argument of one call; the tuple and the device that stood there may be somebody else's as well."""
+    outer = argument.call.args
+    inner = outer.items[2] if argument.nested and isinstance(outer, Tuple) else outer
+    assert isinstance(outer, Tuple) and isinstance(inner, Tuple)
+    old = inner.items[argument.index]
+    new: Value = tag
+    if isinstance(old, Call):
+        family, _, index = tag.partition(":")
+        new = Call("REDUCE", Global("torch", "device"), Tuple([family, int(index)] if index else [family]))
+    args = Tuple([*inner.items[: argument.index], new, *inner.items[argument.index + 1 :]])
+    argument.call.args = Tuple([*outer.items[:2], args, *outer.items[3:]]) if argument.nested else args

@@ -1,0 +1,125 @@
+"""Every error that ckptconv raises on purpose: one base class, each error a line for a person and data for a program.
+
+    CkptconvError
+    ├── UsageError          the request contradicts itself or cannot be understood
+    ├── InputError          something is wrong with what was read
+    │   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
+    │   ├── LimitError          it asks for more than ckptconv is willing to spend
+    │   ├── UnsupportedError    it is sound, but not something that this version handles
+    │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
+    │   └── InputChangedError   it changed while it was being read
+    ├── RefusedError        doing it would lose data or surprise somebody
+    │   ├── TargetExistsError   the output is there already
+    │   ├── CollisionError      two names would become one
+    │   └── NoMatchError        a filter or prefix that matches nothing: a typo
+    └── OutputError         the system could not write, and the old output is as it was
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = [
+    "CkptconvError",
+    "CollisionError",
+    "DangerousError",
+    "InputChangedError",
+    "InputError",
+    "LimitError",
+    "MalformedError",
+    "NoMatchError",
+    "OutputError",
+    "RefusedError",
+    "TargetExistsError",
+    "UnsupportedError",
+    "UsageError",
+    "printable",
+]
+
+
+def printable(text: object) -> str:
+    """TEXT with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
+    return "".join(
+        c if c.isprintable() and unicodedata.category(c) != "Cf" else c.encode("unicode_escape").decode("ascii")
+        for c in str(text)
+    )
+
+
+class CkptconvError(Exception):
+    """What went wrong, where, what was expected, what was found, and what to type next.
+
+    ``str(error)`` is one printable line. The parts stay apart as attributes, so that no program has to read the line.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        got: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        line = self.what if self.where is None else f"{self.where}: {self.what}"
+        facts = [f"{word} {fact}" for word, fact in (("expected", self.expected), ("got", self.got)) if fact is not None]
+        if facts:
+            line += f" ({', '.join(facts)})"
+        if self.hint:
+            line += f"; {self.hint}"
+        return printable(line)
+
+
+class UsageError(CkptconvError):
+    """The request contradicts itself or cannot be understood; nothing was read."""
+
+
+class InputError(CkptconvError):
+    """Something is wrong with what was read."""
+
+
+class MalformedError(InputError):
+    """The input breaks the rules of its format, or can be read in two ways."""
+
+
+class LimitError(InputError):
+    """The input asks for more memory, time or nesting than :mod:`ckptconv.limits` allows."""
+
+
+class UnsupportedError(InputError):
+    """The input is sound, but nothing that this version handles."""
+
+
+class DangerousError(InputError):
+    """The input calls what no checkpoint needs, and the output would carry that call."""
+
+
+class InputChangedError(InputError):
+    """The input's size, modification time or identity changed while it was being read."""
+
+
+class RefusedError(CkptconvError):
+    """Doing it would lose data or surprise somebody; nothing was written."""
+
+
+class TargetExistsError(RefusedError):
+    """The output is there already, and nobody said that it may be replaced."""
+
+
+class CollisionError(RefusedError):
+    """Two names would become one."""
+
+
+class NoMatchError(RefusedError):
+    """A prefix, filter or path that matches nothing."""
+
+
+class OutputError(CkptconvError):
+    """The system could not write the output; what was there before is as it was, unless the message says otherwise."""

@@ -1,0 +1,36 @@
+"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. By content, never by suffix."""
+
+from __future__ import annotations
+
+from ckptconv.errors import UnsupportedError
+from ckptconv.formats import torch_zip
+from ckptconv.model import Checkpoint
+from ckptconv.sources import Source
+
+__all__ = ["FORMATS", "read"]
+
+FORMATS = (torch_zip,)
+
+_HEAD = 64
+_OTHERS = (
+    (b"version https://git-lfs", "a Git LFS pointer and not the file itself", "fetch the file: git lfs pull"),
+    (b"<!DOCTYPE html", "an HTML page and not a checkpoint", "download the file itself, not the page that offers it"),
+    (b"<html", "an HTML page and not a checkpoint", "download the file itself, not the page that offers it"),
+    (b"GGUF", "a GGUF file (llama.cpp)", None),
+    (b"\x89HDF", "an HDF5 file (Keras)", None),
+    (b"\x80\x02\x8a\x0a", "a checkpoint in torch's format from before 1.6, which this version does not read", "load it with torch and save it again"),
+)
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE, in whatever container. Raises UnsupportedError with what it is instead, and what the reader raises."""
+    if source.size == 0:
+        raise UnsupportedError("the file is empty", where=source.path, hint="download or copy it again")
+    head = source.read(0, min(_HEAD, source.size))
+    for format_ in FORMATS:
+        if format_.looks_like(head):
+            return format_.read(source)
+    for start, what, hint in _OTHERS:
+        if head[: len(start)].lower() == start.lower():
+            raise UnsupportedError(what, where=source.path, hint=hint)
+    raise UnsupportedError("no checkpoint that this version reads", where=source.path, expected="torch's zip format")

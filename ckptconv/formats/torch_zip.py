@@ -1,0 +1,285 @@
+"""torch's zip format (since 1.6): reader and writer.
+
+Layout: one folder, named like the file it was saved under, in a zip of stored members (:mod:`ckptconv.formats.zip_archive`):
+
+    data.pkl                     the pickle; storages in it are persistent ids ('storage', class, key, location, elements)
+    .format_version              '1': storages stand in the order and with the headers of torch's own writer   (newer files)
+    .storage_alignment           '64'                                                                          (newer files)
+    byteorder                    'little' or 'big'; absent means little
+    data/KEY                     the bytes of storage KEY, aligned to 64 bytes
+    version                      '3\\n'
+    .data/serialization_id       a hash of the records' names and checksums                                    (newer files)
+
+Source: ``torch/serialization.py`` (``_save``, ``_load``) and ``caffe2/serialize/inline_container.cc`` of torch 2.13.
+
+Where only the pickle changes, what follows it keeps its place modulo 4,096 (the gap goes into the padding of data.pkl's header), so that it is one
+range of the source, whose blocks a copy-on-write filesystem shares. ``.format_version`` promises a layout by which torch computes offsets without
+looking; ours is another, so the records that describe a layout are left out, and torch looks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.formats.zip_archive import (
+    STORED,
+    UTF8,
+    Archive,
+    Member,
+    NewEntry,
+    central_directory,
+    local_header,
+    read_archive,
+)
+from ckptconv.graph import Blob, Tuple
+from ckptconv.limits import LIMITS
+from ckptconv.model import Checkpoint, Inflate, OutFile, Piece, Span
+from ckptconv.pickles import emit, parse
+from ckptconv.safe_loader import obstacles
+from ckptconv.sources import Source
+from ckptconv.vocabulary import read_words
+
+__all__ = ["NAME", "Container", "layout", "looks_like", "read"]
+
+NAME = "torch zip"
+PICKLE = "data.pkl"
+_LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
+_ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
+_BLOCK = 4096  # blocks of this size can be shared between files
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """What the reader keeps for the writer: the archive, and the pickle's bytes where they had to be inflated."""
+
+    archive: Archive
+    byteorder: str
+    inflated_pickle: bytes | None
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that starts with HEAD is a zip archive."""
+    return head[:4] == b"PK\x03\x04"
+
+
+# Reading
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
+    archive = read_archive(source)
+    names = archive.names()
+    _refuse_others(source, names)
+    checked = archive.has_checksums
+    member = names[PICKLE]
+    where = f"{source.path}: {PICKLE}"
+    inflated = _inflated(source, member, where) if member.method != STORED else None
+    if inflated is None and checked:
+        _check_crc(source, member, where)
+    fetch, start, size = _reader(source, member, inflated)
+    graph, end = parse(fetch, start + size, where=where, offset=start)
+    if end != start + size:
+        raise MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
+
+    def record(key: str) -> Span | Inflate | None:
+        found = names.get(f"data/{key}")
+        return found and found.data(source, checked=checked)
+
+    words = read_words(graph, record, where)
+    notes = [] if checked else ["the file has no checksums, so damage to it cannot be seen"]
+    container = Container(archive, _byteorder(source, names), inflated)
+    return Checkpoint(
+        NAME, source, graph, container, words.storages, words.references, words.device_arguments,
+        words.places, words.tensors, words.tensor_nodes, notes,
+    )  # fmt: skip
+
+
+def _refuse_others(source: Source, names: dict[str, Member]) -> None:
+    """Other formats are zips as well."""
+    if "constants.pkl" in names or "attributes.pkl" in names:
+        raise UnsupportedError(
+            "a TorchScript archive, which holds a program and not only weights", where=source.path,
+            hint="load it with torch.jit.load(path, map_location='cpu')",
+        )  # fmt: skip
+    if "archive_format" in names:
+        raise UnsupportedError(
+            "a .pt2 archive (torch.export), which holds a program", where=source.path, hint="load it with torch.export.load"
+        )
+    if PICKLE not in names:
+        raise UnsupportedError("a zip archive, but none of torch's", where=source.path, expected=f"a member FOLDER/{PICKLE}")
+
+
+def _reader(source: Source, member: Member, inflated: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
+    """How to read the pickle, where it starts and how long it is."""
+    if inflated is None:
+        return source.read, member.data_offset, member.size
+    return (lambda offset, length: inflated[offset : offset + length]), 0, len(inflated)
+
+
+def _inflated(source: Source, member: Member, where: str) -> bytes:
+    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated."""
+    most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
+    if member.size > most:
+        raise LimitError("the pickle inflates to too much", where=where, expected=f"at most {most:,} bytes", got=member.size)
+    inflater = zlib.decompressobj(-15)
+    try:
+        data = inflater.decompress(source.read(member.data_offset, member.stored_size), member.size + 1)
+    except zlib.error as error:
+        raise MalformedError("a deflated record is damaged", where=where, got=error) from error
+    if len(data) != member.size or not inflater.eof or inflater.unused_data or zlib.crc32(data) != member.crc32:
+        raise MalformedError("a deflated record is damaged", where=where, expected=f"{member.size} bytes and their checksum")
+    return data
+
+
+def _check_crc(source: Source, member: Member, where: str) -> None:
+    crc32, at, end = 0, member.data_offset, member.data_offset + member.size
+    while at < end:
+        chunk = source.read(at, min(1 << 20, end - at))
+        crc32 = zlib.crc32(chunk, crc32)
+        at += len(chunk)
+    if crc32 != member.crc32:
+        raise MalformedError(
+            "the record is damaged: its checksum is wrong", where=where, expected=f"{member.crc32:08x}", got=f"{crc32:08x}"
+        )
+
+
+def _byteorder(source: Source, names: dict[str, Member]) -> str:
+    member = names.get("byteorder")
+    if member is None:
+        return "little"
+    data = source.read(member.data_offset, min(member.stored_size, 64)) if member.method == STORED else b""
+    if data not in (b"little", b"big"):
+        raise MalformedError("the record byteorder is unknown", where=source.path, expected="little or big", got=data[:20])
+    return data.decode()
+
+
+# Writing
+
+
+def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[str]]:
+    """The file that CHECKPOINT, edited, becomes at PATH, and the names of the records that are left out."""
+    container = checkpoint.container
+    assert isinstance(container, Container)
+    members = container.archive.names()
+    used = {f"data/{key}" for key in checkpoint.storages}
+    orphans = [name for name in members if name.startswith("data/") and name not in used and not name.endswith("/")]
+    names = _renumber(checkpoint) if orphans else {name: name for name in used}
+    kept = [
+        (names.get(name, name), member) for name, member in members.items() if name not in _LAYOUT_RECORDS and name not in orphans
+    ]
+    loadable = next(obstacles(checkpoint.graph), None) is None
+    pickle = _pickle_pieces(checkpoint, emit(checkpoint.graph, loadable=loadable))
+    writer = _Writer(checkpoint, container.archive)
+    for i, (name, member) in enumerate(kept):
+        following = kept[i + 1][1] if i + 1 < len(kept) else None
+        if name == PICKLE:
+            writer.pickle(pickle, following)
+        else:
+            writer.member(name, member)
+    return writer.finish(path), orphans
+
+
+def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
+    """Give storages keys from 0 on, in the order of first use, in the graph too; old → new record names."""
+    keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
+    for reference in checkpoint.references:
+        if isinstance(reference.node.id, Tuple):
+            kind, cls, _, tag, numel = reference.node.id.items
+            reference.node.id = Tuple([kind, cls, keys[reference.storage.key], tag, numel])
+    return {f"data/{old}": f"data/{new}" for old, new in keys.items()}
+
+
+def _pickle_pieces(checkpoint: Checkpoint, parts: list[bytes | Blob]) -> list[bytes | Span]:
+    """The pickle with its blobs as ranges of the source."""
+    assert isinstance(checkpoint.container, Container)
+    inflated = checkpoint.container.inflated_pickle
+    pieces: list[bytes | Span] = []
+    for part in parts:
+        if isinstance(part, bytes):
+            pieces.append(part)
+        elif inflated is None:
+            pieces.append(Span(checkpoint.source, part.offset, part.length))
+        else:
+            pieces.append(inflated[part.offset : part.offset + part.length])
+    return pieces
+
+
+class _Writer:
+    """Places members one behind another."""
+
+    def __init__(self, checkpoint: Checkpoint, archive: Archive) -> None:
+        self.source = checkpoint.source
+        self.archive = archive
+        self.pieces: list[Piece] = []
+        self.entries: list[NewEntry] = []
+        self.at = 0
+
+    def add(self, piece: Piece) -> None:
+        """Append PIECE; a range that continues the last one joins it."""
+        last = self.pieces[-1] if self.pieces else None
+        if isinstance(piece, Span) and isinstance(last, Span) and last.offset + last.length == piece.offset:
+            self.pieces[-1] = Span(self.source, last.offset, last.length + piece.length)
+        elif isinstance(piece, bytes) and isinstance(last, bytes):
+            self.pieces[-1] = last + piece
+        else:
+            self.pieces.append(piece)
+        self.at += len(piece) if isinstance(piece, bytes) else piece.length
+
+    def header(self, name: str, crc32: int, size: int, padding: int) -> None:
+        raw_name = f"{self.archive.root}/{name}".encode()
+        self.entries.append(NewEntry(raw_name, UTF8, crc32, size, self.at))
+        self.add(local_header(raw_name, crc32, size, padding))
+
+    def bare_header(self, name: str, size: int) -> int:
+        """The length of a header without padding."""
+        return len(local_header(f"{self.archive.root}/{name}".encode(), 0, size, 0))
+
+    def pickle(self, pieces: list[bytes | Span], following: Member | None) -> None:
+        """The pickle, padded so that FOLLOWING comes to stand where it stood, modulo a block."""
+        size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+        crc32 = 0
+        if self.archive.has_checksums:
+            for piece in pieces:
+                crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else _crc_of(piece, crc32)
+        end = self.at + self.bare_header(PICKLE, size) + size
+        self.header(PICKLE, crc32, size, _padding(end, following.header_offset if following else 0, _BLOCK))
+        for piece in pieces:
+            self.add(piece)
+
+    def member(self, name: str, member: Member) -> None:
+        """A record of the source: as it stands where that is possible, else under a header of our own."""
+        aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
+        same = member.name == f"{self.archive.root}/{name}" and member.method == STORED
+        if same and aligned and (self.at - member.header_offset) % _BLOCK == 0:
+            self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
+            self.add(Span(self.source, member.header_offset, member.end - member.header_offset))
+            return
+        data = member.data(self.source, checked=self.archive.has_checksums)
+        start = self.at + self.bare_header(name, member.size)
+        keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
+        padding = _padding(start, member.data_offset, _BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
+        self.header(name, member.crc32, member.size, padding)
+        if member.size:
+            self.add(data)
+
+    def finish(self, path: Path) -> OutFile:
+        self.add(central_directory(self.entries, self.at))
+        return OutFile(path, tuple(self.pieces), self.at)
+
+
+def _crc_of(span: Span, crc32: int) -> int:
+    for at in range(0, span.length, 1 << 20):
+        crc32 = zlib.crc32(span.source.read(span.offset + at, min(1 << 20, span.length - at)), crc32)
+    return crc32
+
+
+def _padding(at: int, wanted: int, modulus: int) -> int:
+    """The bytes from AT to a place that is WANTED modulo MODULUS: none, or at least 4, which an extra field takes."""
+    padding = (wanted - at) % modulus
+    return padding + modulus if 0 < padding < 4 else padding
+
+

@@ -1,0 +1,353 @@
+"""A strict zip reader, and the headers that a zip writer needs. Reads no data; bytes are moved elsewhere.
+
+Layout (PKWARE APPNOTE 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), all integers little-endian:
+
+    member*            local header (30 bytes, name, extra), data, and a data descriptor if bit 3 of the flags is set
+    central directory  one entry for each member (46 bytes, name, extra, comment)
+    [zip64 end (56 bytes), zip64 locator (20 bytes)]
+    end                22 bytes and a comment
+
+Where sizes or offsets do not fit 32 bits, the field is all ones and the number stands in an extra field (id 1); torch writes zip64 ends
+always, zeros in local headers, and pads data to 64 bytes with an extra field of its own (id ``FB``).
+
+Stricter than zip readers are: two of them must not be able to see two different archives. So every byte belongs to exactly one member or to
+the directory, local and central headers agree, and no two names are equal, not even without regard to case (torch looks names up like that).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.limits import LIMITS
+from ckptconv.model import Inflate, Span
+from ckptconv.sources import Source
+
+__all__ = ["Archive", "Member", "central_directory", "local_header", "read_archive"]
+
+LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
+_ZIP64_LOCATOR = struct.Struct("<4sIQI")
+_ZIP64_EXTRA, PADDING_EXTRA = 1, int.from_bytes(b"FB", "little")
+_ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
+_ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
+HAS_DESCRIPTOR = 1 << 3
+UTF8 = 1 << 11
+STORED, DEFLATED = 0, 8
+
+
+@dataclass(frozen=True)
+class Member:
+    """One record: where its header, its data and its end (with the descriptor) stand, in bytes from the start of the file."""
+
+    name: str
+    flags: int
+    method: int
+    crc32: int
+    stored_size: int
+    size: int
+    header_offset: int
+    data_offset: int
+    end: int
+
+    def data(self, source: Source, *, checked: bool) -> Span | Inflate:
+        """Its bytes, inflated where they are deflated. CHECKED: the archive has checksums."""
+        crc32 = self.crc32 if checked else None
+        if self.method == STORED:
+            return Span(source, self.data_offset, self.size, crc32)
+        return Inflate(Span(source, self.data_offset, self.stored_size), self.size, crc32)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Every member in the order of the file, all below one folder ROOT. ``has_checksums`` is False where every CRC is zero."""
+
+    root: str
+    members: tuple[Member, ...]
+    has_checksums: bool
+
+    def names(self) -> dict[str, Member]:
+        """The members by name below the root."""
+        return {member.name[len(self.root) + 1 :]: member for member in self.members}
+
+
+def read_archive(source: Source) -> Archive:
+    """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError."""
+    count, directory, start = _read_end(source)
+    entries = _read_directory(source, count, directory, start)
+    entries.sort(key=lambda entry: entry.header_offset)
+    members = []
+    at = 0
+    for i, entry in enumerate(entries):
+        following = entries[i + 1].header_offset if i + 1 < len(entries) else start
+        if entry.header_offset != at:
+            raise _bad(source, entry.header_offset, "zip members overlap or leave a gap", f"{entry.name!r} at {at}", entry.header_offset)
+        members.append(_read_member(source, entry, following))
+        at = following
+    if not members:
+        raise _bad(source, 0, "the zip archive is empty")
+    _check_names(source, members)
+    root = members[0].name.split("/")[0]
+    return Archive(root, tuple(members), any(member.crc32 for member in members))
+
+
+def _bad(source: Source, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
+    return MalformedError(what, where=f"{source.path} at byte {offset}", expected=expected, got=got)
+
+
+# The end
+
+
+def _read_end(source: Source) -> tuple[int, int, int]:
+    """The number of members, and the size and offset of the central directory."""
+    tail_offset = max(0, source.size - _END.size - _ONES16)
+    tail = source.read(tail_offset, source.size - tail_offset)
+    found = []
+    at = tail.find(END)
+    while at >= 0:
+        if len(tail) - at >= _END.size and at + _END.size + struct.unpack_from("<H", tail, at + 20)[0] == len(tail):
+            found.append(at)
+        at = tail.find(END, at + 1)
+    if not found:
+        raise MalformedError(
+            "a zip archive without its end", where=source.path, expected="a central directory",
+            hint="the file was cut short: download or copy it again",
+        )  # fmt: skip
+    if len(found) > 1:
+        raise _bad(source, tail_offset + found[0], "the zip archive has two ends", "one", len(found))
+    offset = tail_offset + found[0]
+    _, disk, start_disk, on_disk, count, size, start, _ = _END.unpack_from(tail, found[0])
+    end = offset
+    wide = _read_zip64_end(source, offset)
+    if wide:
+        end, *numbers = wide
+        narrow = (disk, start_disk, on_disk, count, size, start)
+        for small, large, ones in zip(narrow, numbers, (_ONES16,) * 4 + (_ONES32,) * 2, strict=True):
+            if small not in (large, ones):
+                raise _bad(source, offset, "the two ends of the zip archive disagree", large, small)
+        disk, start_disk, on_disk, count, size, start = numbers
+    if disk or start_disk or on_disk != count:
+        raise UnsupportedError("a zip archive in several parts", where=source.path)
+    if count > LIMITS.zip_members:
+        raise LimitError("too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=count)
+    if start + size != end:
+        raise _bad(source, offset, "the zip's directory does not reach to its end", end, start + size)
+    return count, size, start
+
+
+def _read_zip64_end(source: Source, end: int) -> list[int] | None:
+    """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is one before END."""
+    if end < _ZIP64_LOCATOR.size:
+        return None
+    signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - _ZIP64_LOCATOR.size, _ZIP64_LOCATOR.size))
+    if signature != ZIP64_LOCATOR:
+        return None
+    if disk or disks > 1 or offset + _ZIP64_END.size + _ZIP64_LOCATOR.size != end:
+        raise _bad(source, end, "the zip64 locator points to no zip64 end", end - _ZIP64_LOCATOR.size - _ZIP64_END.size, offset)
+    signature, size, _, _, *numbers = _ZIP64_END.unpack(source.read(offset, _ZIP64_END.size))
+    if signature != ZIP64_END or size != _ZIP64_END.size - 12:
+        raise _bad(source, offset, "the zip64 end is damaged", _ZIP64_END.size - 12, size)
+    return [offset, *numbers]
+
+
+# The central directory
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A member as the central directory has it."""
+
+    name: str
+    raw_name: bytes
+    flags: int
+    method: int
+    crc32: int
+    stored_size: int
+    size: int
+    header_offset: int
+
+
+def _read_directory(source: Source, count: int, size: int, start: int) -> list[_Entry]:
+    if count * _CENTRAL.size > size:
+        raise _bad(source, start, "the zip's directory is too small for its members", f"{count} entries", f"{size} bytes")
+    if size > count * (_CENTRAL.size + 3 * LIMITS.member_name):
+        raise _bad(source, start, "the zip's directory is too large for its members", f"{count} entries", f"{size} bytes")
+    entries = []
+    at, end = start, start + size
+    for _ in range(count):
+        if end - at < _CENTRAL.size:
+            raise _bad(source, at, "the zip's directory ends inside an entry")
+        fields = _CENTRAL.unpack(source.read(at, _CENTRAL.size))
+        variable = sum(fields[10:13])
+        if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
+            raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
+        entries.append(_entry(source, at, fields, source.read(at + _CENTRAL.size, variable)))
+        at += _CENTRAL.size + variable
+    if at != end:
+        raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
+    return entries
+
+
+def _entry(source: Source, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
+    _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, _, header_offset = fields
+    raw_name = variable[:n_name]
+    try:
+        name = raw_name.decode()
+    except UnicodeDecodeError as error:
+        raise _bad(source, at, "a zip member's name is not UTF-8", got=raw_name[:80]) from error
+    if flags & _ENCRYPTED:
+        raise UnsupportedError("the zip archive is encrypted", where=f"{source.path}: {name}")
+    if method not in (STORED, DEFLATED):
+        raise UnsupportedError("a zip member is compressed in an unknown way", where=f"{source.path}: {name}", expected="0 or 8", got=method)
+    wide = _extras(source, at, variable[n_name : n_name + n_extra]).get(_ZIP64_EXTRA, b"")
+    numbers = []
+    for value in (size, stored_size, header_offset):
+        if value == _ONES32:
+            if len(wide) < 8:
+                raise _bad(source, at, f"{name!r} lacks a 64-bit number")
+            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+        numbers.append(value)
+    if wide or disk:
+        raise _bad(source, at, f"{name!r} has numbers that nothing refers to")
+    size, stored_size, header_offset = numbers
+    if method == STORED and size != stored_size:
+        raise _bad(source, at, f"{name!r} is stored but has two sizes", size, stored_size)
+    return _Entry(name, raw_name, flags, method, crc32, stored_size, size, header_offset)
+
+
+def _extras(source: Source, at: int, extra: bytes) -> dict[int, bytes]:
+    """The extra fields by id."""
+    found: dict[int, bytes] = {}
+    while extra:
+        kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
+        if len(extra) < 4 + size:
+            raise _bad(source, at, "an extra field of a zip header is cut short")
+        if kind in found:
+            raise _bad(source, at, "an extra field of a zip header stands there twice", got=kind)
+        found[kind] = extra[4 : 4 + size]
+        extra = extra[4 + size :]
+    return found
+
+
+def _check_names(source: Source, members: list[Member]) -> None:
+    """All below one folder, none twice, none that leads out of it."""
+    root = members[0].name.split("/")[0]
+    seen: dict[str, Member] = {}
+    for member in members:
+        segments = member.name.split("/")
+        if len(segments) < 2 or "" in segments[:-1] or ".." in segments or "\0" in member.name:
+            raise _bad(source, member.header_offset, "a zip member is not in the archive's folder", "FOLDER/NAME", repr(member.name))
+        if segments[0] != root:
+            raise _bad(source, member.header_offset, "the zip archive has two folders at its root", repr(root), repr(segments[0]))
+        other = seen.setdefault(member.name.casefold(), member)
+        if other is not member:
+            raise _bad(source, member.header_offset, "two zip members have one name, but for case", repr(other.name), repr(member.name))
+
+
+# Local headers and descriptors
+
+
+def _read_member(source: Source, entry: _Entry, following: int) -> Member:
+    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it."""
+    at = entry.header_offset
+    room = following - at
+    least = _LOCAL.size + len(entry.raw_name)
+    if room < least:
+        raise _bad(source, at, f"{entry.name!r} has no room for its header", least, room)
+    header = source.read(at, least)
+    signature, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra = _LOCAL.unpack_from(header)
+    if signature != LOCAL:
+        raise _bad(source, at, f"{entry.name!r} has no local header", LOCAL, signature)
+    if n_name != len(entry.raw_name) or header[_LOCAL.size :] != entry.raw_name:
+        raise _bad(source, at, "a zip member has two names", repr(entry.name), header[_LOCAL.size :][:80])
+    if (flags, method) != (entry.flags, entry.method):
+        raise _bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method))
+    data_offset = at + least + n_extra
+    end_of_data = data_offset + entry.stored_size
+    if end_of_data > following:
+        raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
+    extras = _extras(source, at, source.read(at + least, n_extra))
+    _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))
+    _check_descriptor(source, entry, source.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
+    return Member(
+        entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, data_offset, following
+    )
+
+
+def _check_local_numbers(source: Source, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
+    crc32, stored_size, size = local
+    if entry.flags & HAS_DESCRIPTOR and local == (0, 0, 0):
+        return  # they stand in the descriptor; what torch puts into a zip64 field here nobody reads
+    if size == _ONES32:
+        size, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+    if stored_size == _ONES32:
+        stored_size = int.from_bytes(wide[:8], "little")
+    if entry.flags & HAS_DESCRIPTOR and (stored_size, size) == (0, 0) and crc32 == entry.crc32:
+        return
+    if (crc32, stored_size, size) != (entry.crc32, entry.stored_size, entry.size):
+        raise _bad(
+            source, entry.header_offset, f"the headers of {entry.name!r} disagree",
+            (entry.crc32, entry.stored_size, entry.size), (crc32, stored_size, size),
+        )  # fmt: skip
+
+
+def _check_descriptor(source: Source, entry: _Entry, descriptor: bytes, at: int) -> None:
+    """What stands between a member's data and the next header: a descriptor, with or without its signature, or nothing."""
+    if not entry.flags & HAS_DESCRIPTOR:
+        if descriptor:
+            raise _bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor))
+        return
+    body = descriptor.removeprefix(DESCRIPTOR) if len(descriptor) in (16, 24) else descriptor
+    form = {12: "<III", 20: "<IQQ"}.get(len(body))
+    expected = (entry.crc32, entry.stored_size, entry.size)
+    if form is None or struct.unpack(form, body) != expected:
+        raise _bad(source, at, f"the data descriptor of {entry.name!r} is damaged", expected, descriptor[:24].hex())
+
+
+# Writing
+
+
+def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
+    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0, or 4 and more) beside what zip64 needs."""
+    wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
+    pad = b"" if not padding else struct.pack("<HH", PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)
+    shown = min(size, _ONES32)
+    version = 45 if wide else 20
+    return (
+        _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(wide + pad)) + name + wide + pad
+    )
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """A member of an archive that is being written."""
+
+    name: bytes
+    flags: int
+    crc32: int
+    size: int
+    header_offset: int
+
+
+def central_directory(entries: list[NewEntry], start: int) -> bytes:
+    """The directory of ENTRIES (all stored) at offset START, and the end of the archive."""
+    out = bytearray()
+    for entry in entries:
+        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
+        extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
+        shown = min(entry.size, _ONES32)
+        out += _CENTRAL.pack(
+            CENTRAL, 0, 45 if wide else 20, entry.flags, STORED, 0, 0, entry.crc32, shown, shown,
+            len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header_offset, _ONES32),
+        ) + entry.name + extra  # fmt: skip
+    count, size, end = len(entries), len(out), start + len(out)
+    if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
+        out += _ZIP64_END.pack(ZIP64_END, _ZIP64_END.size - 12, 45, 45, 0, 0, count, count, size, start)
+        out += _ZIP64_LOCATOR.pack(ZIP64_LOCATOR, 0, end, 1)
+    out += _END.pack(END, 0, 0, min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32), 0)
+    return bytes(out)

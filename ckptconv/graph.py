@@ -1,0 +1,258 @@
+"""The nodes of a pickle's graph: what a pickle says, without doing it.
+
+Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``; everything else is a node. Sharing is
+identity (``a is b``), for strings too. Nodes have no equality, no hash of content and no repr of content, so that nothing
+that a file says can make them expensive. Cycles are legal.
+
+What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an :class:`Effect` in
+the object's ``effects``, as are calls and persistent ids themselves; ``order`` says when, counted from 0 in the source. A
+node that an edit makes has no ``order``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "Blob",
+    "ByteArray",
+    "Call",
+    "Dict",
+    "Effect",
+    "Extension",
+    "FrozenSet",
+    "Global",
+    "Graph",
+    "List",
+    "Node",
+    "Object",
+    "PersistentId",
+    "Py2String",
+    "Set",
+    "Tuple",
+    "Value",
+    "children",
+    "is_global",
+    "walk",
+]
+
+
+class Node:
+    """Whatever is no atom. Compares and hashes by identity."""
+
+    __slots__ = ()
+
+
+class Global(Node):
+    """``module.name``, as the pickle spells it; never imported."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Extension(Node):
+    """A number that stands for a global in the reading process's ``copyreg`` registry (EXT1, EXT2, EXT4)."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Py2String(Node):
+    """A Python 2 ``str``: bytes that the reader decodes or not, by its ``encoding`` argument."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Blob(Node):
+    """A text or bytes object too long to hold: LENGTH bytes at OFFSET of the pickle. KIND is ``str``, ``bytes``, ``bytearray`` or ``py2``."""
+
+    __slots__ = ("kind", "length", "offset")
+
+    def __init__(self, kind: str, offset: int, length: int) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.length = length
+
+
+class ByteArray(Node):
+    """A ``bytearray`` (BYTEARRAY8); mutable, so it has an identity."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Tuple(Node):
+    """A tuple; it can hold itself only through something mutable."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Value]) -> None:
+        self.items = items
+
+
+class FrozenSet(Node):
+    """A frozenset, its members in the order in which the pickle names them."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Value]) -> None:
+        self.items = items
+
+
+class Effect:
+    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands (keys and values in turn for SETITEMS)."""
+
+    __slots__ = ("opcode", "order", "values")
+
+    def __init__(self, opcode: str, values: list[Value], order: int | None) -> None:
+        self.opcode = opcode
+        self.values = values
+        self.order = order
+
+
+_NO_EFFECTS: list[Effect] = []
+
+
+class Object(Node):
+    """Whatever has effects: a list, dict or set, or the result of a call."""
+
+    __slots__ = ("effects",)
+
+    def __init__(self) -> None:
+        self.effects = _NO_EFFECTS  # shared while empty: most objects never get one
+
+    def add(self, effect: Effect) -> None:
+        """Append EFFECT to what is done to this object."""
+        if self.effects is _NO_EFFECTS:
+            self.effects = [effect]
+        else:
+            self.effects.append(effect)
+
+    def pairs(self) -> Iterator[tuple[Effect, int]]:
+        """Where this mapping's items stand: ``effect.values[i]`` is a key, ``effect.values[i + 1]`` its value."""
+        for effect in self.effects:
+            if effect.opcode in ("SETITEM", "SETITEMS"):
+                for i in range(0, len(effect.values), 2):
+                    yield effect, i
+
+    def elements(self) -> Iterator[Value]:
+        """The elements of this list or set, in order."""
+        for effect in self.effects:
+            if effect.opcode in ("APPEND", "APPENDS", "ADDITEMS"):
+                yield from effect.values
+
+
+class List(Object):
+    """A list."""
+
+    __slots__ = ()
+
+
+class Dict(Object):
+    """A dict."""
+
+    __slots__ = ()
+
+
+class Set(Object):
+    """A set."""
+
+    __slots__ = ()
+
+
+class Call(Object):
+    """The result of a call that the pickle asks for and nobody makes.
+
+    KIND is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too)
+    makes an instance in Python 2's way, its arguments in a Tuple of our own.
+    """
+
+    __slots__ = ("args", "callable", "kind", "kwargs", "order")
+
+    def __init__(
+        self, kind: str, callable_: Value, args: Value, kwargs: Value = None, order: int | None = None
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.callable = callable_
+        self.args = args
+        self.kwargs = kwargs
+        self.order = order
+
+
+class PersistentId(Node):
+    """A reference to something outside the pickle; in torch's files, to a storage."""
+
+    __slots__ = ("id", "order")
+
+    def __init__(self, id_: Value, order: int | None = None) -> None:
+        self.id = id_
+        self.order = order
+
+
+Value: TypeAlias = "Node | None | bool | int | float | str | bytes"
+
+
+@dataclass(eq=False)
+class Graph:
+    """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
+
+    ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
+    call). ``shared`` are the ids of nodes that the pickle names more than once.
+    """
+
+    root: Value
+    protocol: int
+    opcodes: int
+    used: frozenset[int]
+    discarded: list[Value]
+    shared: set[int]
+
+
+def children(node: Value) -> list[Value]:
+    """What NODE is made of, in the order in which a pickle says it."""
+    if isinstance(node, (Tuple, FrozenSet)):
+        return node.items
+    if isinstance(node, PersistentId):
+        return [node.id]
+    found: list[Value] = []
+    if isinstance(node, Object):
+        if isinstance(node, Call):
+            found += (node.callable, node.args)
+            if node.kwargs is not None:
+                found.append(node.kwargs)
+        for effect in node.effects:
+            found += effect.values
+    return found
+
+
+def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
+    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those whose id is in SEEN are left out and added."""
+    seen = set() if seen is None else seen
+    todo = roots[::-1]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Node) and id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            todo += children(node)[::-1]
+
+
+def is_global(node: Value, *names: str) -> bool:
+    """Whether NODE is one of the globals NAMES, given as ``module.name``."""
+    return isinstance(node, Global) and f"{node.module}.{node.name}" in names

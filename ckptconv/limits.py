@@ -1,0 +1,37 @@
+"""The most that a file may ask of us, each number with its reason. One frozen dataclass, one instance: :data:`LIMITS`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LIMITS", "Limits"]
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on input; what is above one of them raises :class:`~ckptconv.errors.LimitError`."""
+
+    #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that. Long texts inside it do not count.
+    pickle_bytes: int = 256 * MIB
+    #: 60,000 tensors take 1.9 million opcodes; one of ours costs at most 300 bytes, so this bounds memory at 6 GB.
+    pickle_opcodes: int = 20_000_000
+    #: A text or bytes object above this stays in the file, as a byte range.
+    inline_bytes: int = 64 * KIB
+    #: A line of protocol 0, or an integer. CPython itself refuses decimal integers of more than 4,300 digits.
+    pickle_line: int = 16 * MIB
+    #: pickle's own writer gives up near 1,000 (Python's recursion limit), so nobody can have written more.
+    nesting: int = 1_000
+    #: torch's tensors have at most 64 dimensions.
+    rank: int = 64
+    #: A checkpoint has one member for each storage; 60,000 are a lot.
+    zip_members: int = 1_000_000
+    #: The zip format's own bound on a name.
+    member_name: int = 64 * KIB
+    #: Real pickles deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
+    pickle_inflate_ratio: int = 100
+
+
+LIMITS = Limits()

@@ -1,0 +1,177 @@
+"""Devices: the grammar of ``--to``, ``--map`` and ``map_location``, and which tag becomes which.
+
+A *tag* is what a checkpoint says of a storage: ``cpu``, ``cuda:0``, ``mps``. Not torch's own grammar: ``torch.device('cuda:300')`` is
+``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch can write and restore as tags:
+``torch.serialization``'s ``_package_registry``; npu, mlu, musa and privateuseone are those of its out-of-tree backends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptconv.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Devices", "MapLocation", "Rule", "Target", "parse_rule", "parse_target", "to_devices"]
+
+#: Where tensors may be sent. The device need not exist here.
+FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
+_ONE_DEVICE = ("cpu", "mps")  # written without an index
+_HIGHEST_INDEX = 127  # torch keeps a device index in a signed byte
+_REFUSED = {
+    "meta": "a meta tensor has no data, so the weights would be lost",
+    "xla": "torch has no tag for it and stores such tensors as CPU arrays",
+    "vulkan": "torch has no tag for it",
+}
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?", re.ASCII)
+
+MapLocation: TypeAlias = "str | torch.device | Mapping[str, str] | Callable[[str], str]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device to send tensors to; without an index, the replaced tag's index is kept."""
+
+    family: str
+    index: int | None = None
+
+    def tag(self, old: str) -> str:
+        """The tag that replaces OLD."""
+        if self.family in _ONE_DEVICE:
+            return self.family
+        index = self.index
+        if index is None:
+            match = _DEVICE.fullmatch(old)
+            index = int(match[2]) if match and match[2] and int(match[2]) <= _HIGHEST_INDEX else 0
+        return f"{self.family}:{index}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``OLD=NEW``: RANK says how specific OLD is (0: any, 1: gpu, 2: a family, 3: one tag)."""
+
+    old: str
+    rank: int
+    new: Target
+
+    def matches(self, tag: str) -> bool:
+        """Whether TAG is one of those that OLD means."""
+        if self.rank == 0:
+            return True
+        if self.rank == 1:
+            return tag.split(":")[0] not in ("cpu", "meta")
+        return self.old == (tag.split(":")[0] if self.rank == 2 else tag)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """All that was said about devices: the most specific rule wins, then ``to``; ``function`` stands alone."""
+
+    rules: tuple[Rule, ...] = ()
+    to: Target | None = None
+    function: Callable[[str], str] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.rules or self.to or self.function)
+
+    def rule(self, tag: str) -> Rule | None:
+        """The rule that serves TAG, if any."""
+        return max((rule for rule in self.rules if rule.matches(tag)), key=lambda rule: rule.rank, default=None)
+
+    def new_tag(self, tag: str, *, rng: bool = False) -> str:
+        """What becomes of TAG. RNG: it is that of a random generator's state, which torch restores from the CPU alone."""
+        rule = self.rule(tag)
+        if rng and tag == "cpu" and not (rule and rule.rank == 0):
+            return tag
+        if rule:
+            return rule.new.tag(tag)
+        if self.to:
+            return "cpu" if rng else self.to.tag("")
+        if self.function:
+            new = self.function(tag)
+            return tag if new == tag else parse_target(new).tag("")
+        return tag
+
+
+def parse_target(text: object) -> Target:
+    """The device TEXT. Raises UsageError where no tensor can be sent there."""
+    word = str(text)
+    match = _DEVICE.fullmatch(word)
+    family = match[1].replace("gpu", "cuda") if match and match[1] in ("gpu", *FAMILIES) else ""
+    if not match or not family:
+        reason = _REFUSED.get(word.split(":")[0])
+        if reason:
+            raise UsageError(f"tensors cannot be sent to {word!r}: {reason}", hint="try: --to cpu")
+        raise UsageError(f"{word!r} is no device", expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1")
+    index = int(match[2]) if match[2] else None
+    if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX) and family != "cpu":
+        raise UsageError(f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}")
+    return Target(family, index)
+
+
+def parse_rule(old: object, new: object) -> Rule:
+    """The rule OLD=NEW. Any tag that a file may have can be OLD."""
+    word = str(old)
+    if not word:
+        raise UsageError("the device to replace is empty", expected="OLD=NEW, like cuda:0=cuda:1")
+    if word in ("any", "*"):
+        return Rule("any", 0, parse_target(new))
+    if word == "gpu":
+        return Rule(word, 1, parse_target(new))
+    family, _, index = word.partition(":")
+    if family in _ONE_DEVICE and index:
+        word, index = family, ""
+    return Rule(word.replace("gpu", "cuda", 1) if family == "gpu" else word, 3 if index else 2, parse_target(new))
+
+
+def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
+    rules = tuple(rules)
+    for i, rule in enumerate(rules):
+        if any(rule.old == other.old for other in rules[:i]):
+            raise UsageError(f"{rule.old!r} is mapped twice", hint="give each device once")
+    # A bare device is not "keep the index": --to cuda means the first GPU.
+    return Devices(rules, to and Target(to.family, to.index or 0))
+
+
+def to_devices(*wishes: MapLocation | None) -> Devices:
+    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag.
+
+    Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
+    """
+    rules: list[Rule] = []
+    to: Target | None = None
+    for wish in wishes:
+        if wish is None:
+            continue
+        if isinstance(wish, Mapping):
+            rules += [parse_rule(old, new) for old, new in wish.items()]
+        elif callable(wish):
+            if len(wishes) > 1:
+                raise UsageError("a function maps all devices, so nothing else can")
+            return Devices(function=_of_one_argument(wish))
+        elif "=" in str(wish):
+            rules.append(parse_rule(*str(wish).split("=", 1)))
+        elif to is not None:
+            raise UsageError("only one device can be the target of all tensors", got=str(wish))
+        else:
+            to = parse_target(wish)
+    return _checked(rules, to)
+
+
+def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
+    try:
+        inspect.signature(function).bind("cpu")
+    except TypeError:
+        raise TypeError(
+            "map_location must be a function of one argument, from tag to tag, such as "
+            "lambda tag: 'cpu'; no storage is loaded here, so there is none to pass"
+        ) from None
+    except ValueError:  # a builtin without a signature: calling it will tell
+        pass
+    return function

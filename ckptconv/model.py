@@ -1,0 +1,226 @@
+"""The data that flows from a file to a file: sources and byte ranges, storages and tensors, edits, plans and reports. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptconv.graph import Call, Graph, PersistentId, Value
+from ckptconv.locations import Devices
+
+if TYPE_CHECKING:
+    from ckptconv.sources import Source
+
+__all__ = [
+    "Changes",
+    "Checkpoint",
+    "DeviceArgument",
+    "Edits",
+    "Inflate",
+    "NameChange",
+    "OutFile",
+    "Piece",
+    "Place",
+    "Plan",
+    "Reference",
+    "Report",
+    "Span",
+    "Storage",
+    "TensorInfo",
+]
+
+
+@dataclass(frozen=True)
+class Span:
+    """LENGTH bytes at OFFSET of SOURCE. ``crc32`` is what their checksum should be, where the source says it."""
+
+    source: Source
+    offset: int
+    length: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True)
+class Inflate:
+    """LENGTH bytes that the deflate stream OF gives; ``crc32`` is that of the result."""
+
+    of: Span
+    length: int
+    crc32: int | None
+
+
+#: What an output file is made of, in order.
+Piece: TypeAlias = "bytes | Span | Inflate"
+
+
+@dataclass(eq=False)
+class Storage:
+    """The bytes that one or more tensors are views of. Identity is sharing.
+
+    ``device`` is the location tag, as the file has it until an edit changes it.
+    """
+
+    key: str
+    device: str
+    nbytes: int
+    data: Span | Inflate
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """One mention of a storage in the pickle."""
+
+    node: PersistentId
+    storage: Storage
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceArgument:
+    """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
+
+    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of ``arguments``.
+    """
+
+    call: Call
+    nested: bool
+    index: int
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where NODE stands first: SEGMENT (see :mod:`ckptconv.names`) below PARENT. ``key`` is the key where the segment is a mapping's string key."""
+
+    parent: Place | None
+    segment: str
+    node: Value
+    depth: int
+    key: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The path, as ``inspect`` prints it."""
+        segments: list[str] = []
+        place: Place | None = self
+        while place is not None and place.parent is not None:
+            segments.append(place.segment)
+            place = place.parent
+        return "".join(reversed(segments)).removeprefix("/") or "."
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo:
+    """A tensor as the pickle describes it. Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
+
+    ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array) or ``wrapper`` (a subclass
+    around other tensors). ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a
+    mapping. ``tied_to`` is the path of an earlier tensor that is the same.
+    """
+
+    path: str
+    name: str | None
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: str
+    nbytes: int
+    storage: Storage | None
+    requires_grad: bool
+    is_parameter: bool
+    contiguous: bool
+    tied_to: str | None = None
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it."""
+
+    format: str
+    source: Source
+    graph: Graph
+    container: object
+    storages: dict[str, Storage]
+    references: list[Reference]
+    device_arguments: list[DeviceArgument]
+    places: list[Place]
+    tensors: dict[str, TensorInfo]
+    tensor_nodes: dict[int, TensorInfo]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What the flags of ``convert`` and the keywords of its function become."""
+
+    devices: Devices = Devices()
+    strip_prefix: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    add_prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NameChange:
+    """One name of the state dict at PATH."""
+
+    path: str
+    old: str
+    new: str
+
+
+@dataclass
+class Changes:
+    """What the edits change, for ``--dry-run`` and the report.
+
+    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``rng_states`` are the paths of those that were kept on or
+    brought to the CPU.
+    """
+
+    devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    names: list[NameChange] = field(default_factory=list)
+    unprefixed: int = 0
+    rng_states: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One file to write: its PIECES in order, and their SIZE in bytes."""
+
+    path: Path
+    pieces: tuple[Piece, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before the first byte is written. ``left_behind`` names what the target will not hold."""
+
+    source: Source
+    file: OutFile
+    changes: Changes
+    tensors: Mapping[str, TensorInfo]
+    left_behind: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run."""
+
+    src: str
+    dst: str
+    size: int
+    changes: Changes
+    left_behind: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    written: bool
+
+
+#: Called with the number of bytes written since the last call.
+Progress: TypeAlias = Callable[[int], None]
+

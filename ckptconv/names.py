@@ -1,0 +1,70 @@
+"""Names and paths: the grammar of prefixes inside a state dict, and of where things stand in a checkpoint.
+
+A *name* is a key inside a state dict: ``module.conv.weight``; its segments end at dots. A *path* says where something stands:
+
+    ========================  ==========================================================
+    ``optimizer/state``       string keys, joined by ``/``
+    ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
+    ``/.name``                an attribute (state of BUILD that is a dict)
+    ``/.__state__``           other state
+    ``/(0)``, ``/(name)``     an argument of a call
+    ``/{0}``                  a member of a set, by position
+    ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
+    ``.``                     the root
+    ========================  ==========================================================
+
+In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty key is ``\\e``. A
+key that is set twice has ``\\2`` behind it the second time.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptconv.errors import UsageError
+from ckptconv.graph import Node, Tuple, Value
+
+__all__ = ["key_segment", "normal_prefix", "parse_path"]
+
+_LONGEST_LITERAL = 80
+
+
+def key_segment(key: Value, position: int) -> str:
+    """The segment for the value under KEY, the POSITION-th of its mapping."""
+    if isinstance(key, str):
+        escaped = re.sub(r"[\\/\[]", r"\\\g<0>", key)
+        return "/" + ("\\" + escaped if escaped[:1] in tuple(".({<") else escaped or "\\e")
+    literal = _literal(key)
+    return f"[{literal}]" if literal else f"[<{position}>]"
+
+
+def _literal(key: Value) -> str | None:
+    """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take forever to print."""
+    if isinstance(key, Tuple):
+        parts = [None if isinstance(item, Node) else _literal(item) for item in key.items[:9]]
+        if len(parts) > 8 or None in parts:
+            return None
+        text = "(" + ", ".join(map(str, parts)) + (",)" if len(parts) == 1 else ")")
+    elif isinstance(key, Node) or (isinstance(key, (str, bytes)) and len(key) > _LONGEST_LITERAL):
+        return None
+    elif isinstance(key, int) and key.bit_length() > 200:
+        return None
+    else:
+        text = repr(key)
+    return text if len(text) <= _LONGEST_LITERAL else None
+
+
+def parse_path(path: str) -> list[str]:
+    """The segments of PATH, from the root on, as :func:`key_segment` writes them; the root itself has none."""
+    if path == ".":
+        return []
+    start = path if path.startswith("[") else "/" + path
+    return re.findall(r"\[(?:'(?:\\.|[^'])*'|\"(?:\\.|[^\"])*\"|[^\]'\"])*\]|/(?:\\.|[^\\/\[])*", start, re.DOTALL)
+
+
+def normal_prefix(prefix: str) -> str:
+    """PREFIX with the dot that ends its last segment: ``module`` means ``module.``"""
+    dotted = prefix if prefix.endswith(".") else prefix + "."
+    if not prefix or any(not segment for segment in dotted[:-1].split(".")):
+        raise UsageError(f"{prefix!r} is no prefix of names", expected="segments that end at a dot, like module.")
+    return dotted

@@ -1,0 +1,366 @@
+"""Write a graph as a pickle again, doing the same things in the same order.
+
+Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what is done to it; a pickle
+that ``torch.save`` wrote comes out byte for byte. Where that would change the order of effects (something is read between two
+changes of it) or make an object before what it needs, the *replayed* way says the effects one after another, in the source's order.
+
+What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs with the header they
+had: below 3, unpickling maps Python 2's module names to Python 3's, so a header must not fall below that. Unpicklers read every
+opcode under every header, so the oldest opcode that says a thing is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ckptconv.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Dict,
+    Effect,
+    Extension,
+    FrozenSet,
+    Global,
+    Graph,
+    List,
+    Node,
+    Object,
+    PersistentId,
+    Py2String,
+    Set,
+    Tuple,
+    Value,
+    walk,
+)
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["emit"]
+
+_MARK, _POP = CODES["MARK"], CODES["POP"]
+
+
+def emit(graph: Graph, *, loadable: bool) -> list[bytes | Blob]:
+    """The pickle of GRAPH in pieces: bytes, and the blobs that stay where they are.
+
+    LOADABLE: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
+    """
+    if not graph.discarded:
+        try:
+            return _Plain(graph, loadable).pickle()
+        except _OutOfOrder:
+            pass
+    return _Replayed(graph, loadable=False).pickle()
+
+
+class _OutOfOrder(Exception):
+    """The plain way would change the order of effects."""
+
+
+class _Do:
+    """A step for later: write CODE, an effect if it has an ORDER; what it makes, if anything, is MADE."""
+
+    __slots__ = ("code", "made", "order")
+
+    def __init__(self, code: bytes, order: int | None = None, made: Node | None = None) -> None:
+        self.code = code
+        self.order = order
+        self.made = made
+
+
+_Step: TypeAlias = "Value | _Do"
+_MARK_STEP = _Do(_MARK)
+
+
+class _Writer:
+    """The output, the memo, and what both ways do with atoms."""
+
+    def __init__(self, graph: Graph, loadable: bool) -> None:
+        self.graph = graph
+        self.loadable = loadable
+        self.pieces: list[bytes | Blob] = []
+        self.out = bytearray(CODES["PROTO"] + bytes([2 if loadable else max(graph.protocol, 2)]))
+        self.memo: dict[int, int] = {}
+        self.slots = 0
+        self.kept: list[object] = []  # nothing whose id is in the memo may die
+
+    def finish(self) -> list[bytes | Blob]:
+        self.out += CODES["STOP"]
+        return [*self.pieces, bytes(self.out)]
+
+    def put(self, value: Value) -> None:
+        slot = self.slots
+        self.slots += 1
+        self.memo[id(value)] = slot
+        self.kept.append(value)
+        self.out += CODES["BINPUT"] + bytes([slot]) if slot < 256 else CODES["LONG_BINPUT"] + slot.to_bytes(4, "little")
+
+    def get(self, slot: int) -> None:
+        self.out += CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
+
+    def put_if_shared(self, value: Value) -> None:
+        if id(value) in self.graph.shared:
+            self.put(value)
+
+    def atom(self, value: Value) -> bool:
+        """Write VALUE if it needs no other node written first."""
+        if type(value) is Tuple and not value.items:
+            self.out += CODES["EMPTY_TUPLE"]
+            return True
+        write = _ATOMS.get(type(value))
+        if write is None:
+            return False
+        write(self, value)
+        return True
+
+    def blob(self, blob: Blob) -> None:
+        opcode, width = _BLOB_OPCODES[blob.kind]
+        if blob.length >> 32 and width == 4:
+            opcode, width = ("BINUNICODE8" if blob.kind == "str" else "BINBYTES8"), 8
+        self.out += CODES[opcode] + blob.length.to_bytes(width, "little")
+        self.pieces += (bytes(self.out), blob)
+        self.out = bytearray()
+        self.put(blob)
+
+
+class _Plain(_Writer):
+    """Depth first, as pickle's own writer does it; raises _OutOfOrder where that would not be faithful."""
+
+    def __init__(self, graph: Graph, loadable: bool) -> None:
+        super().__init__(graph, loadable)
+        self.todo: list[_Step] = [graph.root]
+        self.open: set[int] = set()  # what is being made: its parts are written, it is not
+        self.order = 0
+
+    def pickle(self) -> list[bytes | Blob]:
+        todo = self.todo
+        while todo:
+            step = todo.pop()
+            if type(step) is _Do:
+                self.do(step)
+            elif (slot := self.memo.get(id(step))) is not None:
+                self.get(slot)
+            elif not self.atom(step):
+                self.start(step)
+        return self.finish()
+
+    def do(self, step: _Do) -> None:
+        if step.order is not None:
+            if step.order < self.order:
+                raise _OutOfOrder
+            self.order = step.order
+        self.out += step.code
+        made = step.made
+        if made is not None:
+            self.open.discard(id(made))
+            if isinstance(made, PersistentId):
+                self.put_if_shared(made)
+            else:
+                self.put(made)
+            if isinstance(made, Object):
+                self.effects(made)
+
+    def start(self, node: Value) -> None:
+        """Plan the steps that make NODE."""
+        if id(node) in self.open:
+            raise _OutOfOrder
+        if isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
+            self.out += _EMPTY[type(node)]
+            self.put(node)
+            self.effects(node)
+            return
+        self.open.add(id(node))
+        self.todo += _construction(node)[::-1]
+
+    def effects(self, target: Object) -> None:
+        """Plan what is done to TARGET, which was just written."""
+        if isinstance(target, Set) and self.loadable:
+            return
+        steps: list[_Step] = []
+        for effect in target.effects:
+            steps += _doing(effect)
+        self.todo += steps[::-1]
+
+
+class _Replayed(_Writer):
+    """Effect after effect, each on its own: push what it needs, do it, pop the result."""
+
+    def pickle(self) -> list[bytes | Blob]:
+        everything = [*self.graph.discarded, self.graph.root]
+        calls: list[tuple[int, Value, Effect | None]] = []
+        for node in walk(everything):
+            if isinstance(node, (Call, PersistentId)) and node.order is not None:
+                calls.append((node.order, node, None))
+            if isinstance(node, Object):
+                calls += [(effect.order, node, effect) for effect in node.effects if effect.order is not None]
+        for _, node, effect in sorted(calls, key=lambda call: call[0]):
+            self.push(_construction(node) if effect is None else [node, *_doing(effect)])
+            self.out += _POP
+        self.push([self.graph.root])
+        return self.finish()
+
+    def push(self, steps: list[_Step]) -> None:
+        """Write STEPS; what they name and the memo has not is made on the way, with what an edit (not the source) does to it."""
+        todo = steps[::-1]
+        while todo:
+            step = todo.pop()
+            if type(step) is _Do:
+                self.out += step.code
+                if step.made is not None:
+                    self.put(step.made)
+                    todo += _edited(step.made)
+            elif (slot := self.memo.get(id(step))) is not None:
+                self.get(slot)
+            elif isinstance(step, (List, Dict, Set)):
+                self.out += _EMPTY[type(step)]
+                self.put(step)
+                todo += _edited(step)
+            elif not self.atom(step):
+                todo += _construction(step)[::-1]
+
+
+def _edited(made: Node) -> list[_Step]:
+    """The steps, last first, of what an edit does to what was just MADE."""
+    if not isinstance(made, Object):
+        return []
+    return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
+
+
+_EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"], Set: CODES["EMPTY_SET"]}
+
+
+def _construction(node: Value) -> list[_Step]:
+    """The steps that make NODE of its parts."""
+    if isinstance(node, Tuple):
+        if len(node.items) <= 3:
+            return [*node.items, _Do(CODES[f"TUPLE{len(node.items)}"], made=node)]
+        return [_MARK_STEP, *node.items, _Do(CODES["TUPLE"], made=node)]
+    if isinstance(node, PersistentId):
+        return [node.id, _Do(CODES["BINPERSID"], node.order, node)]
+    if isinstance(node, FrozenSet):
+        return [_MARK_STEP, *node.items, _Do(CODES["FROZENSET"], made=node)]
+    if isinstance(node, Set):
+        return [_SET, Tuple([_as_list(node)]), _Do(CODES["REDUCE"], made=node)]
+    assert isinstance(node, Call)
+    done = _Do(CODES[node.kind], node.order, node)
+    if node.kind == "OBJ":
+        assert isinstance(node.args, Tuple)
+        return [_MARK_STEP, node.callable, *node.args.items, done]
+    if node.kind == "NEWOBJ_EX":
+        return [node.callable, node.args, node.kwargs, done]
+    return [node.callable, node.args, done]
+
+
+_SET = Global("builtins", "set")
+
+
+def _as_list(members: Set) -> List:
+    """What ``builtins.set`` takes: the opcode ADDITEMS is none of those that torch's unpickler knows."""
+    result = List()
+    for effect in members.effects:
+        result.add(Effect("APPENDS", effect.values, effect.order))
+    return result
+
+
+def _doing(effect: Effect) -> list[_Step]:
+    """The steps of EFFECT on what lies on top of the stack."""
+    done = _Do(CODES[effect.opcode], effect.order)
+    if effect.opcode not in ("APPEND", "SETITEM", "BUILD"):
+        return [_MARK_STEP, *effect.values, done]
+    return [*effect.values, done] if effect.values else []  # an edit took its item away
+
+
+# Atoms
+
+
+def _write_int(w: _Writer, value: int) -> None:
+    if 0 <= value < 256:
+        w.out += CODES["BININT1"] + bytes([value])
+    elif 0 <= value < 65536:
+        w.out += CODES["BININT2"] + value.to_bytes(2, "little")
+    elif -(1 << 31) <= value < 1 << 31:
+        w.out += CODES["BININT"] + value.to_bytes(4, "little", signed=True)
+    else:
+        data = value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
+        n = len(data)
+        w.out += CODES["LONG1"] + bytes([n]) if n < 256 else CODES["LONG4"] + n.to_bytes(4, "little")
+        w.out += data
+
+
+def _write_str(w: _Writer, value: str) -> None:
+    data = value.encode("utf-8", "surrogatepass")
+    w.out += CODES["BINUNICODE"] + len(data).to_bytes(4, "little") + data
+    w.put(value)
+
+
+def _write_bytes(w: _Writer, value: bytes) -> None:
+    if w.loadable:
+        w.out += b"c_codecs\nencode\n"
+        _write_str(w, value.decode("latin-1"))
+        _write_str(w, "latin1")
+        w.out += CODES["TUPLE2"] + CODES["REDUCE"]
+    elif len(value) < 256:
+        w.out += CODES["SHORT_BINBYTES"] + bytes([len(value)]) + value
+    else:
+        w.out += CODES["BINBYTES"] + len(value).to_bytes(4, "little") + value
+    w.put(value)
+
+
+def _write_bytearray(w: _Writer, value: ByteArray) -> None:
+    if w.loadable:
+        w.out += b"cbuiltins\nbytearray\n"
+        _write_bytes(w, value.data)
+        w.out += CODES["TUPLE1"] + CODES["REDUCE"]
+    else:
+        w.out += CODES["BYTEARRAY8"] + len(value.data).to_bytes(8, "little") + value.data
+    w.put(value)
+
+
+def _write_py2_string(w: _Writer, value: Py2String) -> None:
+    n = len(value.data)
+    w.out += CODES["SHORT_BINSTRING"] + bytes([n]) if n < 256 else CODES["BINSTRING"] + n.to_bytes(4, "little")
+    w.out += value.data
+    w.put(value)
+
+
+def _write_global(w: _Writer, value: Global) -> None:
+    try:
+        names = f"{value.module}\n{value.name}\n".encode()
+    except UnicodeEncodeError:
+        names = b""
+    if names.count(b"\n") == 2:
+        w.out += CODES["GLOBAL"] + names
+    else:  # GLOBAL is two lines of strict UTF-8
+        for text in (value.module, value.name):
+            if (slot := w.memo.get(id(text))) is not None:
+                w.get(slot)
+            else:
+                _write_str(w, text)
+        w.out += CODES["STACK_GLOBAL"]
+    w.put(value)
+
+
+def _write_extension(w: _Writer, value: Extension) -> None:
+    for opcode, width in (("EXT1", 1), ("EXT2", 2), ("EXT4", 4)):
+        if value.code < 1 << (8 * width):
+            w.out += CODES[opcode] + value.code.to_bytes(width, "little")
+            break
+    w.put_if_shared(value)
+
+
+_ATOMS: dict[type, Callable[..., None]] = {
+    type(None): lambda w, value: w.out.extend(CODES["NONE"]),
+    bool: lambda w, value: w.out.extend(CODES["NEWTRUE"] if value else CODES["NEWFALSE"]),
+    int: _write_int,
+    float: lambda w, value: w.out.extend(CODES["BINFLOAT"] + struct.pack(">d", value)),
+    str: _write_str,
+    bytes: _write_bytes,
+    ByteArray: _write_bytearray,
+    Py2String: _write_py2_string,
+    Blob: _Writer.blob,
+    Extension: _write_extension,
+    Global: _write_global,
+}
+_BLOB_OPCODES = {"str": ("BINUNICODE", 4), "bytes": ("BINBYTES", 4), "bytearray": ("BYTEARRAY8", 8), "py2": ("BINSTRING", 4)}

@@ -1,0 +1,110 @@
+"""What torch's ``weights_only`` unpickler takes: its allowlist and its rules, as a static copy that needs no torch.
+
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares the list with torch's own. Older versions take less: ``_rebuild_wrapper_subclass`` and
+``_rebuild_tensor_v3`` since 2.5.
+"""
+
+from __future__ import annotations
+
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Iterator
+
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
+from ckptconv.graph import Blob, Call, Extension, FrozenSet, Global, Graph, Node, Object, Py2String, Tuple, Value, children, is_global, walk
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["ALLOWED", "is_allowed", "obstacles", "refused_opcodes"]
+
+_TENSOR_CLASSES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_TYPED_STORAGES = {name for name in BY_STORAGE_CLASS if name and name != "UntypedStorage"}
+_QUANTIZED = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
+
+ALLOWED: frozenset[str] = frozenset(
+    {
+        "collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
+        "torch.Size", "torch.Tensor", "torch.device", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex",
+        "torch._tensor._rebuild_from_type_v2", "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
+    }
+    | {f"torch.{name}" for name in BY_NAME}
+    | {f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
+    | {f"torch.{name}" for name in _TYPED_STORAGES}
+    | {f"torch.cuda.{name}" for name in _TYPED_STORAGES.difference(_QUANTIZED)}
+    | {f"torch.{where}{name}Tensor" for name in _TENSOR_CLASSES for where in ("", "cuda.")}
+    | {f"torch.{where}sparse.{name}Tensor" for name in _TENSOR_CLASSES if name != "Bool" for where in ("", "cuda.")}
+    | {f"torch.{name}" for name in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams")}
+    | {
+        f"torch._utils._rebuild_{name}"
+        for name in (
+            "parameter", "parameter_with_state", "qtensor", "tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "meta_tensor_no_storage",
+            "nested_tensor", "wrapper_subclass", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor",
+        )
+    }
+)  # fmt: skip
+
+_OPCODES = (
+    "GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWFALSE", "NEWTRUE",
+    "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINPERSID", "BINGET",
+    "LONG_BINGET", "BINPUT", "LONG_BINPUT", "LONG1", "PROTO", "STOP",
+)  # fmt: skip
+_TAKEN = {CODES[name][0] for name in _OPCODES}
+_MAPPINGS = ("collections.OrderedDict", "collections.Counter")
+_BUILDABLE = (*_MAPPINGS, "torch.Tensor", "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch._utils._rebuild_tensor")
+_LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
+
+
+def is_allowed(node: Global, protocol: int) -> bool:
+    """Whether the unpickler takes NODE. Below protocol 3 it is Python 2's name that is meant, as pickle maps it."""
+    module, name = node.module, node.name
+    if protocol < 3:
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+    return f"{module}.{name}" in ALLOWED
+
+
+def refused_opcodes(graph: Graph) -> list[str]:
+    """The names of the opcodes in the pickle as it stands that the unpickler does not know."""
+    return sorted(name for name, code in CODES.items() if code[0] in graph.used - _TAKEN)
+
+
+def obstacles(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and the node."""
+    for node in walk([*graph.discarded, graph.root]):
+        yield from ((reason, node) for reason in _node_obstacles(node, graph.protocol))
+    for value in graph.discarded:
+        if isinstance(value, Node):
+            yield "a call whose result is thrown away", value
+
+
+def _node_obstacles(node: Node, protocol: int) -> Iterator[str]:
+    if isinstance(node, Global):
+        if not is_allowed(node, protocol):
+            yield str(node)
+    elif isinstance(node, Call):
+        yield from _call_obstacles(node, protocol)
+    elif isinstance(node, FrozenSet):
+        yield "a frozenset"
+    elif isinstance(node, Extension):
+        yield "an extension code"
+    elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
+        yield "a long byte string"
+    if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
+        yield "an integer of more than 255 bytes"
+
+
+def _is_long(value: Value) -> bool:
+    return type(value) is int and (value if value >= 0 else ~value).bit_length() > _LONGEST_INT
+
+
+def _call_obstacles(call: Call, protocol: int) -> Iterator[str]:
+    function = call.callable
+    if not isinstance(function, Global) or call.kind not in ("REDUCE", "NEWOBJ"):
+        yield "an object made in a way that only pickle knows"
+    for effect in call.effects:
+        if effect.opcode in ("SETITEM", "SETITEMS"):
+            fits = is_global(function, *_MAPPINGS)
+        else:
+            fits = effect.opcode == "BUILD" and is_global(function, *_BUILDABLE)
+        if not fits and isinstance(function, Global) and is_allowed(function, protocol):
+            yield f"{effect.opcode} on the result of {function}"

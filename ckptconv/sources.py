@@ -1,0 +1,76 @@
+"""The input: a file opened once and read by position, so that nothing that happens to it can kill or mislead the process.
+
+Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from ckptconv.errors import InputChangedError, InputError
+
+__all__ = ["Source"]
+
+
+class Source:
+    """A regular file, open for reading. A context manager; closing twice is harmless."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open PATH. Raises InputError where it cannot be read or is no regular file."""
+        self.path = Path(path)
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # before open: opening a FIFO waits for a writer
+                raise InputError("not a regular file", where=self.path)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=self.path) from error
+        self._stat = os.fstat(self.fd)
+        self.size = self._stat.st_size
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        parts = []
+        while length:
+            try:
+                part = os.pread(self.fd, length, offset)
+            except OSError as error:
+                raise InputError(f"cannot be read: {error.strerror}", where=f"{self.path} at byte {offset}") from error
+            if not part:
+                raise InputChangedError(
+                    "the file became shorter while it was read", where=self.path, expected=f"{offset + length} bytes"
+                )
+            parts.append(part)
+            offset += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def is_same_file(self, other: os.stat_result) -> bool:
+        """Whether OTHER is this very file, under whatever name."""
+        return (self._stat.st_dev, self._stat.st_ino) == (other.st_dev, other.st_ino)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if the file is not what it was when it was opened."""
+        now = os.fstat(self.fd)
+        for what in ("st_size", "st_mtime_ns", "st_ino"):
+            before, after = getattr(self._stat, what), getattr(now, what)
+            if before != after:
+                raise InputChangedError(
+                    f"the file changed while it was read: {what[3:]}", where=self.path, expected=before, got=after
+                )

@@ -1,0 +1,28 @@
+"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the strangers' files are wherever CKPTCONV_CORPUS says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("gate", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """The folder of strangers' checkpoints, with its manifest.csv."""
+    folder = os.environ.get("CKPTCONV_CORPUS")
+    if not folder:
+        pytest.skip("CKPTCONV_CORPUS names no folder of checkpoints")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """The checked-in checkpoints."""
+    return Path(__file__).parent.parent / "fixtures"
