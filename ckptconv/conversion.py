@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptconv import formats, output
+from ckptconv.dangers import dangerous_globals
 from ckptconv.edits import apply
-from ckptconv.errors import RefusedError, UsageError
+from ckptconv.errors import DangerousError, RefusedError, UsageError
 from ckptconv.formats import torch_zip
 from ckptconv.locations import MapLocation, to_devices
 from ckptconv.model import Edits, Plan, Progress, Report
@@ -29,6 +30,7 @@ def convert(
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
+    allow_unsafe: bool = False,
 ) -> Report:
     """Write the checkpoint SRC to DST, changed as asked, without loading or running it.
 
@@ -36,13 +38,14 @@ def convert(
     function from tag to tag. States of random generators stay on the CPU, where torch needs them.
     ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
+    ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
     edits = Edits(
         to_devices(map_location), _listed(strip_prefix), tuple((old, new) for old, new in rename), _listed(add_prefix)
     )
-    return run(src, dst, edits, force=force, dry_run=dry_run, verify=verify)
+    return run(src, dst, edits, force=force, dry_run=dry_run, verify=verify, allow_unsafe=allow_unsafe)
 
 
 def _listed(prefixes: str | Iterable[str]) -> tuple[str, ...]:
@@ -57,13 +60,14 @@ def run(
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
+    allow_unsafe: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """:func:`convert` with the edits as data. PROGRESS is called with each number of bytes written."""
     started = time.monotonic()
     with Source(src) as source:
         target = _target(source, dst, force=force)
-        plan = make_plan(source, target, edits)
+        plan = make_plan(source, target, edits, allow_unsafe=allow_unsafe)
         if not dry_run:
             output.write(plan.file, source, replace=force, verify=verify, progress=progress)
         return Report(
@@ -72,14 +76,17 @@ def run(
         )  # fmt: skip
 
 
-def make_plan(source: Source, target: Path, edits: Edits) -> Plan:
-    """Everything about the output but its checksums, before a byte of it is written."""
+def make_plan(source: Source, target: Path, edits: Edits, *, allow_unsafe: bool = False) -> Plan:
+    """Everything about the output, before a byte of it is written."""
     checkpoint = formats.read(source)
     changes = apply(checkpoint, edits)
+    if not allow_unsafe and (dangers := sorted(dangerous_globals(checkpoint.graph))):
+        raise DangerousError(
+            "loading this file would call what no checkpoint needs", where=source.path, got=", ".join(dangers[:5]),
+            hint="do not load it; --allow-unsafe carries the call over, unrun",
+        )  # fmt: skip
     file, left_behind = torch_zip.layout(checkpoint, target)
-    return Plan(
-        source, file, changes, checkpoint.tensors, tuple(left_behind), tuple(checkpoint.notes + changes.notes)
-    )
+    return Plan(source, file, changes, checkpoint.tensors, tuple(left_behind), tuple(checkpoint.notes + changes.notes))
 
 
 def _target(source: Source, dst: str | os.PathLike[str], *, force: bool) -> Path:

@@ -17,7 +17,17 @@ __all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of
 #: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
 CPU_RNG_BYTES = 5056
 _RNG_WORDS = {"rng", "seed", "random", "generator"}
-_MAIN_NAMES = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state")
+_MAIN_NAMES = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+    "module",
+    "net",
+    "network",
+    "params",
+    "weights",
+    "model_state",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +93,9 @@ class _Reader:
         self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
         self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
         self.candidates = _rng_candidates(checkpoint)
-        self.certain = {id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)}
+        self.certain = {
+            id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
+        }
         self.hinted = {id(p.node) for p in self.candidates if any(_has_rng_word(a.key) for a in _upwards(p))}
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []

@@ -55,7 +55,9 @@ class _NameEditor:
         optimizer_names = [str(effect.values[i]) for opt in self.customs.optimizers for effect, i in opt.names]
         having = [name for name in every or optimizer_names if name.startswith(prefix)]
         if not having:
-            raise NoMatchError(f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every or optimizer_names))
+            raise NoMatchError(
+                f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every or optimizer_names)
+            )
         self.changes.unprefixed += len(every) - len(having)
         for metadata in self.metadata(self.customs.state_dicts):
             _strip_metadata(metadata, prefix, keep_ancestors=len(having) < len(every))
@@ -66,7 +68,9 @@ class _NameEditor:
             regex = re.compile(pattern)
             regex.sub(replacement, "")
         except (re.error, IndexError) as error:
-            raise UsageError(f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}") from None
+            raise UsageError(
+                f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}"
+            ) from None
         every = [name for found in self.customs.state_dicts for name in found.names()]
         if not any(regex.search(name) for name in every):
             raise NoMatchError(f"no name matches {pattern!r}", where=self.where, got=_prefixes(every))

@@ -1,18 +1,18 @@
 """Every error that ckptconv raises on purpose: one base class, each error a line for a person and data for a program.
 
-    CkptconvError
-    ├── UsageError          the request contradicts itself or cannot be understood
-    ├── InputError          something is wrong with what was read
-    │   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
-    │   ├── LimitError          it asks for more than ckptconv is willing to spend
-    │   ├── UnsupportedError    it is sound, but not something that this version handles
-    │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
-    │   └── InputChangedError   it changed while it was being read
-    ├── RefusedError        doing it would lose data or surprise somebody
-    │   ├── TargetExistsError   the output is there already
-    │   ├── CollisionError      two names would become one
-    │   └── NoMatchError        a filter or prefix that matches nothing: a typo
-    └── OutputError         the system could not write, and the old output is as it was
+CkptconvError
+├── UsageError          the request contradicts itself or cannot be understood
+├── InputError          something is wrong with what was read
+│   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
+│   ├── LimitError          it asks for more than ckptconv is willing to spend
+│   ├── UnsupportedError    it is sound, but not something that this version handles
+│   ├── DangerousError      carrying it over would carry code that no checkpoint needs
+│   └── InputChangedError   it changed while it was being read
+├── RefusedError        doing it would lose data or surprise somebody
+│   ├── TargetExistsError   the output is there already
+│   ├── CollisionError      two names would become one
+│   └── NoMatchError        a filter or prefix that matches nothing: a typo
+└── OutputError         the system could not write, and the old output is as it was
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class CkptconvError(Exception):
 
     def __str__(self) -> str:
         line = self.what if self.where is None else f"{self.where}: {self.what}"
-        facts = [f"{word} {fact}" for word, fact in (("expected", self.expected), ("got", self.got)) if fact is not None]
+        facts = [
+            f"{word} {fact}" for word, fact in (("expected", self.expected), ("got", self.got)) if fact is not None
+        ]
         if facts:
             line += f" ({', '.join(facts)})"
         if self.hint:

@@ -205,14 +205,15 @@ class PersistentId(Node):
         self.order = order
 
 
-Value: TypeAlias = "Node | None | bool | int | float | str | bytes"
+Value: TypeAlias = "Node | bool | int | float | str | bytes | None"
 
 
 @dataclass(eq=False)
 class Graph:
     """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
 
-    ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
+    ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody has to walk the graph for them; edits do not
+    keep them up to date. ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
     call). ``shared`` are the ids of nodes that the pickle names more than once.
     """
 
@@ -220,6 +221,9 @@ class Graph:
     protocol: int
     opcodes: int
     used: frozenset[int]
+    globals: list[Global]
+    calls: list[Call]
+    references: list[PersistentId]
     discarded: list[Value]
     shared: set[int]
 

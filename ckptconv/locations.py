@@ -108,10 +108,14 @@ def parse_target(text: object) -> Target:
         reason = _REFUSED.get(word.split(":")[0])
         if reason:
             raise UsageError(f"tensors cannot be sent to {word!r}: {reason}", hint="try: --to cpu")
-        raise UsageError(f"{word!r} is no device", expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1")
+        raise UsageError(
+            f"{word!r} is no device", expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1"
+        )
     index = int(match[2]) if match[2] else None
     if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX) and family != "cpu":
-        raise UsageError(f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}")
+        raise UsageError(
+            f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
+        )
     return Target(family, index)
 
 

@@ -156,7 +156,7 @@ class Checkpoint:
 class Edits:
     """What the flags of ``convert`` and the keywords of its function become."""
 
-    devices: Devices = Devices()
+    devices: Devices = field(default_factory=Devices)
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: tuple[str, ...] = ()
@@ -223,4 +223,3 @@ class Report:
 
 #: Called with the number of bytes written since the last call.
 Progress: TypeAlias = Callable[[int], None]
-

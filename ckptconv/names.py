@@ -45,9 +45,11 @@ def _literal(key: Value) -> str | None:
         if len(parts) > 8 or None in parts:
             return None
         text = "(" + ", ".join(map(str, parts)) + (",)" if len(parts) == 1 else ")")
-    elif isinstance(key, Node) or (isinstance(key, (str, bytes)) and len(key) > _LONGEST_LITERAL):
-        return None
-    elif isinstance(key, int) and key.bit_length() > 200:
+    elif (
+        isinstance(key, Node)
+        or (isinstance(key, (str, bytes)) and len(key) > _LONGEST_LITERAL)
+        or (isinstance(key, int) and key.bit_length() > 200)
+    ):
         return None
     else:
         text = repr(key)

@@ -81,7 +81,9 @@ def _as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"could not be written: {error.strerror}", where=path, got=error.errno and errno.errorcode.get(error.errno)) from error
+        raise OutputError(
+            f"could not be written: {error.strerror}", where=path, got=error.errno and errno.errorcode.get(error.errno)
+        ) from error
 
 
 def _keep_mode(fd: int, target: Path) -> None:
@@ -107,7 +109,10 @@ def _reserve(fd: int, file: OutFile, source: Source) -> None:
             raise
     space = os.fstatvfs(fd)
     raise OutputError(
-        "too little free space", where=file.path, expected=f"{file.size:,} bytes", got=f"{space.f_bavail * space.f_frsize:,} bytes"
+        "too little free space",
+        where=file.path,
+        expected=f"{file.size:,} bytes",
+        got=f"{space.f_bavail * space.f_frsize:,} bytes",
     )
 
 
@@ -156,7 +161,9 @@ def _fill(fd: int, file: OutFile, progress: Progress | None) -> None:
             if progress:
                 progress(length)
     if at != file.size:
-        raise OutputError("the plan and the file disagree: a bug in ckptconv", where=file.path, expected=file.size, got=at)
+        raise OutputError(
+            "the plan and the file disagree: a bug in ckptconv", where=file.path, expected=file.size, got=at
+        )
     os.ftruncate(fd, at)
 
 
@@ -227,7 +234,12 @@ def _inflate(piece: Inflate) -> Iterator[bytes]:
     if length != piece.length or not inflater.eof or inflater.unused_data:
         raise MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
     if piece.crc32 is not None and crc32 != piece.crc32:
-        raise MalformedError("the record is damaged: its checksum is wrong", where=where, expected=f"{piece.crc32:08x}", got=f"{crc32:08x}")
+        raise MalformedError(
+            "the record is damaged: its checksum is wrong",
+            where=where,
+            expected=f"{piece.crc32:08x}",
+            got=f"{crc32:08x}",
+        )
 
 
 def _write_all(fd: int, at: int, data: bytes) -> None:
@@ -247,5 +259,9 @@ def _compare(fd: int, file: OutFile) -> None:
         for chunk in _chunks(piece):
             back = os.pread(fd, len(chunk), at)
             if back != chunk:
-                raise OutputError("what was written reads back differently", where=f"{file.path} at byte {at}", hint="the disk may be failing")
+                raise OutputError(
+                    "what was written reads back differently",
+                    where=f"{file.path} at byte {at}",
+                    hint="the disk may be failing",
+                )
             at += len(chunk)

@@ -31,7 +31,9 @@ def find_places(root: Value, leaf: Leaf, where: str) -> Iterator[Place]:
         if not isinstance(node, Node) or id(node) in entered:
             continue
         if place.depth >= LIMITS.nesting:
-            raise LimitError("the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels")
+            raise LimitError(
+                "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
+            )
         entered.add(id(node))
         states = leaf(node)
         inside = _inside(place) if states is None else (p for state in states for p in _attributes(place, state))

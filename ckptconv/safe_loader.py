@@ -6,14 +6,29 @@ Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares the 
 
 from __future__ import annotations
 
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
-from ckptconv.graph import Blob, Call, Extension, FrozenSet, Global, Graph, Node, Object, Py2String, Tuple, Value, children, is_global, walk
+from ckptconv.graph import (
+    Blob,
+    Call,
+    Extension,
+    FrozenSet,
+    Global,
+    Graph,
+    Node,
+    Object,
+    Py2String,
+    Tuple,
+    Value,
+    children,
+    is_global,
+    walk,
+)
+from ckptconv.pickles.imports import imported_name
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["ALLOWED", "is_allowed", "obstacles", "refused_opcodes"]
+__all__ = ["ALLOWED", "can_be_made_loadable", "is_allowed", "obstacles", "refused_opcodes"]
 
 _TENSOR_CLASSES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _TYPED_STORAGES = {name for name in BY_STORAGE_CLASS if name and name != "UntypedStorage"}
@@ -48,24 +63,30 @@ _OPCODES = (
 )  # fmt: skip
 _TAKEN = {CODES[name][0] for name in _OPCODES}
 _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
-_BUILDABLE = (*_MAPPINGS, "torch.Tensor", "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch._utils._rebuild_tensor")
+_BUILDABLE = (
+    *_MAPPINGS,
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_tensor",
+)
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
 
 
 def is_allowed(node: Global, protocol: int) -> bool:
     """Whether the unpickler takes NODE. Below protocol 3 it is Python 2's name that is meant, as pickle maps it."""
-    module, name = node.module, node.name
-    if protocol < 3:
-        if (module, name) in NAME_MAPPING:
-            module, name = NAME_MAPPING[module, name]
-        else:
-            module = IMPORT_MAPPING.get(module, module)
-    return f"{module}.{name}" in ALLOWED
+    return imported_name(node, protocol) in ALLOWED
 
 
 def refused_opcodes(graph: Graph) -> list[str]:
     """The names of the opcodes in the pickle as it stands that the unpickler does not know."""
     return sorted(name for name, code in CODES.items() if code[0] in graph.used - _TAKEN)
+
+
+def can_be_made_loadable(graph: Graph) -> bool:
+    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that it only has to be written differently."""
+    return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
 
 def obstacles(graph: Graph) -> Iterator[tuple[str, Node]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeGuard
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global, walk
+from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.model import DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.places import find_places
@@ -27,12 +28,25 @@ _DEVICE_ARGUMENT = {
     "torch._utils._rebuild_xla_tensor": 2,
     "torch._utils._rebuild_wrapper_subclass": 6,
 }
-_FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type", "torch.tensor._rebuild_from_type")
+_FROM_TYPE = (
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.tensor._rebuild_from_type_v2",
+    "torch._tensor._rebuild_from_type",
+    "torch.tensor._rebuild_from_type",
+)
+_WITH_DEVICE = frozenset((*_DEVICE_ARGUMENT, *_FROM_TYPE))
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_STRIDED = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_qtensor")
+_STRIDED = (
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_qtensor",
+)
 _REBUILDERS = frozenset(
-    (*_DEVICE_ARGUMENT, *_FROM_TYPE, *_PARAMETER, *_STRIDED)
-    + ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage")
+    {
+        *_DEVICE_ARGUMENT, *_FROM_TYPE, *_PARAMETER, *_STRIDED,
+        "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
+    }
 )  # fmt: skip
 
 
@@ -51,13 +65,8 @@ class Words:
 def read_words(graph: Graph, record: Callable[[str], Span | Inflate | None], where: str) -> Words:
     """Storages, tensors and places of GRAPH. RECORD gives the bytes that a storage's key stands for. Raises MalformedError, LimitError."""
     storages: dict[str, Storage] = {}
-    references = []
-    arguments = []
-    for node in walk([*graph.discarded, graph.root]):
-        if isinstance(node, PersistentId):
-            references.append(Reference(node, _storage(node, storages, record, where)))
-        elif isinstance(node, Call):
-            arguments += _device_arguments(node)
+    references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
+    arguments = [argument for call in graph.calls for argument in _device_arguments(call)]
     reader = _TensorReader({id(r.node): r.storage for r in references}, where)
     places = []
     for place in find_places(graph.root, reader.leaf, where):
@@ -83,10 +92,17 @@ def _storage(
     expected = "('storage', class, key, location, elements)"
     items = node.id.items if isinstance(node.id, Tuple) else []
     if len(items) != 5 or _text(items[0]) != "storage":
-        raise MalformedError("a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts")
+        raise MalformedError(
+            "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
+        )
     cls, key, tag, numel = items[1], _text(items[2]), _text(items[3]), items[4]
     if not isinstance(cls, Global) or cls.module not in _STORAGE_MODULES or cls.name not in BY_STORAGE_CLASS:
-        raise MalformedError("a persistent id names no storage class", where=where, expected=expected, got=cls if isinstance(cls, Global) else type(cls).__name__)
+        raise MalformedError(
+            "a persistent id names no storage class",
+            where=where,
+            expected=expected,
+            got=cls if isinstance(cls, Global) else type(cls).__name__,
+        )
     if key is None or not tag or not _is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
     nbytes = numel * BY_STORAGE_CLASS[cls.name].itemsize
@@ -96,7 +112,12 @@ def _storage(
         if data is None:
             raise MalformedError("the file has no such storage", where=where, expected=f"a record data/{key}")
         if data.length != nbytes:
-            raise MalformedError(f"storage {key} has another size than its record", where=where, expected=f"{nbytes} bytes", got=data.length)
+            raise MalformedError(
+                f"storage {key} has another size than its record",
+                where=where,
+                expected=f"{nbytes} bytes",
+                got=data.length,
+            )
         known = storages[key] = Storage(key, tag, nbytes, data)
     elif (known.nbytes, known.device) != (nbytes, tag):
         raise MalformedError(
@@ -106,7 +127,7 @@ def _storage(
     return known
 
 
-def _is_count(value: Value) -> bool:
+def _is_count(value: Value) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 62
 
 
@@ -122,7 +143,10 @@ def torch_device(node: Value) -> str | None:
 
 def _device_arguments(call: Call) -> list[DeviceArgument]:
     function, args = call.callable, call.args
-    nested = is_global(function, *_FROM_TYPE)
+    name = str(function) if isinstance(function, Global) else ""
+    if name not in _WITH_DEVICE:
+        return []
+    nested = name in _FROM_TYPE
     if nested and isinstance(args, Tuple) and len(args.items) >= 3:
         function, args = args.items[0], args.items[2]
     index = _DEVICE_ARGUMENT.get(str(function)) if isinstance(function, Global) else None
@@ -155,28 +179,31 @@ class _TensorReader:
 
     def leaf(self, node: Node) -> list[Value] | None:
         """For the walk: a tensor is a leaf, its attributes stand in it."""
-        if not isinstance(node, Call) or not is_global(node.callable, *_REBUILDERS):
+        function = _rebuilder(node)
+        if not isinstance(node, Call) or function is None:
             return None if not _is_word(node) else []
         if id(node) not in self.nodes:
             return None  # a rebuild call around what is no tensor
         args = _args(node)
-        function = str(node.callable)
         has_state = function in _FROM_TYPE or function.endswith("_with_state")
         return [args[3]] if has_state and len(args) > 3 else []
 
     def visit(self, place: Place) -> None:
         """Remember the tensor at PLACE, if there is one."""
         node = place.node
-        if not isinstance(node, Call) or not is_global(node.callable, *_REBUILDERS):
+        function = _rebuilder(node)
+        if not isinstance(node, Call) or function is None:
             return
         info = self.nodes.get(id(node))
         try:
             if info is None:
-                info = self.read(str(node.callable), _args(node))
+                info = self.read(function, _args(node))
                 if any(effect.opcode != "BUILD" for effect in node.effects):
                     raise _Bad("items are set on a tensor")
         except _Bad as bad:
-            raise MalformedError(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got) from None
+            raise MalformedError(
+                f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got
+            ) from None
         if info is None:
             return
         info = replace(info, path=place.path, name=place.key, tied_to=self.first_of(info, node, place.path))
@@ -217,9 +244,10 @@ class _TensorReader:
 
     def inner(self, args: list[Value], index: int) -> TensorInfo | None:
         node = _at(args, index)
-        if isinstance(node, Call) and is_global(node.callable, *_REBUILDERS):
-            return self.nodes.get(id(node)) or self.read(str(node.callable), _args(node))
-        return None
+        function = _rebuilder(node)
+        if not isinstance(node, Call) or function is None:
+            return None
+        return self.nodes.get(id(node)) or self.read(function, _args(node))
 
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
         """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
@@ -271,12 +299,24 @@ class _TensorReader:
         device = torch_device(_at(args, 2)) or "unknown"
         shape, nbytes = (inner.shape, inner.nbytes) if inner else ((), 0)
         name = _dtype(_at(args, 1)).name
-        return TensorInfo("", None, "device", name, shape, (), 0, device, nbytes, None, _at(args, 3) is True, False, True)
+        return TensorInfo(
+            "", None, "device", name, shape, (), 0, device, nbytes, None, _at(args, 3) is True, False, True
+        )
+
+
+def _rebuilder(node: Value) -> str | None:
+    """The name of the rebuild function that NODE calls, if it calls one."""
+    if isinstance(node, Call) and isinstance(node.callable, Global):
+        name = f"{node.callable.module}.{node.callable.name}"
+        return name if name in _REBUILDERS else None
+    return None
 
 
 def _is_word(node: Node) -> bool:
     """Whether NODE is one of torch's small words, which nothing of interest stands in."""
-    return isinstance(node, Call) and is_global(node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout")
+    return isinstance(node, Call) and is_global(
+        node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout"
+    )
 
 
 def _args(call: Call) -> list[Value]:

@@ -89,7 +89,9 @@ class _Judge:
         assert ua.nbytes() == ub.nbytes() and ua.device == ub.device, path
         if ua.nbytes():
             assert self.storages.setdefault(ua.data_ptr(), ub.data_ptr()) == ub.data_ptr(), f"{path}: sharing differs"
-            assert self.storages_back.setdefault(ub.data_ptr(), ua.data_ptr()) == ua.data_ptr(), f"{path}: sharing differs"
+            assert self.storages_back.setdefault(ub.data_ptr(), ua.data_ptr()) == ua.data_ptr(), (
+                f"{path}: sharing differs"
+            )
         if ua.device.type == "cpu":
             assert bytes(ua) == bytes(ub) if ua.nbytes() < 1 << 16 else ua.tolist() == ub.tolist(), path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ckptconv.errors import UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.model import Checkpoint
@@ -9,7 +11,18 @@ from ckptconv.sources import Source
 
 __all__ = ["FORMATS", "read"]
 
-FORMATS = (torch_zip,)
+
+class Format(Protocol):
+    """What a format's module offers."""
+
+    NAME: str
+
+    def looks_like(self, head: bytes) -> bool: ...
+
+    def read(self, source: Source) -> Checkpoint: ...
+
+
+FORMATS: tuple[Format, ...] = (torch_zip,)
 
 _HEAD = 64
 _OTHERS = (
@@ -18,7 +31,11 @@ _OTHERS = (
     (b"<html", "an HTML page and not a checkpoint", "download the file itself, not the page that offers it"),
     (b"GGUF", "a GGUF file (llama.cpp)", None),
     (b"\x89HDF", "an HDF5 file (Keras)", None),
-    (b"\x80\x02\x8a\x0a", "a checkpoint in torch's format from before 1.6, which this version does not read", "load it with torch and save it again"),
+    (
+        b"\x80\x02\x8a\x0a",
+        "a checkpoint in torch's format from before 1.6, which this version does not read",
+        "load it with torch and save it again",
+    ),
 )
 
 

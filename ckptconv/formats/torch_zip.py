@@ -39,7 +39,7 @@ from ckptconv.graph import Blob, Tuple
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Inflate, OutFile, Piece, Span
 from ckptconv.pickles import emit, parse
-from ckptconv.safe_loader import obstacles
+from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.sources import Source
 from ckptconv.vocabulary import read_words
 
@@ -83,11 +83,13 @@ def read(source: Source) -> Checkpoint:
     fetch, start, size = _reader(source, member, inflated)
     graph, end = parse(fetch, start + size, where=where, offset=start)
     if end != start + size:
-        raise MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
+        raise MalformedError(
+            "bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size
+        )
 
     def record(key: str) -> Span | Inflate | None:
         found = names.get(f"data/{key}")
-        return found and found.data(source, checked=checked)
+        return found.data(source, checked=checked) if found else None
 
     words = read_words(graph, record, where)
     notes = [] if checked else ["the file has no checksums, so damage to it cannot be seen"]
@@ -107,10 +109,14 @@ def _refuse_others(source: Source, names: dict[str, Member]) -> None:
         )  # fmt: skip
     if "archive_format" in names:
         raise UnsupportedError(
-            "a .pt2 archive (torch.export), which holds a program", where=source.path, hint="load it with torch.export.load"
+            "a .pt2 archive (torch.export), which holds a program",
+            where=source.path,
+            hint="load it with torch.export.load",
         )
     if PICKLE not in names:
-        raise UnsupportedError("a zip archive, but none of torch's", where=source.path, expected=f"a member FOLDER/{PICKLE}")
+        raise UnsupportedError(
+            "a zip archive, but none of torch's", where=source.path, expected=f"a member FOLDER/{PICKLE}"
+        )
 
 
 def _reader(source: Source, member: Member, inflated: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
@@ -124,14 +130,18 @@ def _inflated(source: Source, member: Member, where: str) -> bytes:
     """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated."""
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most:
-        raise LimitError("the pickle inflates to too much", where=where, expected=f"at most {most:,} bytes", got=member.size)
+        raise LimitError(
+            "the pickle inflates to too much", where=where, expected=f"at most {most:,} bytes", got=member.size
+        )
     inflater = zlib.decompressobj(-15)
     try:
         data = inflater.decompress(source.read(member.data_offset, member.stored_size), member.size + 1)
     except zlib.error as error:
         raise MalformedError("a deflated record is damaged", where=where, got=error) from error
     if len(data) != member.size or not inflater.eof or inflater.unused_data or zlib.crc32(data) != member.crc32:
-        raise MalformedError("a deflated record is damaged", where=where, expected=f"{member.size} bytes and their checksum")
+        raise MalformedError(
+            "a deflated record is damaged", where=where, expected=f"{member.size} bytes and their checksum"
+        )
     return data
 
 
@@ -143,7 +153,10 @@ def _check_crc(source: Source, member: Member, where: str) -> None:
         at += len(chunk)
     if crc32 != member.crc32:
         raise MalformedError(
-            "the record is damaged: its checksum is wrong", where=where, expected=f"{member.crc32:08x}", got=f"{crc32:08x}"
+            "the record is damaged: its checksum is wrong",
+            where=where,
+            expected=f"{member.crc32:08x}",
+            got=f"{crc32:08x}",
         )
 
 
@@ -153,7 +166,9 @@ def _byteorder(source: Source, names: dict[str, Member]) -> str:
         return "little"
     data = source.read(member.data_offset, min(member.stored_size, 64)) if member.method == STORED else b""
     if data not in (b"little", b"big"):
-        raise MalformedError("the record byteorder is unknown", where=source.path, expected="little or big", got=data[:20])
+        raise MalformedError(
+            "the record byteorder is unknown", where=source.path, expected="little or big", got=data[:20]
+        )
     return data.decode()
 
 
@@ -169,10 +184,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[str]]:
     orphans = [name for name in members if name.startswith("data/") and name not in used and not name.endswith("/")]
     names = _renumber(checkpoint) if orphans else {name: name for name in used}
     kept = [
-        (names.get(name, name), member) for name, member in members.items() if name not in _LAYOUT_RECORDS and name not in orphans
+        (names.get(name, name), member)
+        for name, member in members.items()
+        if name not in _LAYOUT_RECORDS and name not in orphans
     ]
-    loadable = next(obstacles(checkpoint.graph), None) is None
-    pickle = _pickle_pieces(checkpoint, emit(checkpoint.graph, loadable=loadable))
+    pickle = _pickle_pieces(checkpoint, emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph)))
     writer = _Writer(checkpoint, container.archive)
     for i, (name, member) in enumerate(kept):
         following = kept[i + 1][1] if i + 1 < len(kept) else None
@@ -281,5 +297,3 @@ def _padding(at: int, wanted: int, modulus: int) -> int:
     """The bytes from AT to a place that is WANTED modulo MODULUS: none, or at least 4, which an extra field takes."""
     padding = (wanted - at) % modulus
     return padding + modulus if 0 < padding < 4 else padding
-
-

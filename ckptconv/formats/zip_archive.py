@@ -86,7 +86,13 @@ def read_archive(source: Source) -> Archive:
     for i, entry in enumerate(entries):
         following = entries[i + 1].header_offset if i + 1 < len(entries) else start
         if entry.header_offset != at:
-            raise _bad(source, entry.header_offset, "zip members overlap or leave a gap", f"{entry.name!r} at {at}", entry.header_offset)
+            raise _bad(
+                source,
+                entry.header_offset,
+                "zip members overlap or leave a gap",
+                f"{entry.name!r} at {at}",
+                entry.header_offset,
+            )
         members.append(_read_member(source, entry, following))
         at = following
     if not members:
@@ -134,7 +140,9 @@ def _read_end(source: Source) -> tuple[int, int, int]:
     if disk or start_disk or on_disk != count:
         raise UnsupportedError("a zip archive in several parts", where=source.path)
     if count > LIMITS.zip_members:
-        raise LimitError("too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=count)
+        raise LimitError(
+            "too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=count
+        )
     if start + size != end:
         raise _bad(source, offset, "the zip's directory does not reach to its end", end, start + size)
     return count, size, start
@@ -148,7 +156,9 @@ def _read_zip64_end(source: Source, end: int) -> list[int] | None:
     if signature != ZIP64_LOCATOR:
         return None
     if disk or disks > 1 or offset + _ZIP64_END.size + _ZIP64_LOCATOR.size != end:
-        raise _bad(source, end, "the zip64 locator points to no zip64 end", end - _ZIP64_LOCATOR.size - _ZIP64_END.size, offset)
+        raise _bad(
+            source, end, "the zip64 locator points to no zip64 end", end - _ZIP64_LOCATOR.size - _ZIP64_END.size, offset
+        )
     signature, size, _, _, *numbers = _ZIP64_END.unpack(source.read(offset, _ZIP64_END.size))
     if signature != ZIP64_END or size != _ZIP64_END.size - 12:
         raise _bad(source, offset, "the zip64 end is damaged", _ZIP64_END.size - 12, size)
@@ -174,9 +184,13 @@ class _Entry:
 
 def _read_directory(source: Source, count: int, size: int, start: int) -> list[_Entry]:
     if count * _CENTRAL.size > size:
-        raise _bad(source, start, "the zip's directory is too small for its members", f"{count} entries", f"{size} bytes")
+        raise _bad(
+            source, start, "the zip's directory is too small for its members", f"{count} entries", f"{size} bytes"
+        )
     if size > count * (_CENTRAL.size + 3 * LIMITS.member_name):
-        raise _bad(source, start, "the zip's directory is too large for its members", f"{count} entries", f"{size} bytes")
+        raise _bad(
+            source, start, "the zip's directory is too large for its members", f"{count} entries", f"{size} bytes"
+        )
     entries = []
     at, end = start, start + size
     for _ in range(count):
@@ -203,7 +217,12 @@ def _entry(source: Source, at: int, fields: tuple[int, ...], variable: bytes) ->
     if flags & _ENCRYPTED:
         raise UnsupportedError("the zip archive is encrypted", where=f"{source.path}: {name}")
     if method not in (STORED, DEFLATED):
-        raise UnsupportedError("a zip member is compressed in an unknown way", where=f"{source.path}: {name}", expected="0 or 8", got=method)
+        raise UnsupportedError(
+            "a zip member is compressed in an unknown way",
+            where=f"{source.path}: {name}",
+            expected="0 or 8",
+            got=method,
+        )
     wide = _extras(source, at, variable[n_name : n_name + n_extra]).get(_ZIP64_EXTRA, b"")
     numbers = []
     for value in (size, stored_size, header_offset):
@@ -241,12 +260,30 @@ def _check_names(source: Source, members: list[Member]) -> None:
     for member in members:
         segments = member.name.split("/")
         if len(segments) < 2 or "" in segments[:-1] or ".." in segments or "\0" in member.name:
-            raise _bad(source, member.header_offset, "a zip member is not in the archive's folder", "FOLDER/NAME", repr(member.name))
+            raise _bad(
+                source,
+                member.header_offset,
+                "a zip member is not in the archive's folder",
+                "FOLDER/NAME",
+                repr(member.name),
+            )
         if segments[0] != root:
-            raise _bad(source, member.header_offset, "the zip archive has two folders at its root", repr(root), repr(segments[0]))
+            raise _bad(
+                source,
+                member.header_offset,
+                "the zip archive has two folders at its root",
+                repr(root),
+                repr(segments[0]),
+            )
         other = seen.setdefault(member.name.casefold(), member)
         if other is not member:
-            raise _bad(source, member.header_offset, "two zip members have one name, but for case", repr(other.name), repr(member.name))
+            raise _bad(
+                source,
+                member.header_offset,
+                "two zip members have one name, but for case",
+                repr(other.name),
+                repr(member.name),
+            )
 
 
 # Local headers and descriptors
@@ -319,7 +356,10 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
     shown = min(size, _ONES32)
     version = 45 if wide else 20
     return (
-        _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(wide + pad)) + name + wide + pad
+        _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(wide + pad))
+        + name
+        + wide
+        + pad
     )
 
 

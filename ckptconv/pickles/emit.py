@@ -138,7 +138,7 @@ class _Plain(_Writer):
         todo = self.todo
         while todo:
             step = todo.pop()
-            if type(step) is _Do:
+            if isinstance(step, _Do):
                 self.do(step)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
@@ -189,14 +189,14 @@ class _Replayed(_Writer):
 
     def pickle(self) -> list[bytes | Blob]:
         everything = [*self.graph.discarded, self.graph.root]
-        calls: list[tuple[int, Value, Effect | None]] = []
+        calls: list[tuple[int, Node, Effect | None]] = []
         for node in walk(everything):
             if isinstance(node, (Call, PersistentId)) and node.order is not None:
                 calls.append((node.order, node, None))
             if isinstance(node, Object):
                 calls += [(effect.order, node, effect) for effect in node.effects if effect.order is not None]
-        for _, node, effect in sorted(calls, key=lambda call: call[0]):
-            self.push(_construction(node) if effect is None else [node, *_doing(effect)])
+        for _, target, effect in sorted(calls, key=lambda call: call[0]):
+            self.push(_construction(target) if effect is None else [target, *_doing(effect)])
             self.out += _POP
         self.push([self.graph.root])
         return self.finish()
@@ -206,7 +206,7 @@ class _Replayed(_Writer):
         todo = steps[::-1]
         while todo:
             step = todo.pop()
-            if type(step) is _Do:
+            if isinstance(step, _Do):
                 self.out += step.code
                 if step.made is not None:
                     self.put(step.made)
@@ -363,4 +363,9 @@ _ATOMS: dict[type, Callable[..., None]] = {
     Extension: _write_extension,
     Global: _write_global,
 }
-_BLOB_OPCODES = {"str": ("BINUNICODE", 4), "bytes": ("BINBYTES", 4), "bytearray": ("BYTEARRAY8", 8), "py2": ("BINSTRING", 4)}
+_BLOB_OPCODES = {
+    "str": ("BINUNICODE", 4),
+    "bytes": ("BINBYTES", 4),
+    "bytearray": ("BYTEARRAY8", 8),
+    "py2": ("BINSTRING", 4),
+}

@@ -70,6 +70,9 @@ class _Machine:
         self.marked: list[list[Value]] = []
         self.memo: dict[int, Value] = {}
         self.shared: set[int] = set()
+        self.globals: list[Global] = []
+        self.calls: list[Call] = []
+        self.references: list[PersistentId] = []
         self.popped: list[Value] = []
         self.order = 0
         self.started = False
@@ -112,7 +115,9 @@ class _Machine:
         root = self.stack[0]
         discarded = _lost(root, self.popped) if self.popped else []
         used = frozenset(code for code in range(256) if self.used[code])
-        return Graph(root, self.protocol, opcodes, used, discarded, self.shared)
+        return Graph(
+            root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared
+        )
 
     # Bytes
 
@@ -127,7 +132,9 @@ class _Machine:
         if need > self.size - self.base:
             self.fail("the pickle ends too early", expected=f"{need} more bytes", got=self.size - self.base)
         if need > self.budget:
-            raise LimitError("the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes")
+            raise LimitError(
+                "the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes"
+            )
         self.window = self.read(self.base, min(max(need, _WINDOW), self.size - self.base))
         if len(self.window) < need:
             self.fail("the file became shorter while it was read")
@@ -146,7 +153,9 @@ class _Machine:
         while (end := self.window.find(b"\n", self.pos)) < 0:
             have = len(self.window) - self.pos
             if have >= LIMITS.pickle_line:
-                raise LimitError("a line of the pickle is too long", where=f"{self.where} at byte {self.base + self.pos}")
+                raise LimitError(
+                    "a line of the pickle is too long", where=f"{self.where} at byte {self.base + self.pos}"
+                )
             if self.base + len(self.window) >= self.size:
                 self.fail("a line of the pickle has no end")
             need = max(2 * have, _WINDOW)
@@ -159,7 +168,11 @@ class _Machine:
         """A length of WIDTH bytes that the file can hold."""
         n = int.from_bytes(self.take(width), "little")
         if n > self.size - self.base - self.pos:
-            self.fail("a length in the pickle reaches beyond its end", expected=f"at most {self.size - self.base - self.pos}", got=n)
+            self.fail(
+                "a length in the pickle reaches beyond its end",
+                expected=f"at most {self.size - self.base - self.pos}",
+                got=n,
+            )
         return n
 
     def skip(self, n: int) -> int:
@@ -220,7 +233,21 @@ class _Machine:
             self.fail(f"{kind} of what cannot be called", got=_kind(callable_))
         if not isinstance(args, Tuple):
             self.fail(f"{kind} needs a tuple of arguments", got=_kind(args))
-        self.stack.append(Call(kind, callable_, args, kwargs, self.next_order()))
+        call = Call(kind, callable_, args, kwargs, self.next_order())
+        self.calls.append(call)
+        self.stack.append(call)
+
+    def refer(self, id_: Value) -> None:
+        """Push what a persistent id stands for."""
+        reference = PersistentId(id_, self.next_order())
+        self.references.append(reference)
+        self.stack.append(reference)
+
+    def name(self, module: str, name: str) -> Global:
+        """A global; nothing looks it up."""
+        found = Global(module, name)
+        self.globals.append(found)
+        return found
 
     def text(self, data: bytes) -> str:
         try:
@@ -370,7 +397,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[_Machine
 def _names(m: _Machine) -> Global:
     lines = m.line(), m.line()
     try:
-        return Global(lines[0].decode(), lines[1].decode())
+        return m.name(lines[0].decode(), lines[1].decode())
     except UnicodeDecodeError as error:
         m.fail("a global's name is not UTF-8", got=error.reason)
 
@@ -379,7 +406,7 @@ def _stack_global(m: _Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
         m.fail("STACK_GLOBAL needs two texts", got=f"{_kind(module)}, {_kind(name)}")
-    m.stack.append(Global(module, name))
+    m.stack.append(m.name(module, name))
 
 
 def _extension(width: int) -> Callable[[_Machine], None]:
@@ -549,8 +576,8 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
     "OBJ": _obj,
     "INST": _inst,
     "BUILD": _build,
-    "PERSID": lambda m: m.stack.append(PersistentId(m.text(m.line()), m.next_order())),
-    "BINPERSID": lambda m: m.stack.append(PersistentId(m.stack.pop(), m.next_order())),
+    "PERSID": lambda m: m.refer(m.text(m.line())),
+    "BINPERSID": lambda m: m.refer(m.stack.pop()),
 }
 
 _DISPATCH: list[Callable[[_Machine], None] | None] = [None] * 256

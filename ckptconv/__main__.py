@@ -1,0 +1,7 @@
+"""``python -m ckptconv``."""
+
+import sys
+
+from ckptconv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,116 @@
+"""Globals that no checkpoint needs and that attacks are made of: processes, files, sockets, code. A narrow list, to be sure of each.
+
+``getattr`` and ``functools.partial`` are not on it: pickle itself writes them for bound methods and ``__getnewargs_ex__``. What is not on it is
+not safe: it is unknown. What loads is decided by an allowlist, :mod:`ckptconv.safe_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptconv.graph import Graph
+from ckptconv.pickles.imports import imported_name
+
+__all__ = ["dangerous_globals"]
+
+_MODULES = frozenset(
+    [
+        "asyncio",
+        "bdb",
+        "cProfile",
+        "code",
+        "codeop",
+        "commands",
+        "ctypes",
+        "distutils",
+        "ensurepip",
+        "ftplib",
+        "http",
+        "httplib",
+        "imaplib",
+        "importlib",
+        "marshal",
+        "multiprocessing",
+        "nt",
+        "os",
+        "pdb",
+        "pip",
+        "pkgutil",
+        "platform",
+        "poplib",
+        "posix",
+        "profile",
+        "pty",
+        "pydoc",
+        "requests",
+        "runpy",
+        "shutil",
+        "signal",
+        "site",
+        "smtplib",
+        "socket",
+        "socketserver",
+        "subprocess",
+        "sys",
+        "telnetlib",
+        "tempfile",
+        "threading",
+        "timeit",
+        "trace",
+        "urllib",
+        "urllib2",
+        "venv",
+        "webbrowser",
+        "xmlrpc",
+        "zipimport",
+        "_ctypes",
+        "_posixsubprocess",
+        "_thread",
+        "_winapi",
+    ]
+)
+_NAMES = frozenset(
+    [
+        "builtins.__import__",
+        "builtins.breakpoint",
+        "builtins.compile",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.execfile",
+        "builtins.input",
+        "builtins.open",
+        "io.open",
+        "io.FileIO",
+        "_io.open",
+        "_io.FileIO",
+        "pickle.load",
+        "pickle.loads",
+        "_pickle.load",
+        "_pickle.loads",
+        "dill.load",
+        "dill.loads",
+        "torch.load",
+        "torch.hub.load",
+        "torch.jit.load",
+        "torch.serialization.load",
+        "joblib.load",
+        "numpy.load",
+        "numpy.fromfile",
+        "types.CodeType",
+        "types.FunctionType",
+    ]
+)
+
+
+def dangerous_globals(graph: Graph) -> Iterator[str]:
+    """The dangerous globals that GRAPH names, each once, as the reading Python would look them up."""
+    seen: set[str] = set()
+    for node in graph.globals:
+        name = imported_name(node, graph.protocol)
+        if name not in seen and _is_dangerous(name):
+            yield name
+        seen.add(name)
+
+
+def _is_dangerous(name: str) -> bool:
+    return name.split(".")[0] in _MODULES or any(name == bad or name.startswith(bad + ".") for bad in _NAMES)

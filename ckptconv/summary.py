@@ -1,0 +1,328 @@
+"""A checkpoint or a report as a plain, versioned dict: what ``--json`` prints and :mod:`ckptconv.render` draws. All sizes in bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from typing import Any, TypedDict
+
+from ckptconv import formats
+from ckptconv.customs import Customs, StateDict, read_customs
+from ckptconv.dangers import dangerous_globals
+from ckptconv.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Dict,
+    Extension,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    Object,
+    PersistentId,
+    Py2String,
+    Set,
+    Tuple,
+    Value,
+    is_global,
+)
+from ckptconv.locations import FAMILIES
+from ckptconv.model import Checkpoint, Report, TensorInfo
+from ckptconv.safe_loader import obstacles, refused_opcodes
+from ckptconv.sources import Source
+from ckptconv.vocabulary import torch_device
+
+__all__ = ["SCHEMA_VERSION", "Summary", "inspect", "report_as_dict", "summarize"]
+
+SCHEMA_VERSION = 1
+_LONGEST_VALUE = 60  # characters
+_DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
+
+
+class Share(TypedDict):
+    """How many tensors have something in common, and the bytes of their storages."""
+
+    tensors: int
+    nbytes: int
+
+
+class StateDictSummary(TypedDict):
+    """A state dict: where it is, what it holds, and the first segments of its names with their number."""
+
+    path: str
+    tensors: int
+    parameters: int
+    nbytes: int
+    prefixes: dict[str, int]
+    names: int
+
+
+class TensorSummary(TypedDict):
+    """One row of the tensor table; shape, stride and offset in elements."""
+
+    path: str
+    name: str | None
+    kind: str
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset: int
+    device: str
+    nbytes: int
+    storage_nbytes: int | None
+    requires_grad: bool
+    tied_to: str | None
+
+
+class Summary(TypedDict):
+    """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take."""
+
+    schema_version: int
+    path: str
+    format: str
+    size: int
+    protocol: int
+    nbytes: int
+    stored_nbytes: int
+    storages: int
+    dtypes: dict[str, Share]
+    devices: dict[str, Share]
+    state_dicts: list[StateDictSummary]
+    ties: list[list[str]]
+    views: list[str]
+    rng_states: list[str]
+    weights_only: bool
+    obstacles: dict[str, int]
+    dangerous: list[str]
+    globals: dict[str, int]
+    user_devices: dict[str, str]
+    others: dict[str, str]
+    notes: list[str]
+    tensors: list[TensorSummary]
+
+
+def inspect(path: str | os.PathLike[str]) -> Summary:
+    """What is in the checkpoint at PATH: tensors, devices, dtypes, names, and the rest. Reads headers and the pickle, no tensor data.
+
+    Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
+    """
+    with Source(path) as source:
+        return summarize(formats.read(source))
+
+
+def summarize(checkpoint: Checkpoint) -> Summary:
+    """The summary of CHECKPOINT."""
+    customs = read_customs(checkpoint)
+    tensors = list(checkpoint.tensors.values())
+    untied = [info for info in tensors if info.tied_to is None]
+    graph = checkpoint.graph
+    refusals = Counter(reason for reason, _ in obstacles(graph))
+    refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
+    names = Counter(map(str, graph.globals))
+    others = dict(_others(checkpoint))
+    return Summary(
+        schema_version=SCHEMA_VERSION,
+        path=str(checkpoint.source.path),
+        format=checkpoint.format,
+        size=checkpoint.source.size,
+        protocol=graph.protocol,
+        nbytes=sum(info.nbytes for info in untied),
+        stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
+        storages=len(checkpoint.storages),
+        dtypes=_dtypes(untied),
+        devices=_devices(checkpoint, untied),
+        state_dicts=[_state_dict(found, checkpoint) for found in customs.state_dicts],
+        ties=_ties(tensors),
+        views=[
+            info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
+        ],
+        rng_states=_rng_paths(customs),
+        weights_only=not refusals,
+        obstacles=dict(refusals),
+        dangerous=sorted(dangerous_globals(graph)),
+        globals=dict(names.most_common()),
+        user_devices=_user_devices(checkpoint),
+        others=others,
+        notes=list(checkpoint.notes),
+        tensors=[_tensor(info) for info in tensors],
+    )
+
+
+def _rng_paths(customs: Customs) -> list[str]:
+    return [info.path for info in customs.rng_states]
+
+
+def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
+    found: dict[str, Share] = {}
+    for info in tensors:
+        share = found.setdefault(info.dtype, Share(tensors=0, nbytes=0))
+        share["tensors"] += 1
+        share["nbytes"] += info.nbytes
+    return found
+
+
+def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
+    found: dict[str, Share] = {}
+    for storage in checkpoint.storages.values():
+        found.setdefault(storage.device, Share(tensors=0, nbytes=0))["nbytes"] += storage.nbytes
+    for info in tensors:
+        found.setdefault(info.device, Share(tensors=0, nbytes=0))["tensors"] += 1
+    return found
+
+
+def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
+    nodes = [value for effect, i in found.node.pairs() if isinstance(value := effect.values[i + 1], Node)]
+    infos = [info for node in nodes if (info := checkpoint.tensor_nodes.get(id(node)))]
+    distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
+    names = found.names()
+    prefixes = Counter(name.split(".")[0] + "." for name in names if "." in name)
+    return StateDictSummary(
+        path=found.path,
+        tensors=len(infos),
+        parameters=sum(prod(info.shape) for info in distinct.values()),
+        nbytes=sum(info.nbytes for info in distinct.values()),
+        prefixes=dict(prefixes.most_common()),
+        names=len(names),
+    )
+
+
+def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for info in tensors:
+        if info.tied_to is not None:
+            groups.setdefault(info.tied_to, [info.tied_to]).append(info.path)
+    return list(groups.values())
+
+
+def _tensor(info: TensorInfo) -> TensorSummary:
+    return TensorSummary(
+        path=info.path, name=info.name, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
+        offset=info.offset, device=info.device, nbytes=info.nbytes,
+        storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
+    )  # fmt: skip
+
+
+# What is no tensor
+
+
+def _others(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
+    hidden: set[int] = set()
+    for place in checkpoint.places:
+        node = place.node
+        if place.parent is not None and id(place.parent) in hidden:
+            hidden.add(id(place))
+            continue
+        if isinstance(node, Node) and id(node) in checkpoint.tensor_nodes:
+            continue
+        if place.segment.startswith("/._metadata"):
+            hidden.add(id(place))
+        elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or _is_flat(node):
+            hidden.add(id(place))
+            yield place.path, _short(node)
+        elif isinstance(node, Call) and not _is_ordered_dict(node):
+            yield place.path, _short(node)
+
+
+def _is_flat(node: Value) -> bool:
+    """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
+    if isinstance(node, (Tuple, FrozenSet)):
+        return not any(isinstance(item, Node) for item in node.items)
+    if isinstance(node, (List, Set)):
+        return not any(isinstance(item, Node) for item in node.elements())
+    if isinstance(node, Call) and (torch_device(node) is not None or is_global(node.callable, "torch.Size")):
+        return True
+    return isinstance(node, Dict) and not node.effects
+
+
+def _is_ordered_dict(node: Call) -> bool:
+    return is_global(node.callable, "collections.OrderedDict")
+
+
+def _short(node: Value) -> str:
+    """A line for NODE that costs little whatever it is."""
+    if isinstance(node, (Tuple, FrozenSet, List, Set)):
+        return _short_sequence(node)
+    if isinstance(node, Dict):
+        return "{}"
+    if isinstance(node, Call):
+        return _short_call(node)
+    if isinstance(node, Global):
+        return str(node)
+    if isinstance(node, Blob):
+        return f"{node.kind} of {node.length:,} bytes"
+    if isinstance(node, (Py2String, ByteArray)):
+        return _cut(repr(node.data[:_LONGEST_VALUE]))
+    if isinstance(node, PersistentId):
+        return "storage"
+    if isinstance(node, Extension):
+        return f"extension {node.code}"
+    if isinstance(node, (str, bytes)):
+        return _cut(repr(node[:_LONGEST_VALUE]))
+    if isinstance(node, int) and node.bit_length() > 200:
+        return f"int of {node.bit_length():,} bits"
+    return _cut(repr(node))
+
+
+def _short_call(node: Call) -> str:
+    device = torch_device(node)
+    if device is not None:
+        return f"torch.device({device!r})"
+    if is_global(node.callable, "torch.Size") and isinstance(node.args, Tuple) and node.args.items:
+        return f"torch.Size({_short(node.args.items[0])})"
+    return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
+
+
+def _short_sequence(node: Tuple | FrozenSet | Object) -> str:
+    items = (
+        list(node.elements())
+        if isinstance(node, Object)
+        else node.items
+        if isinstance(node, (Tuple, FrozenSet))
+        else []
+    )
+    shown = ", ".join(_short(item) for item in items[:8])
+    opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
+    if len(items) <= 8:
+        return _cut(f"{opening}{shown}{closing}")
+    return f"{_cut(opening + shown)}, …{closing} {len(items):,} items"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def _user_devices(checkpoint: Checkpoint) -> dict[str, str]:
+    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``."""
+    found = {}
+    for place in checkpoint.places:
+        device = torch_device(place.node)
+        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
+            found[place.path] = device
+    return found
+
+
+def report_as_dict(report: Report) -> dict[str, Any]:
+    """REPORT for ``--json``."""
+    changes = report.changes
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "src": report.src,
+        "dst": report.dst,
+        "size": report.size,
+        "written": report.written,
+        "seconds": round(report.seconds, 6),
+        "devices": [
+            {"old": old, "new": new, "tensors": tensors, "nbytes": nbytes}
+            for (old, new), (tensors, nbytes) in changes.devices.items()
+        ],
+        "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
+        "unprefixed": changes.unprefixed,
+        "rng_states": changes.rng_states,
+        "left_behind": list(report.left_behind),
+        "notes": list(report.notes),
+    }

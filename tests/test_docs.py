@@ -1,0 +1,89 @@
+"""The documentation holds: every command and flag stands in the README, and what it shows runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.cli import cli, main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def shell_lines() -> list[str]:
+    return re.findall(r"^    (ckptconv .*?)(?:   .*)?$", README, re.MULTILINE)
+
+
+def test_every_command_and_flag_is_documented() -> None:
+    """A command or flag that the README does not name fails."""
+    for name, command in cli.commands.items():
+        assert f"ckptconv {name}" in README
+        assert command.help
+        assert "Example: " in str(command.epilog)
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert option.help, option.name
+                for flag in option.opts:
+                    assert f"`{flag}" in README, flag
+
+
+def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command line of the README ends with status 0 on files of the kind that it names."""
+    assert len(shell_lines()) >= 8
+    for line in shell_lines():
+        folder = tmp_path / str(abs(hash(line)))
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for name, source in (
+            ("model.pt", "cuda0"),
+            ("a.pt", "two_gpus"),
+            ("ddp.pt", "dataparallel"),
+            ("plain.pt", "cpu"),
+        ):
+            shutil.copy(fixtures / f"{source}.pt", name)
+        args = [arg.strip("'") for arg in line.split()[1:]]
+        if "--rename" in args:
+            shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")
+        if args[0] == "convert" and "--force" not in args:
+            Path(args[2]).unlink(missing_ok=True)
+        assert main(args) == 0, line
+
+
+def test_python_in_the_readme_runs(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python example runs as it stands, b.pt made anew each time."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(fixtures / "dataparallel.pt", "a.pt")
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    for statement in code.strip().splitlines():
+        if ".convert(" in statement:
+            Path("b.pt").unlink(missing_ok=True)
+        exec(statement, {"ckptconv": ckptconv})
+    assert torch.load("b.pt", map_location="cpu")
+
+
+def test_changelog_and_version() -> None:
+    """The changelog speaks of what is unreleased or of this version."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in text or f"## [{ckptconv.__version__}]" in text
+
+
+def test_every_module_says_what_it_is() -> None:
+    """The first line of each file of the package is a docstring."""
+    for path in (ROOT / "ckptconv").rglob("*.py"):
+        assert path.read_text().startswith('"""'), path
+
+
+def test_nothing_runs_a_pickle() -> None:
+    """No module of the package loads a pickle or imports what a file names."""
+    for path in (ROOT / "ckptconv").rglob("*.py"):
+        text = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(
+            r"\bpickle\.loads?\(|weights_only=False|\bimport_module\(|__import__\(|\beval\(|\bexec\(", text
+        ), path

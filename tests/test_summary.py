@@ -1,0 +1,190 @@
+"""What ``inspect`` says, compared with what torch finds when it loads the file."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv import summary
+from ckptconv.model import Changes, Report
+from ckptconv.render import report_lines, size, tree_lines
+from ckptconv.summary import inspect
+
+
+def saved(path: Path, obj: object, **kwargs: Any) -> Path:
+    torch.save(obj, path, **kwargs)
+    return path
+
+
+def test_tensors_are_those_that_torch_loads(fixtures: Path) -> None:
+    """Every row agrees with the loaded tensor: dtype, shape, stride, offset, bytes, requires_grad."""
+    for name in ("cpu.pt", "tied.pt", "resnet18.pt", "dataparallel.pt"):
+        found = inspect(fixtures / name)
+        loaded = torch.load(fixtures / name, map_location="cpu")
+        state = (
+            loaded
+            if isinstance(loaded, OrderedDict)
+            else next(v for v in loaded.values() if isinstance(v, OrderedDict))
+        )
+        rows = {row["name"]: row for row in found["tensors"]}
+        assert list(rows) == list(state)
+        for key, tensor in state.items():
+            row = rows[key]
+            assert row["dtype"] == str(tensor.dtype).removeprefix("torch.")
+            assert (row["shape"], row["stride"], row["offset"]) == (
+                list(tensor.shape),
+                list(tensor.stride()),
+                tensor.storage_offset(),
+            )
+            assert row["nbytes"] == tensor.numel() * tensor.element_size()
+            assert row["storage_nbytes"] == tensor.untyped_storage().nbytes()
+            assert row["requires_grad"] == tensor.requires_grad
+
+
+def test_training_checkpoint(fixtures: Path) -> None:
+    """One state dict, tensors by device, states of generators, and what is no tensor with short values."""
+    found = inspect(fixtures / "training.pt")
+    assert len(found["state_dicts"]) == 1
+    assert found["rng_states"]
+    assert "cuda:0" in found["devices"]
+    assert "epoch" in found["others"]
+    assert found["schema_version"] == 1
+    assert found["size"] == (fixtures / "training.pt").stat().st_size
+    assert sum(share["tensors"] for share in found["devices"].values()) == len(found["tensors"])
+
+
+def test_ties_and_views(tmp_path: Path) -> None:
+    """The same tensor under two names is a tie, a part of a storage or a transposed one a view; ties count once."""
+    base = torch.arange(12.0).reshape(3, 4)
+    found = inspect(
+        saved(tmp_path / "x.pt", {"a": base, "b": base, "c": base[1], "d": torch.ones(2, 3).T, "e": torch.ones(4)})
+    )
+    assert found["ties"] == [["a", "b"]]
+    assert found["views"] == ["c", "d"]
+    assert found["nbytes"] == 48 + 16 + 24 + 16
+    assert found["stored_nbytes"] == 48 + 24 + 16
+    assert found["storages"] == 3
+
+
+def test_weights_only_is_what_torch_says(tmp_path: Path) -> None:
+    """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
+    cases = [
+        (saved(tmp_path / "a.pt", {"a": torch.ones(2)}), []),
+        (saved(tmp_path / "b.pt", {"a": argparse.Namespace(x=1)}), ["argparse.Namespace"]),
+        (saved(tmp_path / "c.pt", {"a": torch.ones(2)}, pickle_protocol=4), ["opcode MEMOIZE"]),
+        (saved(tmp_path / "d.pt", {"a": frozenset({1})}), ["__builtin__.frozenset"]),
+    ]
+    for path, reasons in cases:
+        found = inspect(path)
+        try:
+            torch.load(path, weights_only=True)
+            loads = True
+        except Exception:
+            loads = False
+        assert found["weights_only"] == loads == (not reasons)
+        for reason in reasons:
+            assert reason in found["obstacles"]
+
+
+def test_devices_that_are_data(tmp_path: Path) -> None:
+    """torch.device objects and strings like 'cuda:0' are listed as the user's data; other words are not."""
+    obj = {"a": torch.device("cuda:3"), "b": {"device": "cuda:0"}, "c": "cupboard", "d": torch.ones(1)}
+    assert inspect(saved(tmp_path / "x.pt", obj))["user_devices"] == {"a": "cuda:3", "b/device": "cuda:0"}
+
+
+def test_values_are_short(tmp_path: Path) -> None:
+    """What is no tensor has a line, whatever it is and however long."""
+    obj = {
+        "text": "x" * 70_000,
+        "bytes": b"y" * 500,
+        "list": list(range(1000)),
+        "tuple": (1, "a", None),
+        "empty": {},
+        "set": {1},
+        "int": 1 << 3000,
+        "namespace": argparse.Namespace(lr=0.1, w=torch.ones(1)),
+        "size": torch.Size([2, 3]),
+        "class": OrderedDict,
+        "storage": torch.ones(2).untyped_storage(),
+        "complex": 1j,
+    }
+    for protocol in (2, 4):
+        others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol))["others"]
+        assert others["text"] == "str of 70,000 bytes"
+        assert others["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, …] 1,000 items"
+        assert others["tuple"] == "(1, 'a', None)"
+        assert others["empty"] == "{}"
+        assert others["namespace"] == "object of argparse.Namespace"
+        assert others["namespace/.lr"] == "0.1"
+        assert others["size"] == "torch.Size((2, 3))"
+        assert others["class"] == "collections.OrderedDict"
+        assert others["storage"] == "storage"
+        assert all(len(value) <= 90 for value in others.values())
+
+
+def test_metadata_is_not_listed(fixtures: Path) -> None:
+    """``_metadata`` has an entry for each module and answers nobody's question."""
+    assert not any("_metadata" in path for path in inspect(fixtures / "dataparallel.pt")["others"])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (2_147_483_648, "2.15 GB"),
+        (5 * 10**15, "5e+03 TB"),
+    ],
+)
+def test_sizes_are_decimal(nbytes: int, text: str) -> None:
+    """Three digits and the units of disks and of the Hub."""
+    assert size(nbytes) == text
+
+
+def test_report_lines_group_names() -> None:
+    """A report shows one example for each state dict, with -v all of them."""
+    changes = Changes()
+    changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
+    changes.unprefixed = 2
+    changes.rng_states = ["rng"]
+    report = Report("a", "b", 10, changes, ("data/3",), ("a note",), 0.5, True)
+    short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
+    assert sum("→" in line for line in short) == 1
+    assert sum("→" in line for line in long) == 3
+    for words in ("2 more in m", "2 names without", "1 state of", "data/3", "a note", "0.50 s"):
+        assert any(words in line for line in short)
+    assert "none" in "".join(report_lines(Report("a", "b", 1, Changes(), (), (), 0.0, False)))
+
+
+def summary_change(path: str, old: str, new: str) -> Any:
+    from ckptconv.model import NameChange
+
+    return NameChange(path, old, new)
+
+
+def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
+    """A root that is a tensor; nesting and module names become levels, tied bytes count once."""
+    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"])) == [".  float32 3 cpu 12 B"]
+    w = torch.ones(2)
+    tree = list(
+        tree_lines(inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"])
+    )
+    assert tree[0] == "m/  3 tensors, 8 B"
+    assert tree[1] == "  a.  2 tensors, 8 B"
+    assert tree[2].strip() == "w  float32 2 cpu 8 B"
+
+
+def test_public_names() -> None:
+    """Every name in ``__all__`` is there, and inspect is the summary's."""
+    for name in ckptconv.__all__:
+        assert hasattr(ckptconv, name)
+    assert ckptconv.inspect is summary.inspect
