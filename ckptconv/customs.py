@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptconv.graph import Call, Dict, Effect, List, Node, Object, Value, is_global
+from ckptconv.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
 from ckptconv.model import Checkpoint, Place, Storage, TensorInfo
 
 __all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
@@ -48,7 +48,11 @@ class NamedOptimizer:
     """The lists and mappings of an optimizer that hold parameter names: (effect, index) of each name in the graph."""
 
     path: str
-    names: list[tuple[Effect, int]]
+    places: list[tuple[Effect, int]]
+
+    def names(self) -> list[str]:
+        """The names, each as often as it is used."""
+        return [name for effect, i in self.places if isinstance(name := effect.values[i], str)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,7 @@ class _Reader:
         self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
         self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
         self.candidates = _rng_candidates(checkpoint)
+        self.possible = {id(p.node) for p in self.candidates}
         self.certain = {
             id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
         }
@@ -144,8 +149,8 @@ class _Reader:
         return tensors > 0
 
     def holds_only_rng(self, node: Object) -> bool:
-        tensors = [value for effect, i in node.pairs() if isinstance(value := effect.values[i + 1], Node)]
-        return all(id(value) in self.certain or id(value) in self.hinted for value in tensors)
+        tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self.tensor_nodes}
+        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
 
     def is_rng(self, place: Place) -> bool:
         if id(place.node) in self.certain:
@@ -155,10 +160,8 @@ class _Reader:
             return False
         if id(place.node) in self.hinted:
             return True
-        mapping = next((outer.node for outer in above if isinstance(outer.node, Dict)), None)
-        if mapping is None:
-            return False
-        beside = strings_of(mapping)
+        mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
+        beside = strings_of(mapping) if isinstance(mapping, (Dict, Call)) else {}
         return {"python", "numpy"} <= beside.keys() or any(id(value) in self.certain for value in beside.values())
 
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from ckptconv.customs import Customs, StateDict, read_customs
+from ckptconv.customs import Customs, NamedOptimizer, StateDict, read_customs
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 from ckptconv.graph import Call, Dict, Effect, Global, Object, Tuple, Value
 from ckptconv.locations import Devices
@@ -38,7 +38,8 @@ class _NameEditor:
         self.where = checkpoint.source.path
         self.customs = customs
         self.changes = changes
-        self.before = {id(found): found.names() for found in customs.state_dicts}
+        named: list[StateDict | NamedOptimizer] = [*customs.state_dicts, *customs.optimizers]
+        self.before = [(found, found.names()) for found in named]
 
     def run(self, edits: Edits) -> None:
         for prefix in map(normal_prefix, edits.strip_prefix):
@@ -47,20 +48,28 @@ class _NameEditor:
             self.rename(pattern, replacement)
         for prefix in map(normal_prefix, edits.add_prefix):
             self.add(prefix)
-        for found in self.customs.state_dicts:
-            self.conclude(found, self.before[id(found)])
+        for found, names in self.before:
+            self.conclude(found, names)
+
+    def names(self) -> list[str]:
+        """Every name in the state dicts; in a file of optimizers alone, theirs."""
+        named = self.customs.state_dicts or self.customs.optimizers
+        return [name for found in named for name in found.names()]
 
     def strip(self, prefix: str) -> None:
-        every = [name for found in self.customs.state_dicts for name in found.names()]
-        optimizer_names = [str(effect.values[i]) for opt in self.customs.optimizers for effect, i in opt.names]
-        having = [name for name in every or optimizer_names if name.startswith(prefix)]
+        every = self.names()
+        having = [name for name in every if name.startswith(prefix)]
         if not having:
+            inside = any(name.startswith(prefix[:-1]) for name in every)
             raise NoMatchError(
-                f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every or optimizer_names)
-            )
+                f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
+                hint=f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''" if inside else None,
+            )  # fmt: skip
         self.changes.unprefixed += len(every) - len(having)
-        for metadata in self.metadata(self.customs.state_dicts):
-            _strip_metadata(metadata, prefix, keep_ancestors=len(having) < len(every))
+        for metadata, names in self.metadata(self.customs.state_dicts):
+            stripped = [name.startswith(prefix) for name in names]
+            if any(stripped):
+                _strip_metadata(metadata, prefix, keep_ancestors=not all(stripped))
         self.each_name(self.customs.state_dicts, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
@@ -71,14 +80,14 @@ class _NameEditor:
             raise UsageError(
                 f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}"
             ) from None
-        every = [name for found in self.customs.state_dicts for name in found.names()]
+        every = self.names()
         if not any(regex.search(name) for name in every):
             raise NoMatchError(f"no name matches {pattern!r}", where=self.where, got=_prefixes(every))
 
         def of_module(path: str) -> str:
             return regex.sub(replacement, path + "." if path else path).removesuffix(".")
 
-        for metadata in self.metadata(self.customs.state_dicts):
+        for metadata, _ in self.metadata(self.customs.state_dicts):
             _rename_keys(metadata, of_module)
         self.each_name(self.customs.state_dicts, lambda name: regex.sub(replacement, name))
 
@@ -91,15 +100,15 @@ class _NameEditor:
                 "several state dicts could be meant: " + ", ".join(found.path for found in main), where=self.where,
                 hint=f"to prefix the names of all of them: --rename '^' {prefix}",
             )  # fmt: skip
-        keys = main[0].names()
-        served = [found for found in self.customs.state_dicts if found.names() == keys]
-        for metadata in self.metadata(served):
+        keys = set(main[0].names())
+        served = [found for found in self.customs.state_dicts if set(found.names()) == keys]
+        for metadata, _ in self.metadata(served):
             _add_to_metadata(metadata, prefix)
         self.each_name(served, lambda name: prefix + name)
 
-    def metadata(self, state_dicts: list[StateDict]) -> list[Object]:
-        """Each ``_metadata`` once; two state dicts can share one."""
-        return list({id(found.metadata): found.metadata for found in state_dicts if found.metadata}.values())
+    def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
+        """Each ``_metadata`` once, and the names it is for; two state dicts can share one."""
+        return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
 
     def each_name(self, state_dicts: list[StateDict], new: Callable[[str], str]) -> None:
         """Replace each name by NEW of it. Equal names share one string, as they do in a pickle."""
@@ -109,21 +118,20 @@ class _NameEditor:
                 _replace(effect, i, known)
         for optimizer in self.customs.optimizers:
             if not self.customs.state_dicts:
-                known = {name: new(name) for effect, i in optimizer.names if isinstance(name := effect.values[i], str)}
-            for effect, i in optimizer.names:
+                known = {name: new(name) for name in optimizer.names()}
+            for effect, i in optimizer.places:
                 _replace(effect, i, known)
 
-    def conclude(self, found: StateDict, before: list[str]) -> None:
+    def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
         """Report what became of FOUND's names; refuse where two became one."""
-        after = found.names()
         origin: dict[str, str] = {}
-        for old, new in zip(before, after, strict=True):
+        for old, new in zip(before, found.names(), strict=True):
             other = origin.setdefault(new, old)
             if other != old:
                 raise CollisionError(
                     f"two names would become {new!r}", where=f"{self.where}: {found.path}", got=f"{other!r} and {old!r}"
                 )
-            if old != new:
+            if old != new and isinstance(found, StateDict):
                 self.changes.names.append(NameChange(found.path, old, new))
 
 
@@ -198,7 +206,9 @@ def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
                 continue
             if isinstance(name, str):
                 seen.add(name)
-            values += [key if name == key and isinstance(name, str) else name, value]
+            values += [key if name == key else name, value]
+        if len(values) < len(effect.values):
+            effect.opcode = "SETITEMS"  # which, other than SETITEM, can be empty
         effect.values = values
 
 
@@ -228,10 +238,9 @@ def _retag(checkpoint: Checkpoint, customs: Customs, devices: Devices, changes: 
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             _count(changes, argument.device, new, 1, 0)
-    if devices.to or devices.rules:
-        changes.rng_states = [info.path for info in customs.rng_states]
+    changes.rng_states = [info.path for info in customs.rng_states if info.storage and info.storage.device == "cpu"]
     for rule in devices.rules:
-        if not any(devices.rule(tag) is rule for tag in seen_tags):
+        if not any(rule.matches(tag) for tag in seen_tags):
             changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")
 
 

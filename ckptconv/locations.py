@@ -29,7 +29,7 @@ _REFUSED = {
     "xla": "torch has no tag for it and stores such tensors as CPU arrays",
     "vulkan": "torch has no tag for it",
 }
-_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?", re.ASCII)
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 
 MapLocation: TypeAlias = "str | torch.device | Mapping[str, str] | Callable[[str], str]"
 
@@ -47,8 +47,8 @@ class Target:
             return self.family
         index = self.index
         if index is None:
-            match = _DEVICE.fullmatch(old)
-            index = int(match[2]) if match and match[2] and int(match[2]) <= _HIGHEST_INDEX else 0
+            match = re.fullmatch(r".*:(0|[1-9][0-9]{0,2})", old)  # of any family: a backend of one's own has any name
+            index = int(match[1]) if match and int(match[1]) <= _HIGHEST_INDEX else 0
         return f"{self.family}:{index}"
 
 
@@ -95,7 +95,7 @@ class Devices:
             return "cpu" if rng else self.to.tag("")
         if self.function:
             new = self.function(tag)
-            return tag if new == tag else parse_target(new).tag("")
+            return tag if new == tag else parse_target(new).tag(tag)
         return tag
 
 
@@ -112,7 +112,7 @@ def parse_target(text: object) -> Target:
             f"{word!r} is no device", expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1"
         )
     index = int(match[2]) if match[2] else None
-    if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX) and family != "cpu":
+    if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX):
         raise UsageError(
             f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
         )

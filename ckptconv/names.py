@@ -7,14 +7,14 @@ A *name* is a key inside a state dict: ``module.conv.weight``; its segments end 
     ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
     ``/.name``                an attribute (state of BUILD that is a dict)
     ``/.__state__``           other state
-    ``/(0)``, ``/(name)``     an argument of a call
+    ``/(0)``, ``/(name)``     an argument of a call; ``/(call)`` is what is called, where that is a call's result
     ``/{0}``                  a member of a set, by position
     ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
     ``.``                     the root
     ========================  ==========================================================
 
-In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty key is ``\\e``. A
-key that is set twice has ``\\2`` behind it the second time.
+In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty key is ``\\e``. What
+would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,28 @@ import re
 from ckptconv.errors import UsageError
 from ckptconv.graph import Node, Tuple, Value
 
-__all__ = ["key_segment", "normal_prefix", "parse_path"]
+__all__ = ["escaped", "key_segment", "normal_prefix", "parse_path"]
 
 _LONGEST_LITERAL = 80
+_SEGMENT = re.compile(
+    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
+      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def key_segment(key: Value, position: int) -> str:
     """The segment for the value under KEY, the POSITION-th of its mapping."""
     if isinstance(key, str):
-        escaped = re.sub(r"[\\/\[]", r"\\\g<0>", key)
-        return "/" + ("\\" + escaped if escaped[:1] in tuple(".({<") else escaped or "\\e")
+        return "/" + ("\\" if key[:1] in tuple(".({<") else "") + escaped(key)
     literal = _literal(key)
     return f"[{literal}]" if literal else f"[<{position}>]"
+
+
+def escaped(word: str) -> str:
+    """WORD with what would end a segment escaped."""
+    return re.sub(r"[\\/\[]", r"\\\g<0>", word) or "\\e"
 
 
 def _literal(key: Value) -> str | None:
@@ -60,13 +70,16 @@ def parse_path(path: str) -> list[str]:
     """The segments of PATH, from the root on, as :func:`key_segment` writes them; the root itself has none."""
     if path == ".":
         return []
-    start = path if path.startswith("[") else "/" + path
-    return re.findall(r"\[(?:'(?:\\.|[^'])*'|\"(?:\\.|[^\"])*\"|[^\]'\"])*\]|/(?:\\.|[^\\/\[])*", start, re.DOTALL)
+    return _SEGMENT.findall(path if path.startswith("[") else "/" + path)
 
 
 def normal_prefix(prefix: str) -> str:
     """PREFIX with the dot that ends its last segment: ``module`` means ``module.``"""
     dotted = prefix if prefix.endswith(".") else prefix + "."
     if not prefix or any(not segment for segment in dotted[:-1].split(".")):
-        raise UsageError(f"{prefix!r} is no prefix of names", expected="segments that end at a dot, like module.")
+        raise UsageError(
+            f"{prefix!r} is no prefix of names",
+            expected="segments that end at a dot, like module.",
+            hint="for anything else: --rename REGEX REPLACEMENT",
+        )
     return dotted

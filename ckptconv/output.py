@@ -12,9 +12,11 @@ import errno
 import os
 import secrets
 import stat
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 from ckptconv import linux
 from ckptconv.errors import InputChangedError, MalformedError, OutputError, RefusedError, TargetExistsError, UsageError
@@ -152,19 +154,37 @@ def _sync_folder(folder: Path, target: Path) -> None:
 # Moving bytes
 
 
+@contextlib.contextmanager
+def _writeback(fd: int) -> Iterator[Callable[[int, int], None]]:
+    """A function that has (offset, length) written to disk, in a thread: the call waits while the disk's queue is full, and copying need not."""
+    ranges: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+
+    def work() -> None:
+        while (found := ranges.get()) is not None:
+            linux.start_writeback(fd, *found)
+
+    thread = threading.Thread(target=work, name="writeback")
+    thread.start()
+    try:
+        yield lambda offset, length: ranges.put((offset, length))
+    finally:
+        ranges.put(None)
+        thread.join()
+
+
 def _fill(fd: int, file: OutFile, progress: Progress | None) -> None:
     at = 0
-    for piece in file.pieces:
-        for length in _move(fd, at, piece):
-            linux.start_writeback(fd, at, length)
-            at += length
-            if progress:
-                progress(length)
+    with _writeback(fd) as write_back:
+        for piece in file.pieces:
+            for length in _move(fd, at, piece):
+                write_back(at, length)
+                at += length
+                if progress:
+                    progress(length)
     if at != file.size:
         raise OutputError(
             "the plan and the file disagree: a bug in ckptconv", where=file.path, expected=file.size, got=at
         )
-    os.ftruncate(fd, at)
 
 
 def _move(fd: int, at: int, piece: Piece) -> Iterator[int]:

@@ -6,13 +6,15 @@ stands and never entered here, but for what LEAF hands back. Knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from ckptconv.errors import LimitError
 from ckptconv.graph import Call, Dict, Effect, FrozenSet, List, Node, Object, PersistentId, Set, Tuple, Value
 from ckptconv.limits import LIMITS
 from ckptconv.model import Place
-from ckptconv.names import key_segment
+from ckptconv.names import escaped, key_segment
 
 __all__ = ["find_places"]
 
@@ -37,7 +39,16 @@ def find_places(root: Value, leaf: Leaf, where: str) -> Iterator[Place]:
         entered.add(id(node))
         states = leaf(node)
         inside = _inside(place) if states is None else (p for state in states for p in _attributes(place, state))
-        todo += list(inside)[::-1]
+        todo += list(_numbered_again(inside))[::-1]
+
+
+def _numbered_again(siblings: Iterable[Place]) -> Iterator[Place]:
+    """SIBLINGS with segments that are all different: a key can be set twice, an attribute too."""
+    times: Counter[str] = Counter()
+    for place in siblings:
+        times[place.segment] += 1
+        again = times[place.segment]
+        yield place if again == 1 else replace(place, segment=f"{place.segment}\\{again}")
 
 
 def _inside(place: Place) -> Iterator[Place]:
@@ -72,46 +83,40 @@ def _arguments(place: Place, call: Call) -> Iterator[Place]:
     if isinstance(call.kwargs, Dict):
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]
-            yield _below(place, f"/({name if isinstance(name, str) else i})", effect.values[i + 1])
+            yield _below(place, f"/({escaped(name) if isinstance(name, str) else i})", effect.values[i + 1])
 
 
 def _effects(place: Place, node: Object) -> Iterator[Place]:
     """What was put into NODE, of whatever kind it is."""
-    count = pairs = builds = 0
-    times: dict[str, int] = {}
+    count = pairs = 0
     for effect in node.effects:
         if effect.opcode == "BUILD":
-            builds += 1
-            yield from _attributes(place, effect.values[0], "" if builds == 1 else f"\\{builds}")
+            yield from _attributes(place, effect.values[0])
         elif effect.opcode in ("SETITEM", "SETITEMS"):
-            yield from _items(place, effect, pairs, times)
+            yield from _items(place, effect, pairs)
             pairs += len(effect.values) // 2
         else:
             yield from _numbered(place, "/{{{}}}" if effect.opcode == "ADDITEMS" else "[{}]", effect.values, count)
             count += len(effect.values)
 
 
-def _items(place: Place, effect: Effect, start: int, times: dict[str, int]) -> Iterator[Place]:
-    """The values of a mapping, and those of its keys that are objects. TIMES counts how often each key was set."""
+def _items(place: Place, effect: Effect, start: int) -> Iterator[Place]:
+    """The values of a mapping, and those of its keys that are objects."""
     for n, i in enumerate(range(0, len(effect.values), 2), start):
         key, value = effect.values[i], effect.values[i + 1]
         if isinstance(key, Node):
             yield _below(place, f"/<{n}>", key)
-        segment = key_segment(key, n)
-        times[segment] = times.get(segment, 0) + 1
-        if times[segment] > 1:
-            segment += f"\\{times[segment]}"
-        yield _below(place, segment, value, key if isinstance(key, str) else None)
+        yield _below(place, key_segment(key, n), value, key if isinstance(key, str) else None)
 
 
-def _attributes(place: Place, state: Value, again: str = "") -> Iterator[Place]:
-    """What BUILD gives an object: attributes, where the state is a dict of them. AGAIN ends the segments of a later BUILD."""
+def _attributes(place: Place, state: Value) -> Iterator[Place]:
+    """What BUILD gives an object: attributes, where the state is a dict of them."""
     names = list(state.pairs()) if isinstance(state, Dict) else []
     if names and all(isinstance(effect.values[i], str) for effect, i in names):
         for effect, i in names:
             name = str(effect.values[i])
-            yield _below(place, "/." + key_segment("x" + name, 0)[2:] + again, effect.values[i + 1], name)
+            yield _below(place, "/." + escaped(name), effect.values[i + 1], name)
     elif isinstance(state, (Dict, List, Set)) and not state.effects:
         return
     elif state is not None:
-        yield _below(place, "/.__state__" + again, state)
+        yield _below(place, "/.__state__", state)

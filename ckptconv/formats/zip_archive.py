@@ -11,13 +11,15 @@ Where sizes or offsets do not fit 32 bits, the field is all ones and the number 
 always, zeros in local headers, and pads data to 64 bytes with an extra field of its own (id ``FB``).
 
 Stricter than zip readers are: two of them must not be able to see two different archives. So every byte belongs to exactly one member or to
-the directory, local and central headers agree, and no two names are equal, not even without regard to case (torch looks names up like that).
+the directory, local and central headers agree, the last end is the only one, and no two names are equal, not even without regard to case (torch
+looks names up like that). A folder holds no bytes: torch would hand out memory as it finds it for their number.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
@@ -33,16 +35,18 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
-_ZIP64_EXTRA, PADDING_EXTRA = 1, int.from_bytes(b"FB", "little")
+_ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
 UTF8 = 1 << 11
+_KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two say how hard the deflater tried
+_FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
+_AHEAD = 4096  # bytes read at once where headers are expected: small members stand close together
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One record: where its header, its data and its end (with the descriptor) stand, in bytes from the start of the file."""
 
     name: str
@@ -79,7 +83,8 @@ class Archive:
 def read_archive(source: Source) -> Archive:
     """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError."""
     count, directory, start = _read_end(source)
-    entries = _read_directory(source, count, directory, start)
+    window = _Window(source)
+    entries = _read_directory(window, count, directory, start)
     entries.sort(key=lambda entry: entry.header_offset)
     members = []
     at = 0
@@ -93,13 +98,30 @@ def read_archive(source: Source) -> Archive:
                 f"{entry.name!r} at {at}",
                 entry.header_offset,
             )
-        members.append(_read_member(source, entry, following))
+        members.append(_read_member(window, entry, following))
         at = following
     if not members:
         raise _bad(source, 0, "the zip archive is empty")
     _check_names(source, members)
     root = members[0].name.split("/")[0]
     return Archive(root, tuple(members), any(member.crc32 for member in members))
+
+
+class _Window:
+    """Short reads close behind one another, with one call of the system for many."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.offset = 0
+        self.data = b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET, which the source must have."""
+        start = offset - self.offset
+        if start < 0 or start + length > len(self.data):
+            self.data = self.source.read(offset, max(length, min(_AHEAD, self.source.size - offset)))
+            self.offset, start = offset, 0
+        return self.data[start : start + length]
 
 
 def _bad(source: Source, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
@@ -113,21 +135,21 @@ def _read_end(source: Source) -> tuple[int, int, int]:
     """The number of members, and the size and offset of the central directory."""
     tail_offset = max(0, source.size - _END.size - _ONES16)
     tail = source.read(tail_offset, source.size - tail_offset)
-    found = []
-    at = tail.find(END)
-    while at >= 0:
-        if len(tail) - at >= _END.size and at + _END.size + struct.unpack_from("<H", tail, at + 20)[0] == len(tail):
-            found.append(at)
-        at = tail.find(END, at + 1)
-    if not found:
+    at = tail.rfind(END)  # as torch does, whatever the comment's length
+    if at < 0 or len(tail) - at < _END.size:
         raise MalformedError(
             "a zip archive without its end", where=source.path, expected="a central directory",
             hint="the file was cut short: download or copy it again",
         )  # fmt: skip
-    if len(found) > 1:
-        raise _bad(source, tail_offset + found[0], "the zip archive has two ends", "one", len(found))
-    offset = tail_offset + found[0]
-    _, disk, start_disk, on_disk, count, size, start, _ = _END.unpack_from(tail, found[0])
+    offset = tail_offset + at
+    if not _reaches_end(tail, at):
+        raise _bad(source, offset, "the zip archive's end is not the end of the file")
+    other = tail.find(END)
+    while other < at:
+        if _reaches_end(tail, other):
+            raise _bad(source, tail_offset + other, "the zip archive has two ends")
+        other = tail.find(END, other + 1)
+    _, disk, start_disk, on_disk, count, size, start, _ = _END.unpack_from(tail, at)
     end = offset
     wide = _read_zip64_end(source, offset)
     if wide:
@@ -146,6 +168,12 @@ def _read_end(source: Source) -> tuple[int, int, int]:
     if start + size != end:
         raise _bad(source, offset, "the zip's directory does not reach to its end", end, start + size)
     return count, size, start
+
+
+def _reaches_end(tail: bytes, at: int) -> bool:
+    """Whether the end at AT and its comment fill TAIL."""
+    comment = int.from_bytes(tail[at + _END.size - 2 : at + _END.size], "little")
+    return at + _END.size + comment == len(tail)
 
 
 def _read_zip64_end(source: Source, end: int) -> list[int] | None:
@@ -168,8 +196,7 @@ def _read_zip64_end(source: Source, end: int) -> list[int] | None:
 # The central directory
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A member as the central directory has it."""
 
     name: str
@@ -182,7 +209,8 @@ class _Entry:
     header_offset: int
 
 
-def _read_directory(source: Source, count: int, size: int, start: int) -> list[_Entry]:
+def _read_directory(window: _Window, count: int, size: int, start: int) -> list[_Entry]:
+    source = window.source
     if count * _CENTRAL.size > size:
         raise _bad(
             source, start, "the zip's directory is too small for its members", f"{count} entries", f"{size} bytes"
@@ -196,11 +224,11 @@ def _read_directory(source: Source, count: int, size: int, start: int) -> list[_
     for _ in range(count):
         if end - at < _CENTRAL.size:
             raise _bad(source, at, "the zip's directory ends inside an entry")
-        fields = _CENTRAL.unpack(source.read(at, _CENTRAL.size))
+        fields = _CENTRAL.unpack(window.read(at, _CENTRAL.size))
         variable = sum(fields[10:13])
         if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
             raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
-        entries.append(_entry(source, at, fields, source.read(at + _CENTRAL.size, variable)))
+        entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
         at += _CENTRAL.size + variable
     if at != end:
         raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
@@ -208,48 +236,64 @@ def _read_directory(source: Source, count: int, size: int, start: int) -> list[_
 
 
 def _entry(source: Source, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
-    _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, _, header_offset = fields
+    _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, attributes, header_offset = (
+        fields
+    )
     raw_name = variable[:n_name]
     try:
         name = raw_name.decode()
     except UnicodeDecodeError as error:
         raise _bad(source, at, "a zip member's name is not UTF-8", got=raw_name[:80]) from error
+    where = f"{source.path}: {name}"
     if flags & _ENCRYPTED:
-        raise UnsupportedError("the zip archive is encrypted", where=f"{source.path}: {name}")
+        raise UnsupportedError("the zip archive is encrypted", where=where)
+    if flags & ~_KNOWN_FLAGS:
+        raise UnsupportedError("a zip member has flags of unknown meaning", where=where, got=f"{flags:#06x}")
     if method not in (STORED, DEFLATED):
         raise UnsupportedError(
-            "a zip member is compressed in an unknown way",
-            where=f"{source.path}: {name}",
-            expected="0 or 8",
-            got=method,
+            "a zip member is compressed in an unknown way", where=where, expected="0 or 8", got=method
         )
-    wide = _extras(source, at, variable[n_name : n_name + n_extra]).get(_ZIP64_EXTRA, b"")
-    numbers = []
-    for value in (size, stored_size, header_offset):
-        if value == _ONES32:
-            if len(wide) < 8:
-                raise _bad(source, at, f"{name!r} lacks a 64-bit number")
-            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-        numbers.append(value)
-    if wide or disk:
-        raise _bad(source, at, f"{name!r} has numbers that nothing refers to")
+    wide = _extras(source, at, raw_name, variable[n_name : n_name + n_extra]).get(_ZIP64_EXTRA, b"")
+    numbers = _widened((size, stored_size, header_offset), wide)
+    if numbers is None or disk:
+        raise _bad(source, at, f"{name!r} has too few or too many 64-bit numbers")
     size, stored_size, header_offset = numbers
     if method == STORED and size != stored_size:
         raise _bad(source, at, f"{name!r} is stored but has two sizes", size, stored_size)
+    if size and (name.endswith("/") or attributes & _FOLDER):
+        raise _bad(source, at, f"the folder {name!r} has bytes of its own", 0, size)
     return _Entry(name, raw_name, flags, method, crc32, stored_size, size, header_offset)
 
 
-def _extras(source: Source, at: int, extra: bytes) -> dict[int, bytes]:
+def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
+    """NUMBERS, those that are all ones taken from the zip64 field WIDE; None where it holds fewer or more."""
+    ones = numbers.count(_ONES32)
+    if len(wide) != 8 * ones:
+        return None
+    if not ones:
+        return numbers
+    large = iter(struct.unpack(f"<{ones}Q", wide))
+    return tuple(next(large) if number == _ONES32 else number for number in numbers)
+
+
+def _extras(source: Source, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
     """The extra fields by id."""
     found: dict[int, bytes] = {}
-    while extra:
-        kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
-        if len(extra) < 4 + size:
+    start = 0
+    while start < len(extra):
+        kind, size = (
+            int.from_bytes(extra[start : start + 2], "little"),
+            int.from_bytes(extra[start + 2 : start + 4], "little"),
+        )
+        end = start + 4 + size
+        if end > len(extra):
             raise _bad(source, at, "an extra field of a zip header is cut short")
         if kind in found:
             raise _bad(source, at, "an extra field of a zip header stands there twice", got=kind)
-        found[kind] = extra[4 : 4 + size]
-        extra = extra[4 + size :]
+        found[kind] = extra[start + 4 : end]
+        start = end
+    if _UNICODE_NAME_EXTRA in found and found[_UNICODE_NAME_EXTRA][5:] != raw_name:
+        raise _bad(source, at, "a zip member has two names", raw_name[:80], found[_UNICODE_NAME_EXTRA][5:85])
     return found
 
 
@@ -289,14 +333,15 @@ def _check_names(source: Source, members: list[Member]) -> None:
 # Local headers and descriptors
 
 
-def _read_member(source: Source, entry: _Entry, following: int) -> Member:
+def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
     """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it."""
+    source = window.source
     at = entry.header_offset
     room = following - at
     least = _LOCAL.size + len(entry.raw_name)
     if room < least:
         raise _bad(source, at, f"{entry.name!r} has no room for its header", least, room)
-    header = source.read(at, least)
+    header = window.read(at, least)
     signature, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra = _LOCAL.unpack_from(header)
     if signature != LOCAL:
         raise _bad(source, at, f"{entry.name!r} has no local header", LOCAL, signature)
@@ -308,29 +353,23 @@ def _read_member(source: Source, entry: _Entry, following: int) -> Member:
     end_of_data = data_offset + entry.stored_size
     if end_of_data > following:
         raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
-    extras = _extras(source, at, source.read(at + least, n_extra))
+    extras = _extras(source, at, entry.raw_name, window.read(at + least, n_extra))
     _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))
-    _check_descriptor(source, entry, source.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
+    _check_descriptor(source, entry, window.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
     return Member(
         entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, data_offset, following
     )
 
 
 def _check_local_numbers(source: Source, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
+    in_descriptor = entry.flags & HAS_DESCRIPTOR
+    if in_descriptor and local == (0, 0, 0):
+        return  # what torch puts into a zip64 field here nobody reads
     crc32, stored_size, size = local
-    if entry.flags & HAS_DESCRIPTOR and local == (0, 0, 0):
-        return  # they stand in the descriptor; what torch puts into a zip64 field here nobody reads
-    if size == _ONES32:
-        size, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-    if stored_size == _ONES32:
-        stored_size = int.from_bytes(wide[:8], "little")
-    if entry.flags & HAS_DESCRIPTOR and (stored_size, size) == (0, 0) and crc32 == entry.crc32:
-        return
-    if (crc32, stored_size, size) != (entry.crc32, entry.stored_size, entry.size):
-        raise _bad(
-            source, entry.header_offset, f"the headers of {entry.name!r} disagree",
-            (entry.crc32, entry.stored_size, entry.size), (crc32, stored_size, size),
-        )  # fmt: skip
+    size, stored_size = _widened((size, stored_size), wide) or (-1, -1)
+    found, expected = (crc32, stored_size, size), (entry.crc32, entry.stored_size, entry.size)
+    if found != expected and not (in_descriptor and found in ((0, 0, 0), (entry.crc32, 0, 0))):
+        raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, found)
 
 
 def _check_descriptor(source: Source, entry: _Entry, descriptor: bytes, at: int) -> None:
