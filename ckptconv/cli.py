@@ -5,7 +5,6 @@ Results go to stdout, reports, notes, progress and errors to stderr. Exit status
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -32,7 +31,6 @@ _PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
-    gc.disable()  # a parsed pickle is one large living graph: looking through it for garbage doubles the time, and the process is short
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     debug = "--debug" in (sys.argv[1:] if args is None else args)
@@ -54,8 +52,6 @@ def main(args: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
-    finally:
-        gc.enable()
 
 
 def _say_error(error: CkptconvError) -> None:

@@ -12,8 +12,9 @@ from ckptconv.dangers import dangerous_globals
 from ckptconv.edits import apply
 from ckptconv.errors import DangerousError, RefusedError, UsageError
 from ckptconv.formats import torch_zip
+from ckptconv.graph import uncollected
 from ckptconv.locations import MapLocation, to_devices
-from ckptconv.model import Edits, Plan, Progress, Report
+from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
 from ckptconv.sources import Source
 
 __all__ = ["convert", "make_plan", "run"]
@@ -78,15 +79,23 @@ def run(
 
 def make_plan(source: Source, target: Path, edits: Edits, *, allow_unsafe: bool = False) -> Plan:
     """Everything about the output, before a byte of it is written."""
-    checkpoint = formats.read(source)
-    changes = apply(checkpoint, edits)
-    if not allow_unsafe and (dangers := sorted(dangerous_globals(checkpoint.graph))):
+    with uncollected():
+        checkpoint = formats.read(source)
+        changes = apply(checkpoint, edits)
+        if not allow_unsafe:
+            _refuse_dangers(checkpoint)
+        file, left_behind = torch_zip.layout(checkpoint, target)
+    notes = tuple(checkpoint.notes + changes.notes)
+    return Plan(source, file, changes, checkpoint.tensors, tuple(left_behind), notes)
+
+
+def _refuse_dangers(checkpoint: Checkpoint) -> None:
+    dangers = sorted(dangerous_globals(checkpoint.graph))
+    if dangers:
         raise DangerousError(
-            "loading this file would call what no checkpoint needs", where=source.path, got=", ".join(dangers[:5]),
-            hint="do not load it; --allow-unsafe carries the call over, unrun",
+            "loading this file would call what no checkpoint needs", where=checkpoint.source.path,
+            got=", ".join(dangers[:5]), hint="do not load it; --allow-unsafe carries the call over, unrun",
         )  # fmt: skip
-    file, left_behind = torch_zip.layout(checkpoint, target)
-    return Plan(source, file, changes, checkpoint.tensors, tuple(left_behind), tuple(checkpoint.notes + changes.notes))
 
 
 def _target(source: Source, dst: str | os.PathLike[str], *, force: bool) -> Path:

@@ -17,6 +17,8 @@ __all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of
 #: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
 CPU_RNG_BYTES = 5056
 _RNG_WORDS = {"rng", "seed", "random", "generator"}
+#: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
+_MODULE_PARTS = ("/._parameters", "/._buffers")
 _MAIN_NAMES = (
     "state_dict",
     "model",
@@ -67,13 +69,10 @@ class Customs:
     def main(self) -> list[StateDict]:
         """The state dict that is meant when nobody says which, alone in a list; several or none where that is not clear.
 
-        The root, else the only one, else the one under a usual name.
+        The only one (as the root always is: there are none inside it), else the one under a usual name.
         """
-        if len(self.state_dicts) > 1:
-            roots = [found for found in self.state_dicts if found.path == "."]
-            usual = [found for found in self.state_dicts if found.path in _MAIN_NAMES]
-            return roots or (usual if len(usual) == 1 else self.state_dicts)
-        return self.state_dicts
+        usual = [found for found in self.state_dicts if found.path in _MAIN_NAMES]
+        return usual if len(usual) == 1 else self.state_dicts
 
 
 def strings_of(mapping: Object) -> dict[str, Value]:
@@ -124,7 +123,7 @@ class _Reader:
         return node
 
     def classify(self, place: Place, node: Object) -> None:
-        if any(id(above.node) in self.closed for above in _upwards(place)):
+        if place.segment in _MODULE_PARTS or any(id(above.node) in self.closed for above in _upwards(place)):
             return
         metadata = _metadata(node)
         keys = strings_of(node)

@@ -207,8 +207,6 @@ def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
             if isinstance(name, str):
                 seen.add(name)
             values += [key if name == key else name, value]
-        if len(values) < len(effect.values):
-            effect.opcode = "SETITEMS"  # which, other than SETITEM, can be empty
         effect.values = values
 
 

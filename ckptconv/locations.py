@@ -92,7 +92,7 @@ class Devices:
         if rule:
             return rule.new.tag(tag)
         if self.to:
-            return "cpu" if rng else self.to.tag("")
+            return "cpu" if rng else self.to.tag("")  # no index to keep: --to cuda is the first GPU
         if self.function:
             new = self.function(tag)
             return tag if new == tag else parse_target(new).tag(tag)
@@ -139,8 +139,7 @@ def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
     for i, rule in enumerate(rules):
         if any(rule.old == other.old for other in rules[:i]):
             raise UsageError(f"{rule.old!r} is mapped twice", hint="give each device once")
-    # A bare device is not "keep the index": --to cuda means the first GPU.
-    return Devices(rules, to and Target(to.family, to.index or 0))
+    return Devices(rules, to)
 
 
 def to_devices(*wishes: MapLocation | None) -> Devices:

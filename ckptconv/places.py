@@ -6,9 +6,7 @@ stands and never entered here, but for what LEAF hands back. Knows no torch.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 from ckptconv.errors import LimitError
 from ckptconv.graph import Call, Dict, Effect, FrozenSet, List, Node, Object, PersistentId, Set, Tuple, Value
@@ -38,85 +36,98 @@ def find_places(root: Value, leaf: Leaf, where: str) -> Iterator[Place]:
             )
         entered.add(id(node))
         states = leaf(node)
-        inside = _inside(place) if states is None else (p for state in states for p in _attributes(place, state))
-        todo += list(_numbered_again(inside))[::-1]
+        if states is None:
+            inside = _inside(place)
+        else:
+            inside = [attribute for state in states for attribute in _attributes(place, state)]
+        if not isinstance(node, (Tuple, FrozenSet, List, Set)):
+            _number_again(inside)
+        todo += inside[::-1]
 
 
-def _numbered_again(siblings: Iterable[Place]) -> Iterator[Place]:
-    """SIBLINGS with segments that are all different: a key can be set twice, an attribute too."""
-    times: Counter[str] = Counter()
-    for place in siblings:
-        times[place.segment] += 1
-        again = times[place.segment]
-        yield place if again == 1 else replace(place, segment=f"{place.segment}\\{again}")
-
-
-def _inside(place: Place) -> Iterator[Place]:
+def _inside(place: Place) -> list[Place]:
     node = place.node
     if isinstance(node, Tuple):
-        yield from _numbered(place, "[{}]", node.items)
-    elif isinstance(node, FrozenSet):
-        yield from _numbered(place, "/{{{}}}", node.items)
-    elif isinstance(node, PersistentId):
-        if isinstance(node.id, Node) and not isinstance(node.id, Tuple):
-            yield _below(place, "/(0)", node.id)
-    elif isinstance(node, Object):
-        if isinstance(node, Call):
-            yield from _arguments(place, node)
-        yield from _effects(place, node)
+        return _numbered(place, "[%d]", node.items)
+    if isinstance(node, FrozenSet):
+        return _numbered(place, "/{%d}", node.items)
+    if isinstance(node, (List, Set)):
+        return _numbered(place, "[%d]" if isinstance(node, List) else "/{%d}", list(node.elements()))
+    if isinstance(node, PersistentId):
+        return [_below(place, "/(0)", node.id)] if isinstance(node.id, Node) and not isinstance(node.id, Tuple) else []
+    found: list[Place] = []
+    if isinstance(node, Call):
+        found += _arguments(place, node)
+    if isinstance(node, Object):
+        found += _effects(place, node)
+    return found
+
+
+def _number_again(siblings: list[Place]) -> None:
+    """Give SIBLINGS segments that are all different: a key can be set twice, an attribute too."""
+    times: dict[str, int] = {}
+    for place in siblings:
+        segment = place.segment
+        times[segment] = again = times.get(segment, 0) + 1
+        if again > 1:
+            place.segment = f"{segment}\\{again}"
 
 
 def _below(place: Place, segment: str, node: Value, key: str | None = None) -> Place:
     return Place(place, segment, node, place.depth + 1, key)
 
 
-def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> Iterator[Place]:
-    for i, item in enumerate(items, start):
-        yield _below(place, form.format(i), item)
+def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> list[Place]:
+    depth = place.depth + 1
+    return [Place(place, form % i, item, depth) for i, item in enumerate(items, start)]
 
 
-def _arguments(place: Place, call: Call) -> Iterator[Place]:
+def _arguments(place: Place, call: Call) -> list[Place]:
+    found: list[Place] = []
     if isinstance(call.callable, Call):
-        yield _below(place, "/(call)", call.callable)
+        found.append(_below(place, "/(call)", call.callable))
     if isinstance(call.args, Tuple):
-        yield from _numbered(place, "/({})", call.args.items)
+        found += _numbered(place, "/(%d)", call.args.items)
     if isinstance(call.kwargs, Dict):
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]
-            yield _below(place, f"/({escaped(name) if isinstance(name, str) else i})", effect.values[i + 1])
+            segment = f"/({escaped(name) if isinstance(name, str) else i})"
+            found.append(_below(place, segment, effect.values[i + 1]))
+    return found
 
 
-def _effects(place: Place, node: Object) -> Iterator[Place]:
-    """What was put into NODE, of whatever kind it is."""
+def _effects(place: Place, node: Object) -> list[Place]:
+    """What was put into NODE, a mapping or the result of a call."""
+    found: list[Place] = []
     count = pairs = 0
     for effect in node.effects:
         if effect.opcode == "BUILD":
-            yield from _attributes(place, effect.values[0])
+            found += _attributes(place, effect.values[0])
         elif effect.opcode in ("SETITEM", "SETITEMS"):
-            yield from _items(place, effect, pairs)
+            found += _items(place, effect, pairs)
             pairs += len(effect.values) // 2
         else:
-            yield from _numbered(place, "/{{{}}}" if effect.opcode == "ADDITEMS" else "[{}]", effect.values, count)
+            found += _numbered(place, "/{%d}" if effect.opcode == "ADDITEMS" else "[%d]", effect.values, count)
             count += len(effect.values)
+    return found
 
 
-def _items(place: Place, effect: Effect, start: int) -> Iterator[Place]:
+def _items(place: Place, effect: Effect, start: int) -> list[Place]:
     """The values of a mapping, and those of its keys that are objects."""
+    found: list[Place] = []
     for n, i in enumerate(range(0, len(effect.values), 2), start):
         key, value = effect.values[i], effect.values[i + 1]
         if isinstance(key, Node):
-            yield _below(place, f"/<{n}>", key)
-        yield _below(place, key_segment(key, n), value, key if isinstance(key, str) else None)
+            found.append(_below(place, f"/<{n}>", key))
+        found.append(_below(place, key_segment(key, n), value, key if isinstance(key, str) else None))
+    return found
 
 
-def _attributes(place: Place, state: Value) -> Iterator[Place]:
+def _attributes(place: Place, state: Value) -> list[Place]:
     """What BUILD gives an object: attributes, where the state is a dict of them."""
-    names = list(state.pairs()) if isinstance(state, Dict) else []
-    if names and all(isinstance(effect.values[i], str) for effect, i in names):
-        for effect, i in names:
-            name = str(effect.values[i])
-            yield _below(place, "/." + escaped(name), effect.values[i + 1], name)
-    elif isinstance(state, (Dict, List, Set)) and not state.effects:
-        return
-    elif state is not None:
-        yield _below(place, "/.__state__", state)
+    items = [(effect.values[i], effect.values[i + 1]) for effect, i in state.pairs()] if isinstance(state, Dict) else []
+    if items and all(isinstance(name, str) for name, _ in items):
+        return [_below(place, "/." + escaped(name), value, name) for name, value in items if isinstance(name, str)]
+    if state is None or (isinstance(state, (Dict, List, Set)) and not state.effects):
+        return []
+    return [_below(place, "/.__state__", state)]

@@ -14,6 +14,8 @@ from ckptconv.errors import InputChangedError, InputError
 
 __all__ = ["Source"]
 
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
 
 class Source:
     """A regular file, open for reading. A context manager; closing twice is harmless."""
@@ -22,12 +24,18 @@ class Source:
         """Open PATH. Raises InputError where it cannot be read or is no regular file."""
         self.path = Path(path)
         try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):  # before open: opening a FIFO waits for a writer
-                raise InputError("not a regular file", where=self.path)
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
+            if not stat.S_ISREG(mode):
+                raise InputError(f"{_kind(mode)} and not a file", where=self.path)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}", where=self.path) from error
+        except ValueError as error:  # a NUL in the path
+            raise InputError("no such path can exist", where=self.path) from error
         self._stat = os.fstat(self.fd)
+        if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
+            self.close()
+            raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
         self.size = self._stat.st_size
 
     def __enter__(self) -> Source:
@@ -74,3 +82,7 @@ class Source:
                 raise InputChangedError(
                     f"the file changed while it was read: {what[3:]}", where=self.path, expected=before, got=after
                 )
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a device")

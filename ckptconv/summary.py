@@ -29,12 +29,13 @@ from ckptconv.graph import (
     Tuple,
     Value,
     is_global,
+    uncollected,
 )
 from ckptconv.locations import FAMILIES
-from ckptconv.model import Checkpoint, Report, TensorInfo
+from ckptconv.model import Checkpoint, Place, Report, TensorInfo
 from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Source
-from ckptconv.vocabulary import torch_device
+from ckptconv.vocabulary import every_place, torch_device
 
 __all__ = ["SCHEMA_VERSION", "Summary", "inspect", "report_as_dict", "summarize"]
 
@@ -110,20 +111,21 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
     """
-    with Source(path) as source:
+    with Source(path) as source, uncollected():
         return summarize(formats.read(source))
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
     """The summary of CHECKPOINT."""
     customs = read_customs(checkpoint)
+    places = every_place(checkpoint)
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     refusals = Counter(reason for reason, _ in obstacles(graph))
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     names = Counter(map(str, graph.globals))
-    others = dict(_others(checkpoint))
+    others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
         path=str(checkpoint.source.path),
@@ -145,7 +147,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         obstacles=dict(refusals),
         dangerous=sorted(dangerous_globals(graph)),
         globals=dict(names.most_common()),
-        user_devices=_user_devices(checkpoint),
+        user_devices=_user_devices(places),
         others=others,
         notes=list(checkpoint.notes),
         tensors=[_tensor(info) for info in tensors],
@@ -209,10 +211,10 @@ def _tensor(info: TensorInfo) -> TensorSummary:
 # What is no tensor
 
 
-def _others(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
     """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
     hidden: set[int] = set()
-    for place in checkpoint.places:
+    for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
             hidden.add(id(place))
@@ -296,10 +298,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-def _user_devices(checkpoint: Checkpoint) -> dict[str, str]:
+def _user_devices(places: list[Place]) -> dict[str, str]:
     """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``."""
     found = {}
-    for place in checkpoint.places:
+    for place in places:
         device = torch_device(place.node)
         if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
             found[place.path] = device

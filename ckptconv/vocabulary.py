@@ -6,7 +6,7 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeGuard
@@ -15,10 +15,10 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global
 from ckptconv.limits import LIMITS
-from ckptconv.model import DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
+from ckptconv.model import Checkpoint, DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.places import find_places
 
-__all__ = ["Words", "read_words", "torch_device"]
+__all__ = ["Words", "every_place", "read_words", "torch_device"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 #: The position of the device among the arguments of those rebuild functions that have one.
@@ -69,10 +69,30 @@ def read_words(graph: Graph, record: Callable[[str], Span | Inflate | None], whe
     arguments = [argument for call in graph.calls for argument in _device_arguments(call)]
     reader = _TensorReader({id(r.node): r.storage for r in references}, where)
     places = []
-    for place in find_places(graph.root, reader.leaf, where):
-        places.append(place)
-        reader.visit(place)
+    for place in find_places(graph.root, _leaf(reader.nodes), where):
+        if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
+            places.append(place)
+            reader.visit(place)
     return Words(storages, references, arguments, places, reader.tensors, reader.nodes)
+
+
+def every_place(checkpoint: Checkpoint) -> list[Place]:
+    """The places of CHECKPOINT, those of atoms too."""
+    return list(find_places(checkpoint.graph.root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+
+
+def _leaf(tensors: Mapping[int, TensorInfo]) -> Callable[[Node], list[Value] | None]:
+    """For the walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in it."""
+
+    def leaf(node: Node) -> list[Value] | None:
+        if not isinstance(node, Call) or id(node) not in tensors:
+            return [] if _is_word(node) else None
+        function, args = str(node.callable), _args(node)
+        has_state = function in _FROM_TYPE or function.endswith("_with_state")
+        built = [effect.values[0] for effect in node.effects if effect.opcode == "BUILD"]
+        return args[3:4] + built if has_state else built
+
+    return leaf
 
 
 # Storages
@@ -176,17 +196,6 @@ class _TensorReader:
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
-
-    def leaf(self, node: Node) -> list[Value] | None:
-        """For the walk: a tensor is a leaf, its attributes stand in it."""
-        function = _rebuilder(node)
-        if not isinstance(node, Call) or function is None:
-            return None if not _is_word(node) else []
-        if id(node) not in self.nodes:
-            return None  # a rebuild call around what is no tensor
-        args = _args(node)
-        has_state = function in _FROM_TYPE or function.endswith("_with_state")
-        return [args[3]] if has_state and len(args) > 3 else []
 
     def visit(self, place: Place) -> None:
         """Remember the tensor at PLACE, if there is one."""

@@ -143,7 +143,7 @@ def test_weights_under_a_generator_key_are_a_state_dict(read: Any) -> None:
         ({"x": 1, "state_dict": {"w": W}, "teacher": {"v": W}}, ["state_dict"]),
         ({"module": {"w": W}, "other": {"v": W}}, ["module"]),
         ({"a": {"w": W}, "b": {"w": W}}, ["a", "b"]),
-        ({"model": {"w": W}, "net": {"w": W}}, ["model", "net"]),
+        ({"model": {"w": W}, "net": {"w": W}, "x": {"w": W}}, ["model", "net", "x"]),
         ({"epoch": 3}, []),
     ],
 )
@@ -230,11 +230,12 @@ def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) 
         numbers()[:8],
         numbers()[8:],
         numbers(32)[::2],
+        numbers().as_strided((16,), (0,)),
         torch.tensor(1, dtype=torch.uint8),
         torch.zeros(CPU_RNG_BYTES + 1, dtype=torch.uint8)[:CPU_RNG_BYTES],
         torch.zeros(2, CPU_RNG_BYTES // 2, dtype=torch.uint8),
     ],
-    ids=["int8", "float32", "2-D", "head", "tail", "strided", "0-D", "view of 5056", "2-D of 5056"],
+    ids=["int8", "float32", "2-D", "head", "tail", "strided", "expanded", "0-D", "view of 5056", "2-D of 5056"],
 )
 def test_what_is_no_generator_state_wherever_it_stands(read: Any, tensor: torch.Tensor) -> None:
     """Only contiguous 1-D uint8 tensors that fill their storage are."""
@@ -264,6 +265,12 @@ def test_the_state_of_a_generator_object(read: Any) -> None:
     assert [info.nbytes for info in customs.rng_states] == [CPU_RNG_BYTES]
     assert rng_states(customs) == ["dropout/.__state__[2]"]
 
+    class OnGpu:
+        def __reduce__(self) -> Any:
+            return torch.Generator, (torch.device("cuda:0"),), (1, 0, numbers())
+
+    assert rng_states(read({"dropout": [OnGpu()], "x": 1})) == ["dropout[0]/.__state__[2]"]
+
 
 def test_the_trainers_file(read: Any) -> None:
     """Hugging Face's Trainer and accelerate: what they save beside a model."""
@@ -290,3 +297,10 @@ def test_the_training_fixture(fixtures: Path) -> None:
     assert state_dicts(customs) == ["model"]
     assert customs.optimizers == []
     assert rng_states(customs) == ["rng_state/cpu", "rng_state/cuda"]
+
+
+def test_parts_of_a_pickled_module_are_no_state_dict(tmp_path: Path) -> None:
+    """``_parameters`` and ``_buffers`` of a whole module hold attributes: no prefix is put before them."""
+    torch.save({"net": torch.nn.BatchNorm1d(2)}, tmp_path / "module.pt")
+    with Source(tmp_path / "module.pt") as source:
+        assert read_customs(formats.read(source)).state_dicts == []

@@ -231,11 +231,13 @@ def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> No
     assert_same(both["other"], other)
 
 
-def test_one_module_s_metadata(tmp_path: Path) -> None:
-    """``module.`` around a single layer: the layer's version takes the wrapper's place."""
-    state = nn.DataParallel(nn.BatchNorm1d(2)).state_dict()
-    stripped, _ = converted(tmp_path, state, strip_prefix="module")
+def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
+    """``module.`` around one layer: its version takes the wrapper's place, and gives it back."""
+    wrapped = nn.DataParallel(nn.BatchNorm1d(2)).state_dict()
+    stripped, _ = converted(tmp_path, wrapped, strip_prefix="module")
     assert dict(stripped._metadata) == {"": {"version": 2}}
+    added, _ = converted(tmp_path, nn.BatchNorm1d(2).state_dict(), add_prefix="module")
+    assert list(added._metadata.items()) == list(wrapped._metadata.items())
 
 
 def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:

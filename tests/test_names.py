@@ -84,6 +84,12 @@ def test_paths_fall_into_segments(path: str, expected: list[str]) -> None:
     assert parse_path(path) == expected
 
 
+def test_what_is_no_path_ends() -> None:
+    """A quote that nobody closes: no endless search, and the pieces do not make the path."""
+    path = "[" + "'" + "\\a" * 200
+    assert "".join(parse_path(path)) != path
+
+
 @given(st.lists(numbered, min_size=1, max_size=5))
 def test_a_path_is_its_segments(made: list[str]) -> None:
     """Whatever the keys: the joined segments parse back into the same ones, so nothing is lost and two places have two paths."""

@@ -29,8 +29,16 @@ _OTHERS = (
     (b"version https://git-lfs", "a Git LFS pointer and not the file itself", "fetch the file: git lfs pull"),
     (b"<!DOCTYPE html", "an HTML page and not a checkpoint", "download the file itself, not the page that offers it"),
     (b"<html", "an HTML page and not a checkpoint", "download the file itself, not the page that offers it"),
-    (b"GGUF", "a GGUF file (llama.cpp)", None),
-    (b"\x89HDF", "an HDF5 file (Keras)", None),
+    (
+        b"GGUF",
+        "a GGUF file and not a checkpoint of torch",
+        "ask its publisher for the weights it was made from, or read it with the gguf package",
+    ),
+    (
+        b"\x89HDF",
+        "an HDF5 file (Keras) and not a checkpoint of torch",
+        "load it with Keras or h5py and save its weights with torch",
+    ),
     (
         b"\x80\x02\x8a\x0a",
         "a checkpoint in torch's format from before 1.6, which this version does not read",
@@ -48,6 +56,6 @@ def read(source: Source) -> Checkpoint:
         if format_.looks_like(head):
             return format_.read(source)
     for start, what, hint in _OTHERS:
-        if head[: len(start)].lower() == start.lower():
+        if head.lstrip().lower().startswith(start.lower()):
             raise UnsupportedError(what, where=source.path, hint=hint)
     raise UnsupportedError("no checkpoint that this version reads", where=source.path, expected="torch's zip format")

@@ -48,6 +48,7 @@ __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 NAME = "torch zip"
 PICKLE = "data.pkl"
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
+_RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 _BLOCK = 4096  # blocks of this size can be shared between files
 
@@ -74,11 +75,14 @@ def read(source: Source) -> Checkpoint:
     archive = read_archive(source)
     names = archive.names()
     _refuse_others(source, names)
+    _check_case(source, names)
     checked = archive.has_checksums
     member = names[PICKLE]
     where = f"{source.path}: {PICKLE}"
-    inflated = _inflated(source, member, where) if member.method != STORED else None
-    if inflated is None and checked:
+    inflated = None
+    if member.method != STORED:
+        inflated = _inflated(source, member, where, checked)
+    elif checked:
         _check_crc(source, member, where)
     fetch, start, size = _reader(source, member, inflated)
     graph, end = parse(fetch, start + size, where=where, offset=start)
@@ -93,7 +97,7 @@ def read(source: Source) -> Checkpoint:
 
     words = read_words(graph, record, where)
     notes = [] if checked else ["the file has no checksums, so damage to it cannot be seen"]
-    container = Container(archive, _byteorder(source, names), inflated)
+    container = Container(archive, _byteorder(source, names, checked), inflated)
     return Checkpoint(
         NAME, source, graph, container, words.storages, words.references, words.device_arguments,
         words.places, words.tensors, words.tensor_nodes, notes,
@@ -119,6 +123,16 @@ def _refuse_others(source: Source, names: dict[str, Member]) -> None:
         )
 
 
+def _check_case(source: Source, names: dict[str, Member]) -> None:
+    """torch looks records up without regard to case: it would read as its own what only resembles that."""
+    for name in names:
+        folded = name.casefold()
+        if (folded in _RECORDS and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
+            raise MalformedError(
+                "a record's name differs from torch's in case", where=source.path, expected=folded, got=name
+            )
+
+
 def _reader(source: Source, member: Member, inflated: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
     """How to read the pickle, where it starts and how long it is."""
     if inflated is None:
@@ -126,19 +140,25 @@ def _reader(source: Source, member: Member, inflated: bytes | None) -> tuple[Cal
     return (lambda offset, length: inflated[offset : offset + length]), 0, len(inflated)
 
 
-def _inflated(source: Source, member: Member, where: str) -> bytes:
-    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated."""
+def _inflated(source: Source, member: Member, where: str, checked: bool) -> bytes:
+    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated. CHECKED: it has a checksum."""
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
-    if member.size > most:
+    if member.size > most or member.stored_size > LIMITS.pickle_bytes:
         raise LimitError(
-            "the pickle inflates to too much", where=where, expected=f"at most {most:,} bytes", got=member.size
-        )
+            "a deflated record is too large", where=where, expected=f"at most {most:,} bytes",
+            got=f"{member.size:,} from {member.stored_size:,}",
+        )  # fmt: skip
     inflater = zlib.decompressobj(-15)
     try:
         data = inflater.decompress(source.read(member.data_offset, member.stored_size), member.size + 1)
     except zlib.error as error:
         raise MalformedError("a deflated record is damaged", where=where, got=error) from error
-    if len(data) != member.size or not inflater.eof or inflater.unused_data or zlib.crc32(data) != member.crc32:
+    if (
+        len(data) != member.size
+        or not inflater.eof
+        or inflater.unused_data
+        or (checked and zlib.crc32(data) != member.crc32)
+    ):
         raise MalformedError(
             "a deflated record is damaged", where=where, expected=f"{member.size} bytes and their checksum"
         )
@@ -160,14 +180,21 @@ def _check_crc(source: Source, member: Member, where: str) -> None:
         )
 
 
-def _byteorder(source: Source, names: dict[str, Member]) -> str:
+def _byteorder(source: Source, names: dict[str, Member], checked: bool) -> str:
     member = names.get("byteorder")
     if member is None:
         return "little"
-    data = source.read(member.data_offset, min(member.stored_size, 64)) if member.method == STORED else b""
+    where = f"{source.path}: byteorder"
+    data = b""
+    if member.method != STORED:
+        data = _inflated(source, member, where, checked)
+    elif member.size <= len("little"):
+        data = source.read(member.data_offset, member.size)
+        if checked:
+            _check_crc(source, member, where)
     if data not in (b"little", b"big"):
         raise MalformedError(
-            "the record byteorder is unknown", where=source.path, expected="little or big", got=data[:20]
+            "the byte order is unknown", where=where, expected="little or big", got=data[:20] or member.size
         )
     return data.decode()
 
@@ -231,19 +258,28 @@ class _Writer:
         self.source = checkpoint.source
         self.archive = archive
         self.pieces: list[Piece] = []
+        self.literal = bytearray()  # the bytes after the last piece
         self.entries: list[NewEntry] = []
         self.at = 0
 
     def add(self, piece: Piece) -> None:
-        """Append PIECE; a range that continues the last one joins it."""
+        """Append PIECE; a range that continues the last one joins it, and so do literal bytes."""
+        if isinstance(piece, bytes):
+            self.literal += piece
+            self.at += len(piece)
+            return
+        self.end_literal()
         last = self.pieces[-1] if self.pieces else None
         if isinstance(piece, Span) and isinstance(last, Span) and last.offset + last.length == piece.offset:
             self.pieces[-1] = Span(self.source, last.offset, last.length + piece.length)
-        elif isinstance(piece, bytes) and isinstance(last, bytes):
-            self.pieces[-1] = last + piece
         else:
             self.pieces.append(piece)
-        self.at += len(piece) if isinstance(piece, bytes) else piece.length
+        self.at += piece.length
+
+    def end_literal(self) -> None:
+        if self.literal:
+            self.pieces.append(bytes(self.literal))
+            self.literal.clear()
 
     def header(self, name: str, crc32: int, size: int, padding: int) -> None:
         raw_name = f"{self.archive.root}/{name}".encode()
@@ -284,6 +320,7 @@ class _Writer:
 
     def finish(self, path: Path) -> OutFile:
         self.add(central_directory(self.entries, self.at))
+        self.end_literal()
         return OutFile(path, tuple(self.pieces), self.at)
 
 

@@ -1,0 +1,36 @@
+"""Errors are for people: one printable line with what, where, expected, got and what to type; and the tree is what its docstring draws."""
+
+from __future__ import annotations
+
+import re
+
+from ckptconv import errors
+from ckptconv.errors import CkptconvError, printable
+
+
+def test_line_has_every_part() -> None:
+    """what, where, expected, got and hint stand in the line and stay apart as attributes."""
+    error = CkptconvError("it broke", where="a.pt", expected=1, got=2, hint="try b.pt")
+    assert str(error) == "a.pt: it broke (expected 1, got 2); try b.pt"
+    assert (error.what, error.where, error.expected, error.got, error.hint) == ("it broke", "a.pt", 1, 2, "try b.pt")
+    assert str(CkptconvError("it broke")) == "it broke"
+
+
+def test_line_is_printable() -> None:
+    """Control characters, direction marks and unpaired surrogates come out escaped; other scripts stay."""
+    assert printable("a\n\x1b[0m\u202e\ud800é漢") == "a\\n\\x1b[0m\\u202e\\ud800é漢"
+    assert "\n" not in str(CkptconvError("a\nb", where="c\rd"))
+
+
+def test_tree_is_the_one_in_the_docstring() -> None:
+    """Each class stands in the drawing under its base, and each name in the drawing is exported."""
+    above: dict[int, str] = {}
+    drawn = {}
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^([│ ├└─]*)(\w+Error)\b", line)
+        if match:
+            depth = len(match[1]) // 4
+            above[depth] = match[2]
+            drawn[match[2]] = above[depth - 1] if depth else "Exception"
+    classes = {name: cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type)}
+    assert drawn == {name: cls.__base__.__name__ for name, cls in classes.items()}
