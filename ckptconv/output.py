@@ -243,19 +243,24 @@ def _inflate(piece: Inflate) -> Iterator[bytes]:
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
     where = f"{piece.of.source.path} at byte {piece.of.offset}"
-    try:
-        for chunk in _chunks(piece.of):
-            while chunk and length <= piece.length:
+    wrong_size = MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
+    for chunk in _chunks(piece.of):
+        while True:  # bytes can wait inside the inflater when it has taken the whole chunk
+            try:
                 data = inflater.decompress(chunk, _BUFFER)
-                chunk = inflater.unconsumed_tail
-                length += len(data)
-                crc32 = zlib.crc32(data, crc32)
-                if data and length <= piece.length:
-                    yield data
-    except zlib.error as error:
-        raise MalformedError("a deflated record is damaged", where=where, got=error) from error
-    if length != piece.length or not inflater.eof or inflater.unused_data:
-        raise MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
+            except zlib.error as error:
+                raise MalformedError("a deflated record is damaged", where=where, got=error) from error
+            chunk = inflater.unconsumed_tail
+            length += len(data)
+            crc32 = zlib.crc32(data, crc32)
+            if length > piece.length or inflater.unused_data:
+                raise wrong_size
+            if data:
+                yield data
+            elif not chunk:
+                break
+    if length != piece.length or not inflater.eof:
+        raise wrong_size
     if piece.crc32 is not None and crc32 != piece.crc32:
         raise MalformedError(
             "the record is damaged: its checksum is wrong",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import struct
+from collections import deque
 from collections.abc import Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -53,24 +57,47 @@ class _Judge:
             for (ka, va), (kb, vb) in zip(a.items(), b.items(), strict=True):
                 self.compare(ka, kb, f"{path}/<key>")
                 self.compare(va, vb, f"{path}/{ka!r:.50}")
-        elif isinstance(a, (list, tuple)):
-            assert len(a) == len(b), path
+        elif isinstance(a, (list, tuple, deque)):
+            assert len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0), path
             for i, (va, vb) in enumerate(zip(a, b, strict=True)):
                 self.compare(va, vb, f"{path}[{i}]")
         elif isinstance(a, (set, frozenset)):
-            assert len(a) == len(b), path
             assert sorted(map(repr, a)) == sorted(map(repr, b)), path
-        elif type(a).__module__ == "numpy":
-            assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), path
+            for va, vb in zip(sorted(a, key=repr), sorted(b, key=repr), strict=True):
+                self.compare(va, vb, f"{path}{{{va!r:.50}}}")
+        elif isinstance(a, (np.ndarray, np.generic)):
+            self.array(a, b, path)
+        elif isinstance(a, torch.Generator):
+            assert a.device == b.device, path
+            self.compare(a.get_state(), b.get_state(), path + ".state")
+        elif type(a).__eq__ not in (object.__eq__, MethodType.__eq__) and not _has_attributes(a):
+            assert a == b, (path, a, b)
+        elif isinstance(a, FunctionType):
+            assert a is b, path
+        elif isinstance(a, MethodType):
+            self.compare([a.__func__, a.__self__], [b.__func__, b.__self__], path)
+        elif isinstance(a, partial):
+            self.compare([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], path)
+        if hasattr(a, "default_factory"):
+            assert a.default_factory is b.default_factory, path
         self.attributes(a, b, path)
 
     def atom(self, a: Any, b: Any, path: str) -> None:
-        if isinstance(a, float) and math.isnan(a):
-            assert math.isnan(b), path
-        elif isinstance(a, float):
-            assert a.hex() == b.hex(), (path, a, b)
+        if isinstance(a, float):
+            assert struct.pack("d", a) == struct.pack("d", b), (path, a, b)
+        elif isinstance(a, complex):
+            self.atom(a.real, b.real, path)
+            self.atom(a.imag, b.imag, path)
         else:
             assert a == b, (path, a, b)
+
+    def array(self, a: Any, b: Any, path: str) -> None:
+        """numpy's arrays and scalars."""
+        assert (a.dtype, a.shape, a.strides) == (b.dtype, b.shape, b.strides), path
+        if a.dtype.hasobject:
+            self.compare(a.tolist(), b.tolist(), path + ".tolist()")
+        else:
+            assert a.tobytes() == b.tobytes(), path
 
     def attributes(self, a: Any, b: Any, path: str) -> None:
         """Instance dict and slots; an OrderedDict's ``_metadata`` is one of them."""
@@ -86,22 +113,23 @@ class _Judge:
 
     def storage(self, a: Any, b: Any, path: str) -> None:
         ua, ub = getattr(a, "_untyped_storage", a), getattr(b, "_untyped_storage", b)
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None), path
         assert ua.nbytes() == ub.nbytes() and ua.device == ub.device, path
-        if ua.nbytes():
-            assert self.storages.setdefault(ua.data_ptr(), ub.data_ptr()) == ub.data_ptr(), f"{path}: sharing differs"
-            assert self.storages_back.setdefault(ub.data_ptr(), ua.data_ptr()) == ua.data_ptr(), (
-                f"{path}: sharing differs"
-            )
+        assert self.storages.setdefault(ua._cdata, ub._cdata) == ub._cdata, f"{path}: sharing differs"
+        assert self.storages_back.setdefault(ub._cdata, ua._cdata) == ua._cdata, f"{path}: sharing differs"
+        self.kept += (ua, ub)
         if ua.device.type == "cpu":
-            assert bytes(ua) == bytes(ub) if ua.nbytes() < 1 << 16 else ua.tolist() == ub.tolist(), path
+            assert torch.equal(_bytes_of(ua), _bytes_of(ub)), path
 
     def tensor(self, a: torch.Tensor, b: torch.Tensor, path: str) -> None:
-        for what in ("dtype", "shape", "requires_grad", "layout", "device", "is_quantized", "is_nested"):
+        for what in ("dtype", "requires_grad", "layout", "device", "is_quantized", "is_nested"):
             assert getattr(a, what) == getattr(b, what), (path, what, getattr(a, what), getattr(b, what))
         if a.is_nested:
             self.compare(a._nested_tensor_size(), b._nested_tensor_size(), path + ".sizes")
             self.compare(a.values(), b.values(), path + ".values")
-        elif a.layout == torch.sparse_coo:
+            return
+        assert a.shape == b.shape, path
+        if a.layout == torch.sparse_coo:
             assert a.is_coalesced() == b.is_coalesced(), path
             self.compare(a._indices(), b._indices(), path + ".indices")
             self.compare(a._values(), b._values(), path + ".values")
@@ -109,16 +137,37 @@ class _Judge:
             self.compare(a.crow_indices(), b.crow_indices(), path + ".crow")
             self.compare(a.col_indices(), b.col_indices(), path + ".col")
             self.compare(a.values(), b.values(), path + ".values")
+        elif a.layout in (torch.sparse_csc, torch.sparse_bsc):
+            self.compare(a.ccol_indices(), b.ccol_indices(), path + ".ccol")
+            self.compare(a.row_indices(), b.row_indices(), path + ".row")
+            self.compare(a.values(), b.values(), path + ".values")
         else:
             assert a.stride() == b.stride() and a.storage_offset() == b.storage_offset(), path
             assert a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg(), path
             if a.is_quantized:
-                assert a.qscheme() == b.qscheme(), path
+                self.quantizer(a, b, path)
             try:
                 sa, sb = a.untyped_storage(), b.untyped_storage()
                 sa.data_ptr(), sb.data_ptr()
             except (RuntimeError, NotImplementedError):
-                return  # a wrapper subclass: its parts are attributes
-            self.storage(sa, sb, path + ".storage")
-        if isinstance(a, torch.nn.Parameter) or type(a) is not torch.Tensor:
-            self.attributes(a, b, path)
+                sa = sb = None  # a wrapper subclass: its parts are attributes
+            if sa is not None:
+                self.storage(sa, sb, path + ".storage")
+        self.attributes(a, b, path)
+
+    def quantizer(self, a: torch.Tensor, b: torch.Tensor, path: str) -> None:
+        assert a.qscheme() == b.qscheme(), path
+        if a.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            assert (a.q_scale(), a.q_zero_point()) == (b.q_scale(), b.q_zero_point()), path
+            return
+        assert a.q_per_channel_axis() == b.q_per_channel_axis(), path
+        assert torch.equal(a.q_per_channel_scales(), b.q_per_channel_scales()), path
+        assert torch.equal(a.q_per_channel_zero_points(), b.q_per_channel_zero_points()), path
+
+
+def _bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _has_attributes(value: Any) -> bool:
+    return bool(getattr(value, "__dict__", None)) or any("__slots__" in cls.__dict__ for cls in type(value).__mro__)

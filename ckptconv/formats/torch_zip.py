@@ -49,6 +49,7 @@ NAME = "torch zip"
 PICKLE = "data.pkl"
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
+_LONGEST_NOTE = 64
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 _BLOCK = 4096  # blocks of this size can be shared between files
 
@@ -97,7 +98,8 @@ def read(source: Source) -> Checkpoint:
 
     words = read_words(graph, record, where)
     notes = [] if checked else ["the file has no checksums, so damage to it cannot be seen"]
-    container = Container(archive, _byteorder(source, names, checked), inflated)
+    _note(source, names, "version", checked)
+    container = Container(archive, _byteorder(source, _note(source, names, "byteorder", checked)), inflated)
     return Checkpoint(
         NAME, source, graph, container, words.storages, words.references, words.device_arguments,
         words.places, words.tensors, words.tensor_nodes, notes,
@@ -180,23 +182,29 @@ def _check_crc(source: Source, member: Member, where: str) -> None:
         )
 
 
-def _byteorder(source: Source, names: dict[str, Member], checked: bool) -> str:
-    member = names.get("byteorder")
+def _note(source: Source, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
+    """The few bytes of the record NAME, if there is one."""
+    member = names.get(name)
     if member is None:
-        return "little"
-    where = f"{source.path}: byteorder"
-    data = b""
-    if member.method != STORED:
-        data = _inflated(source, member, where, checked)
-    elif member.size <= len("little"):
-        data = source.read(member.data_offset, member.size)
-        if checked:
-            _check_crc(source, member, where)
-    if data not in (b"little", b"big"):
+        return None
+    where = f"{source.path}: {name}"
+    if member.size > _LONGEST_NOTE:
         raise MalformedError(
-            "the byte order is unknown", where=where, expected="little or big", got=data[:20] or member.size
+            "the record is too long", where=where, expected=f"at most {_LONGEST_NOTE} bytes", got=member.size
         )
-    return data.decode()
+    if member.method != STORED:
+        return _inflated(source, member, where, checked)
+    if checked:
+        _check_crc(source, member, where)
+    return source.read(member.data_offset, member.size)
+
+
+def _byteorder(source: Source, note: bytes | None) -> str:
+    if note not in (None, b"little", b"big"):
+        raise MalformedError(
+            "the byte order is unknown", where=f"{source.path}: byteorder", expected="little or big", got=note
+        )
+    return note.decode() if note else "little"
 
 
 # Writing

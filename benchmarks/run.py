@@ -1,0 +1,167 @@
+"""How long ckptconv takes, in how much memory: whole processes, beside `cp` and torch. Prints Markdown; README.md says what the figures mean."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+GIB = 1 << 30
+TENSORS = 300
+COPY = 'cp "$1" "$2" && sync "$2"'
+PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+CKPTCONV = "import sys; from ckptconv.cli import main; assert main(sys.argv[1:]) == 0"
+TORCH = """
+import os, sys, torch
+checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=sys.argv[3] == "mmap")
+torch.save({name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}, sys.argv[2])
+os.fsync(os.open(sys.argv[2], os.O_RDONLY))
+"""
+MAKE = f"""
+import sys, torch
+torch.serialization.location_tag = lambda storage: "cuda:0"
+numel = int(sys.argv[2]) // 4 // {TENSORS}
+torch.save({{f"module.layers.{{i}}.weight": torch.randn(numel) for i in range({TENSORS})}}, sys.argv[1])
+"""
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="64 MiB and 3 runs: whether it works, not how fast")
+    parser.add_argument("--runs", type=int, help="runs of each command (default: 9)")
+    parser.add_argument("--folder", type=Path, help="a folder on a disk, with 10 GB free (default: a temporary one)")
+    options = parser.parse_args()
+    size, runs = (GIB // 16, 3) if options.quick else (2 * GIB, 9)
+    runs = options.runs or runs
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="ckptconv-bench-") as folder:
+        convert(Path(folder), size, runs)
+        inspect(Path(folder), size, runs)
+        share_blocks(Path(folder), size // 2)
+
+
+def convert(folder: Path, size: int, runs: int) -> None:
+    """A retag and strip of SIZE bytes, beside copying the file and beside what torch does."""
+    src, dst = make(folder / "src.pt", size), folder / "dst.pt"
+    commands = {
+        "`ckptconv convert`": ckptconv(
+            "convert", "-q", "--force", src, dst, "--to", "cpu", "--strip-prefix", "module."
+        ),
+        "`cp` + `sync`": ["sh", "-c", COPY, "sh", str(src), str(dst)],
+        "`cp` + `sync` again: the noise": ["sh", "-c", COPY, "sh", str(src), str(dst)],
+        "`torch.load` + `torch.save` + `sync`": python(TORCH + PEAK, src, dst, "read"),
+        "the same with `mmap=True`": python(TORCH + PEAK, src, dst, "mmap"),
+    }
+    print_table(f"{size / GIB:g} GiB: cuda:0 → cpu, strip `module.`", commands, runs, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def inspect(folder: Path, size: int, runs: int) -> None:
+    """`inspect` of a small and a large file, beside the time in which torch is imported."""
+    small = make(folder / "small.pt", 1 << 20)
+    commands = {
+        "`ckptconv inspect`, 1 MiB": ckptconv("inspect", small),
+        f"`ckptconv inspect`, {size / GIB:g} GiB": ckptconv("inspect", folder / "src.pt"),
+        "`import torch`": python("import torch" + PEAK),
+    }
+    print_table("inspect", commands, runs, unit="`import torch`")
+
+
+def share_blocks(folder: Path, size: int) -> None:
+    """The blocks that a retag takes where files can share them: on XFS, in a file mounted as a disk."""
+    with xfs(folder / "xfs.img", 4 * size) as disk:
+        if disk is None:
+            print("\nBlocks shared on XFS: skipped, needs root, `mkfs.xfs` and a loop device")
+            return
+        src = make(disk / "src.pt", size)
+        print(f"\n| {size / GIB:g} GiB on XFS: cuda:0 → cpu | new blocks | time |\n| --- | --- | --- |")
+        for name, command in {
+            "`ckptconv convert`": ckptconv("convert", "-q", src, disk / "retagged.pt", "--to", "cpu"),
+            "`cp --reflink=always`": ["cp", "--reflink=always", str(src), str(disk / "copied.pt")],
+        }.items():
+            before = used(disk)
+            seconds, _ = measure(command)
+            print(f"| {name} | {(used(disk) - before) / 1024:,.0f} KiB | {seconds:.2f} s |")
+
+
+@contextmanager
+def xfs(image: Path, size: int) -> Iterator[Path | None]:
+    """A folder on a fresh XFS filesystem, or None where there cannot be one."""
+    disk = image.with_suffix(".mount")
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(max(size, GIB // 2))
+    mkfs = shutil.which("mkfs.xfs", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    steps = [[mkfs, "-q", image], ["mount", "-o", "loop", image, disk]]
+    if os.geteuid() or not mkfs or any(subprocess.run(step, capture_output=True).returncode for step in steps):
+        yield None
+        return
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def used(disk: Path) -> int:
+    """The bytes that are in use on DISK."""
+    os.sync()
+    space = os.statvfs(disk)
+    return (space.f_blocks - space.f_bfree) * space.f_frsize
+
+
+def make(path: Path, size: int) -> Path:
+    """A state dict of SIZE bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
+    subprocess.run(python(MAKE, path, size), check=True)
+    return path
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def ckptconv(*arguments: object) -> list[str]:
+    return python(CKPTCONV + PEAK, *arguments)
+
+
+def measure(command: list[str]) -> tuple[float, int]:
+    """The seconds that COMMAND takes from start to end, and its peak memory in KiB where it says it (its last line)."""
+    os.sync()
+    started = time.perf_counter()
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - started
+    return seconds, int(done.stdout.split()[-1]) if done.stdout else 0
+
+
+def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str) -> None:
+    """Run COMMANDS in turns, RUNS times each, each time in another order, after one run that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    peaks: dict[str, int] = {}
+    names = list(commands)
+    for turn in range(-1, runs):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            taken, kib = measure(commands[name])
+            if turn >= 0:
+                seconds[name].append(taken)
+                peaks[name] = max(kib, peaks.get(name, 0))
+    quartile: Callable[[str], float] = lambda name: statistics.quantiles(seconds[name], method="inclusive")[0]  # noqa: E731
+    print(f"\n| {title} | lower quartile | median | of {unit} | peak memory |\n| --- | --- | --- | --- | --- |")
+    for name in names:
+        peak = f"{peaks[name] * 1024 / 1e6:,.0f} MB" if peaks[name] else ""
+        print(
+            f"| {name} | {quartile(name):.2f} s | {statistics.median(seconds[name]):.2f} s"
+            f" | {quartile(name) / quartile(unit):.2f} | {peak} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

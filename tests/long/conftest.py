@@ -1,0 +1,7 @@
+"""Tests that take minutes, root or strace: only ``.ci/long`` collects them."""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("HYPOTHESIS_PROFILE") == "long" else ["*.py"]

@@ -1,0 +1,180 @@
+"""Real faults at every system call of a conversion, injected by strace; real full disks; real limits."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptconv import convert
+from ckptconv.conversion import run
+from ckptconv.errors import OutputError
+from ckptconv.locations import to_devices
+from ckptconv.model import Edits
+
+OLD = b"the old output"
+WRITE_SIDE = (
+    "openat", "ioctl", "fchmod", "fadvise64", "fallocate", "pwrite64", "copy_file_range", "sync_file_range", "fsync",
+    "close", "rename", "link", "unlink",
+)  # fmt: skip
+FAULTS = ("error=ENOSPC", "error=EIO", "error=EINTR", "signal=SIGINT", "signal=SIGTERM", "signal=SIGKILL")
+TO_CPU = Edits(to_devices("cpu"))
+
+
+class Conversion:
+    """A conversion in a process under strace, its SRC, its DST in a folder of its own, and what DST may be: before, or new."""
+
+    def __init__(self, src: Path, folder: Path, before: bytes | None) -> None:
+        self.src, self.folder, self.before = src, folder, before
+        self.target, self.log = folder / "out" / "dst.pt", folder / "strace.log"
+        convert(src, folder / "new.pt", map_location="cpu")
+        self.new = (folder / "new.pt").read_bytes()
+        self.trace()  # the interpreter's own calls are the same in each later run: its modules are compiled now
+        self.calls = self.write_side(self.trace()[1])
+
+    def trace(self, *options: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """Convert from a fresh start; the process, and the lines of strace."""
+        shutil.rmtree(self.target.parent, ignore_errors=True)
+        self.target.parent.mkdir()
+        if self.before is not None:
+            self.target.write_bytes(self.before)
+        command = [sys.executable, "-m", "ckptconv", "convert", "-q", str(self.src), str(self.target), "--to", "cpu"]
+        command += ["--force"] if self.before is not None else []
+        done = subprocess.run(
+            ["strace", "-y", "-o", str(self.log), "-e", f"trace={','.join(WRITE_SIDE)}", *options, *command],
+            capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        )  # fmt: skip
+        return done, self.log.read_text().splitlines()
+
+    def write_side(self, lines: list[str]) -> list[tuple[str, int]]:
+        """(call, its number among the calls of that name): from the opening of the temporary to the closing of the folder."""
+        calls: list[tuple[str, int]] = []
+        seen: dict[str, int] = {}
+        for line in lines:
+            name = line.split("(")[0]
+            seen[name] = seen.get(name, 0) + 1
+            if calls or ".ckptconv-" in line:
+                calls.append((name, seen[name]))
+            if line.startswith("close(") and f"<{self.target.parent}>" in line:
+                return calls
+        raise AssertionError("the folder is never closed: " + "\n".join(lines[-20:]))
+
+    def check(self, fault: str, call: str, number: int) -> None:
+        """Inject FAULT and see that nothing is lost and nothing is claimed that is not so."""
+        done, lines = self.trace("-e", f"inject={call}:{fault}:when={number}")
+        what = f"{fault} at {call} {number}: exit {done.returncode}, {done.stderr!r}\n" + "\n".join(lines[-15:])
+        assert any("INJECTED" in line or "--- SIG" in line or "+++ killed" in line for line in lines), what
+        found = self.target.read_bytes() if self.target.exists() else None
+        assert found in (self.before, self.new), what
+        assert done.returncode != 0 or found == self.new, what
+        left = sorted(set(os.listdir(self.target.parent)) - {self.target.name})
+        if fault == "signal=SIGKILL":
+            assert done.returncode == -signal.SIGKILL, what
+            assert all(re.fullmatch(r"\.dst\.pt\.ckptconv-[0-9a-f]{6}\.tmp", name) for name in left), what
+            return
+        cannot_be_removed = call == "unlink" and fault.startswith("error")
+        assert not left or cannot_be_removed, what
+        assert "Traceback" not in done.stderr, what
+        if done.returncode in (0, 143):
+            assert done.stderr == "", what
+        else:
+            assert done.returncode == (130 if fault == "signal=SIGINT" else 1), what
+            assert done.stderr.strip().count("\n") == 0 and done.stderr.strip(), what  # click ends the ^C line
+
+
+@pytest.fixture(scope="module", params=["replace", "create"])
+def conversion(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fixtures: Path) -> Conversion:
+    """One that replaces a file, and one that makes a new one."""
+    if not shutil.which("strace"):
+        pytest.skip("strace is not installed")
+    folder = tmp_path_factory.mktemp("faults")
+    return Conversion(fixtures / "training.pt", folder, OLD if request.param == "replace" else None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_at_every_call(conversion: Conversion, fault: str) -> None:
+    """Whichever write-side call fails or is the last: old output or new, exit 0 only with the new one, no temporary, one line."""
+    for call, number in conversion.calls:
+        conversion.check(fault, call, number)
+
+
+def test_the_order_of_calls(conversion: Conversion) -> None:
+    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it."""
+    done, lines = conversion.trace()
+    assert done.returncode == 0
+    steps = []
+    for line in lines:
+        name = line.split("(")[0]
+        if name in ("pwrite64", "copy_file_range") and ".ckptconv-" in line:
+            steps.append("write")
+        elif name == "fsync":
+            steps.append("fsync file" if ".ckptconv-" in line else "fsync folder")
+        elif name in ("rename", "link") and ".ckptconv-" in line:
+            steps.append("name")
+    assert steps == ["write"] * (len(steps) - 3) + ["fsync file", "name", "fsync folder"]
+    assert len(steps) > 3
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of as many bytes as the test's parameter says."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A checkpoint of a million bytes."""
+    import torch
+
+    torch.save({"w": torch.arange(250_000)}, tmp_path / "big.pt")
+    return tmp_path / "big.pt"
+
+
+@pytest.mark.parametrize("tmpfs", [4 << 10, 64 << 10, 1 << 20, 1_996_000], indirect=True)
+def test_a_disk_that_is_too_small(tmpfs: Path, big: Path) -> None:
+    """That the disk is too small is said before the first byte, and the old output is intact."""
+    target = tmpfs / "dst.pt"
+    target.write_bytes(OLD)
+    counts: list[int] = []
+    with pytest.raises(OutputError, match="too little free space"):
+        run(big, target, TO_CPU, force=True, progress=counts.append)
+    assert counts == []
+    assert target.read_bytes() == OLD
+    assert os.listdir(tmpfs) == ["dst.pt"]
+
+
+@pytest.mark.parametrize("tmpfs", [4 << 20], indirect=True)
+def test_a_disk_that_is_large_enough(tmpfs: Path, big: Path) -> None:
+    """From disk to tmpfs, where the kernel may not copy between files, comes the same as on the disk."""
+    convert(big, tmpfs / "dst.pt", map_location="cuda:1")
+    convert(big, big.with_name("here.pt"), map_location="cuda:1")
+    assert (tmpfs / "dst.pt").read_bytes() == big.with_name("here.pt").read_bytes()
+
+
+def test_a_limit_on_the_size_of_files(big: Path) -> None:
+    """A process that may write no more than 512 KB says so in one line and leaves nothing."""
+    target = big.with_name("dst.pt")
+    target.write_bytes(OLD)
+    command = 'ulimit -f 512; exec "$@"'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-m", "ckptconv", "convert", "-f", "--to", "cpu", big, target],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "File too large" in done.stderr
+    assert target.read_bytes() == OLD
+    assert sorted(os.listdir(big.parent)) == ["big.pt", "dst.pt"]

@@ -1,0 +1,170 @@
+"""The input file: what is refused before it is opened, and what happens when it changes under the reader."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptconv.errors import InputChangedError, InputError
+from ckptconv.sources import Source
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of ten bytes."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(b"0123456789")
+    return path
+
+
+@pytest.fixture
+def source(path: Path) -> Iterator[Source]:
+    """That file, open."""
+    with Source(path) as source:
+        yield source
+
+
+def test_reads_exactly_what_is_asked(source: Source) -> None:
+    """Any range, up to the last byte; nothing of length 0."""
+    assert source.size == 10
+    assert (source.read(0, 10), source.read(8, 2), source.read(10, 0)) == (b"0123456789", b"89", b"")
+
+
+def test_short_reads_are_continued(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give fewer bytes than were asked for."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, min(length, 3), offset))
+    assert source.read(1, 8) == b"12345678"
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    """Said as it is."""
+    with pytest.raises(InputError, match="a folder and not a file"):
+        Source(tmp_path)
+
+
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    """Opening it for reading would wait for a writer."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(InputError, match="a FIFO and not a file"):
+        Source(tmp_path / "fifo")
+
+
+def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the name and its opening; nothing stays open."""
+    os.mkfifo(tmp_path / "fifo")
+    regular = os.stat(path)
+    free = os.open(path, os.O_RDONLY)
+    os.close(free)
+    monkeypatch.setattr(os, "stat", lambda name: regular)
+    with pytest.raises(InputError, match="a FIFO and not a file"):
+        Source(tmp_path / "fifo")
+    again = os.open(path, os.O_RDONLY)
+    os.close(again)
+    assert again == free
+
+
+def test_devices_and_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/null is empty and endless at once; a socket cannot be opened at all."""
+    with pytest.raises(InputError, match="a device and not a file"):
+        Source("/dev/null")
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("s")
+        with pytest.raises(InputError, match="a socket and not a file"):
+            Source("s")
+
+
+def test_a_link_to_a_file_is_that_file(path: Path) -> None:
+    """Hub caches are links."""
+    link = path.with_name("link.pt")
+    link.symlink_to(path)
+    with Source(link) as source:
+        assert source.read(0, 3) == b"012"
+        assert source.is_same_file(os.stat(path))
+        assert not source.is_same_file(os.stat(path.parent))
+
+
+@pytest.mark.parametrize("name", ["missing.pt", "no/such/folder.pt", "m.pt/x", "a" * 300, "loop"])
+def test_what_is_not_there_is_an_input_error(path: Path, name: str) -> None:
+    """No file, no folder, a file as a folder, a name that is too long, a link to itself."""
+    path.with_name("loop").symlink_to("loop")
+    with pytest.raises(InputError, match="cannot be read: ") as caught:
+        Source(path.parent / name)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_path_with_nul_is_an_input_error() -> None:
+    """Python raises ValueError for it."""
+    with pytest.raises(InputError, match="no such path can exist"):
+        Source("m\0.pt")
+
+
+def test_a_file_without_permission_is_an_input_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """root reads everything, so the refusal is played."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        Source(path)
+
+
+def test_a_read_that_fails_is_an_input_error(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector: named with its place."""
+
+    def fail(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(InputError, match="at byte 4: cannot be read: Input/output error"):
+        source.read(4, 2)
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_a_file_that_became_shorter_is_an_input_changed_error(source: Source, path: Path, size: int) -> None:
+    """Cut while it is open: reading beyond the new end, and the check at the end, both say so."""
+    os.truncate(path, size)
+    with pytest.raises(InputChangedError, match="became shorter"):
+        source.read(5, 5)
+    with pytest.raises(InputChangedError, match="changed while it was read: size"):
+        source.check_unchanged()
+
+
+def test_an_untouched_file_is_unchanged(source: Source) -> None:
+    """Reading changes nothing that is checked."""
+    source.read(0, 10)
+    source.check_unchanged()
+
+
+def test_a_touched_file_is_changed(source: Source, path: Path) -> None:
+    """The same size, another modification time: it may have been rewritten in place."""
+    later = os.stat(path).st_mtime_ns + 1
+    os.utime(path, ns=(later, later))
+    with pytest.raises(InputChangedError, match="mtime_ns"):
+        source.check_unchanged()
+
+
+def test_a_file_that_is_replaced_by_name_is_read_on(source: Source, path: Path) -> None:
+    """The open file is still the old one, whole."""
+    other = path.with_name("other")
+    other.write_bytes(b"x")
+    os.replace(other, path)
+    assert source.read(0, 10) == b"0123456789"
+    source.check_unchanged()
+
+
+def test_closing_twice_is_harmless(path: Path) -> None:
+    """The second time, the number may belong to another file."""
+    source = Source(path)
+    source.close()
+    with path.open("rb") as other:
+        source.close()
+        assert other.read() == b"0123456789"
