@@ -37,12 +37,20 @@ __all__ = [
 ]
 
 
+_LONGEST_FACT = 400  # characters; several names and their numbers
+
+
 def printable(text: object) -> str:
     """TEXT with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
     return "".join(
         c if c.isprintable() and unicodedata.category(c) != "Cf" else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
     )
+
+
+def _cut(text: str) -> str:
+    """TEXT without its middle if it is long: names in files can have 65,535 bytes."""
+    return text if len(text) <= _LONGEST_FACT else f"{text[: _LONGEST_FACT // 2]} … {text[-_LONGEST_FACT // 2 :]}"
 
 
 class CkptconvError(Exception):
@@ -70,7 +78,9 @@ class CkptconvError(Exception):
     def __str__(self) -> str:
         line = self.what if self.where is None else f"{self.where}: {self.what}"
         facts = [
-            f"{word} {fact}" for word, fact in (("expected", self.expected), ("got", self.got)) if fact is not None
+            f"{word} {_cut(str(fact))}"
+            for word, fact in (("expected", self.expected), ("got", self.got))
+            if fact is not None
         ]
         if facts:
             line += f" ({', '.join(facts)})"

@@ -71,6 +71,7 @@ _BUILDABLE = (
     "torch._utils._rebuild_parameter_with_state",
     "torch._utils._rebuild_tensor",
 )
+_LONG = "an integer of more than 255 bytes"
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
 
 
@@ -89,8 +90,10 @@ def can_be_made_loadable(graph: Graph) -> bool:
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
 
-def obstacles(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and the node."""
+def obstacles(graph: Graph) -> Iterator[tuple[str, Value]]:
+    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and where it stands."""
+    if _is_long(graph.root):
+        yield _LONG, graph.root
     for node in walk([*graph.discarded, graph.root]):
         yield from ((reason, node) for reason in _node_obstacles(node, graph.protocol))
     for value in graph.discarded:
@@ -111,7 +114,7 @@ def _node_obstacles(node: Node, protocol: int) -> Iterator[str]:
     elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
         yield "a long byte string"
     if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
-        yield "an integer of more than 255 bytes"
+        yield _LONG
 
 
 def _is_long(value: Value) -> bool:

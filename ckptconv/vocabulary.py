@@ -209,6 +209,9 @@ class _TensorReader:
                 info = self.read(function, _args(node))
                 if any(effect.opcode != "BUILD" for effect in node.effects):
                     raise _Bad("items are set on a tensor")
+        except LimitError as error:
+            error.where = f"{self.where}: at {place.path}"
+            raise
         except _Bad as bad:
             raise MalformedError(
                 f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got

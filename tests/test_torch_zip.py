@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -320,6 +321,24 @@ def test_a_storage_that_inflates_to_another_size_is_malformed(make: Make, size: 
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "data/0"])
+def test_a_deflate_stream_without_its_end_is_malformed(make: Make, name: str) -> None:
+    """All the bytes are there, but the stream says that more come."""
+    records = {"data.pkl": pickle_of(tensor(storage())), "data/0": bytes(range(16))}
+    plain = records[name]
+    deflater = zlib.compressobj(wbits=-15)
+    records[name] = deflater.compress(plain) + deflater.flush(zlib.Z_SYNC_FLUSH)
+    path = make(records["data.pkl"], {"data/0": records["data/0"]})
+    data = bytearray(path.read_bytes())
+    local = zipfile.ZipFile(path).getinfo(f"made/{name}").header_offset
+    central = data.rindex(b"PK\x01\x02", 0, data.rindex(f"made/{name}".encode()))
+    for at in (local + 8, central + 10):
+        struct.pack_into("<H4xIII", data, at, 8, zlib.crc32(plain), len(records[name]), len(plain))
+    path.write_bytes(data)
+    with pytest.raises(MalformedError, match="deflated record"):
+        convert(path)
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "data/0"])
 def test_a_damaged_deflate_stream_is_malformed(make: Make, name: str) -> None:
     """Of the pickle and of a storage."""
     path = make(pickle_of(tensor(storage())), {"data/0": bytes(range(16))}, deflate=True)
@@ -349,12 +368,19 @@ def test_no_byte_order_is_little(saved: Path) -> None:
     assert_same(torch.load(out), OBJECT)
 
 
-@pytest.mark.parametrize("order", [b"", b"Little", b"little\n", b"middle", b"big" * 1000])
+@pytest.mark.parametrize("order", [b"", b"Little", b"little\n", b"middle"])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_an_unknown_byte_order_is_malformed(saved: Path, order: bytes, method: int) -> None:
     """Neither of the two, letter by letter."""
-    with pytest.raises(MalformedError, match=r"byte order|too long"):
+    with pytest.raises(MalformedError, match="byte order is unknown"):
         read(rezipped(saved, {"byteorder": order}, method=method))
+
+
+@pytest.mark.parametrize("name", ["byteorder", "version"])
+def test_a_long_record_where_a_word_is_expected_is_malformed(saved: Path, name: str) -> None:
+    """It is not even read."""
+    with pytest.raises(MalformedError, match="too long"):
+        read(rezipped(saved, {name: b"3" * 65}))
 
 
 # Records and keys

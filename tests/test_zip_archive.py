@@ -289,6 +289,25 @@ def test_local_and_central_must_agree(read: Read, side: str, field: str) -> None
         read(patched(data, at + offset, form, value))
 
 
+def test_a_stored_member_of_two_sizes_is_malformed(read: Read) -> None:
+    """Both headers agree on a lie."""
+    data = zip_of(GOOD)
+    for at, fields in (
+        (local_header(data, "m/data/1"), LOCAL_FIELDS),
+        (central_entry(data, "m/data/1"), CENTRAL_FIELDS),
+    ):
+        data = patched(data, at + fields["size"][0], "<I", 7)
+    with pytest.raises(MalformedError, match="two sizes"):
+        read(data)
+
+
+def test_a_member_on_another_disk_is_malformed(read: Read) -> None:
+    """Its offset would mean something else."""
+    data = zip_of(GOOD)
+    with pytest.raises(MalformedError):
+        read(patched(data, central_entry(data, "m/data/1") + 34, "<H", 1))
+
+
 def test_local_and_central_names_must_agree(read: Read) -> None:
     """The same length, another name; and another length."""
     data = zip_of(GOOD)
@@ -502,6 +521,24 @@ def test_a_directory_of_implausible_size_is_malformed(read: Read) -> None:
     none = patched(patched(data, end + 8, "<H", 0), end + 10, "<H", 0)
     with pytest.raises(MalformedError, match="too large"):
         read(none)
+
+
+@pytest.mark.parametrize(("offset", "form"), [(8, "<H"), (10, "<H"), (12, "<I"), (16, "<I")])
+def test_two_ends_that_disagree_are_malformed(read: Read, offset: int, form: str) -> None:
+    """The zip64 end is right and the other one lies: readers differ in which they believe."""
+    data = torch_zip([torch.zeros(3)])
+    at = end_of(data) + offset
+    with pytest.raises(MalformedError, match="two ends of the zip archive disagree"):
+        read(patched(data, at, form, number(data, at, form) - 1))
+
+
+def test_bytes_behind_the_entries_of_the_directory_are_malformed(read: Read) -> None:
+    """The directory is larger than its entries."""
+    data = zip_of(GOOD)
+    end = end_of(data)
+    out = patched(data, end + 12, "<I", number(data, end + 12, "<I") + 4)
+    with pytest.raises(MalformedError, match="bytes behind its entries"):
+        read(out[:end] + b"junk" + out[end:])
 
 
 @pytest.mark.parametrize(

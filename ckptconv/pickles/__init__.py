@@ -3,7 +3,7 @@
 The language: https://docs.python.org/3/library/pickle.html and, opcode by opcode, CPython's ``Lib/pickletools.py``.
 """
 
-from ckptconv.pickles.emit import emit
-from ckptconv.pickles.parse import parse
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.parser import parse
 
 __all__ = ["emit", "parse"]

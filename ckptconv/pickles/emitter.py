@@ -39,6 +39,7 @@ from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["emit"]
 
+_TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]  # by the number of items
 _MARK, _POP = CODES["MARK"], CODES["POP"]
 
 
@@ -169,10 +170,27 @@ class _Plain(_Writer):
         if isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
             self.out += _EMPTY[type(node)]
             self.put(node)
-            self.effects(node)
-            return
-        self.open.add(id(node))
-        self.todo += _construction(node)[::-1]
+            if node.effects:
+                self.effects(node)
+        elif not (isinstance(node, Tuple) and self.flat(node)):
+            self.open.add(id(node))
+            self.todo += _construction(node)[::-1]
+
+    def flat(self, node: Tuple) -> bool:
+        """Write a tuple of atoms and of what the memo has, without steps. Most tuples are such: sizes, strides, names of storages."""
+        memo, items = self.memo, node.items
+        if not all(type(item) in _ATOMS or id(item) in memo for item in items):
+            return False
+        if len(items) > 3:
+            self.out += _MARK
+        for item in items:
+            if (slot := memo.get(id(item))) is not None:
+                self.get(slot)
+            else:
+                self.atom(item)
+        self.out += _TUPLE[min(len(items), 4)]
+        self.put(node)
+        return True
 
     def effects(self, target: Object) -> None:
         """Plan what is done to TARGET, which was just written."""
@@ -234,9 +252,8 @@ _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"
 def _construction(node: Value) -> list[_Step]:
     """The steps that make NODE of its parts."""
     if isinstance(node, Tuple):
-        if len(node.items) <= 3:
-            return [*node.items, _Do(CODES[f"TUPLE{len(node.items)}"], made=node)]
-        return [_MARK_STEP, *node.items, _Do(CODES["TUPLE"], made=node)]
+        n = len(node.items)
+        return [*([_MARK_STEP] if n > 3 else []), *node.items, _Do(_TUPLE[min(n, 4)], made=node)]
     if isinstance(node, PersistentId):
         return [node.id, _Do(CODES["BINPERSID"], node.order, node)]
     if isinstance(node, FrozenSet):
