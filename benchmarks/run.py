@@ -101,7 +101,7 @@ def xfs(image: Path, size: int) -> Iterator[Path | None]:
     with image.open("wb") as file:
         file.truncate(max(size, GIB // 2))
     mkfs = shutil.which("mkfs.xfs", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
-    steps = [[mkfs, "-q", image], ["mount", "-o", "loop", image, disk]]
+    steps = [[mkfs or "", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)]]
     if os.geteuid() or not mkfs or any(subprocess.run(step, capture_output=True).returncode for step in steps):
         yield None
         return

@@ -101,6 +101,8 @@ def _refuse_dangers(checkpoint: Checkpoint) -> None:
 def _target(source: Source, dst: str | os.PathLike[str], *, force: bool) -> Path:
     """The file to write: DST, or in the folder DST the source's name."""
     path = Path(dst)
+    if "\0" in os.fspath(path):
+        raise UsageError("no such path can exist", where=path)
     if path.is_dir() or os.fspath(dst).endswith(os.sep):
         path = path / source.path.name
     if path.suffix == ".safetensors":

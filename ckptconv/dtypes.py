@@ -62,6 +62,7 @@ _TABLE = (
     DType("bits1x8", None, 1),
     DType("bits2x4", None, 1),
     DType("bits4x2", None, 1),
+    *(DType(f"{kind}{bits}", None, 1) for kind in ("int", "uint") for bits in range(1, 8)),  # meta and wrappers only
 )
 
 #: ``UntypedStorage`` counts bytes.

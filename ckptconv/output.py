@@ -71,9 +71,7 @@ def write(file: OutFile, source: Source, *, replace: bool, verify: bool, progres
             source.check_unchanged()
             _publish(temporary, file.path, replace)
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # gone after a rename; where it cannot be removed, what happened before matters more
+        with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
             os.unlink(temporary)
     _sync_folder(folder, file.path)
 

@@ -61,7 +61,7 @@ def facts(summary: Summary) -> Iterator[str]:
     yield printable(f"{summary['path']}: {summary['format']}, {size(summary['size'])}")
     yield _fact(
         "tensors",
-        f"{_count(len(summary['tensors']), 'tensor')} in {_count(summary['storages'], 'storage')}, {size(summary['nbytes'])} ({size(summary['stored_nbytes'])} stored)",
+        f"{len(summary['tensors']):,} in {_count(summary['storages'], 'storage')}, {size(summary['nbytes'])} ({size(summary['stored_nbytes'])} stored)",
     )
     for label, shares in (("dtypes", summary["dtypes"]), ("devices", summary["devices"])):
         if shares:

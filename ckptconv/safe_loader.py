@@ -41,7 +41,6 @@ ALLOWED: frozenset[str] = frozenset(
         "torch._tensor._rebuild_from_type_v2", "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
     }
     | {f"torch.{name}" for name in BY_NAME}
-    | {f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
     | {f"torch.{name}" for name in _TYPED_STORAGES}
     | {f"torch.cuda.{name}" for name in _TYPED_STORAGES.difference(_QUANTIZED)}
     | {f"torch.{where}{name}Tensor" for name in _TENSOR_CLASSES for where in ("", "cuda.")}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
@@ -103,7 +104,7 @@ class _Judge:
         """Instance dict and slots; an OrderedDict's ``_metadata`` is one of them."""
         va, vb = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
         if isinstance(va, dict) or isinstance(vb, dict):
-            self.compare(dict(va or {}), dict(vb or {}), path + ".__dict__")
+            self.compare(_without_machinery(va), _without_machinery(vb), path + ".__dict__")
         for cls in type(a).__mro__:
             slots = cls.__dict__.get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
@@ -146,13 +147,8 @@ class _Judge:
             assert a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg(), path
             if a.is_quantized:
                 self.quantizer(a, b, path)
-            try:
-                sa, sb = a.untyped_storage(), b.untyped_storage()
-                sa.data_ptr(), sb.data_ptr()
-            except (RuntimeError, NotImplementedError):
-                sa = sb = None  # a wrapper subclass: its parts are attributes
-            if sa is not None:
-                self.storage(sa, sb, path + ".storage")
+            if not _is_wrapper(a):
+                self.storage(a.untyped_storage(), b.untyped_storage(), path + ".storage")
         self.attributes(a, b, path)
 
     def quantizer(self, a: torch.Tensor, b: torch.Tensor, path: str) -> None:
@@ -167,6 +163,19 @@ class _Judge:
 
 def _bytes_of(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether TENSOR has no storage of its own; what it wraps are attributes."""
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not is_plain and not isinstance(tensor, FakeTensor)
+
+
+def _without_machinery(attributes: Any) -> dict[str, Any]:
+    """A copy, without the mode that each fake tensor refers to and the place in the file that a fake storage remembers."""
+    return {
+        name: value for name, value in (attributes or {}).items() if name not in ("fake_mode", "_checkpoint_offset")
+    }
 
 
 def _has_attributes(value: Any) -> bool:

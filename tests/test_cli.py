@@ -75,6 +75,7 @@ def test_quiet_says_nothing(ddp: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["convert", "{src}", "{out}", "--no-such-flag"], 2, ["no-such-flag"]),
         (["convert", "{src}", "{src}"], 1, ["is the input", "--force"]),
         (["convert", "{src}", "nowhere/x.pt"], 2, ["folder does not exist"]),
+        (["convert", "{src}", "a\0b"], 2, ["no such path"]),
         (["convert", "missing.pt", "{out}"], 1, ["missing.pt", "No such file"]),
         (["convert", "{src}", "{out}", "--strip-prefix", "net."], 1, ["net.", "module. ("]),
         (["convert", "{src}", "{out}.safetensors"], 2, ["model.pt"]),

@@ -144,10 +144,14 @@ def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dang
     """A link at the target's place is in the way without leave, and replaced with it; what it names is never written."""
     link = target.with_name("link")
     link.symlink_to("nowhere" if dangling else target.name)
-    with pytest.raises(TargetExistsError):
+    target.chmod(0o604)
+    fresh = source.path.with_name("fresh")
+    fresh.touch()
+    with pytest.raises(TargetExistsError, match="exists; --force"):
         write(source, link, replace=False)
     assert write(source, link) == link.read_bytes()
     assert not link.is_symlink()
+    assert link.stat().st_mode == fresh.stat().st_mode
     assert target.read_bytes() == OLD
     assert sorted(os.listdir(target.parent)) == ["dst", "link"]
 
@@ -512,19 +516,19 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
 # Inflating
 
 
-def deflated(source: Source, data: bytes) -> Inflate:
+def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
     """DATA, deflated, as what SOURCE holds from byte 10 on."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
-    stream = deflater.compress(data) + deflater.flush()
+    stream = deflater.compress(data) + deflater.flush(end)
     with source.path.open("r+b") as file:
         file.write(bytes(10) + stream)
     return Inflate(Span(source, 10, len(stream)), len(data), zlib.crc32(data))
 
 
-def write_inflated(source: Source, target: Path, piece: Inflate) -> None:
+def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any) -> None:
     with Source(source.path) as now:
         file = OutFile(target, (b"head", piece, b"end"), piece.length + 7)
-        output.write(file, now, replace=True, verify=True)
+        output.write(file, now, replace=True, verify=True, **options)
 
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,10 +563,19 @@ def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monk
         "trailing far": Inflate(Span(source, 10, 3000), 5000, None),
         "damaged": Inflate(Span(source, 9, size), 5000, None),
     }
+    counts: list[int] = []
     with pytest.raises(MalformedError) as caught:
-        write_inflated(source, target, pieces[wrong])
+        write_inflated(source, target, pieces[wrong], progress=counts.append)
+    assert sum(counts) <= len(b"head") + pieces[wrong].length  # a bomb is not written out before it is found
     assert "at byte" in str(caught.value)
     assert_one_line(caught.value)
+    assert_untouched(target)
+
+
+def test_a_deflated_record_without_an_end(source: Source, target: Path) -> None:
+    """A record that gives all its bytes, but does not say that they are all, is damaged."""
+    with pytest.raises(MalformedError, match="another size"):
+        write_inflated(source, target, deflated(source, bytes(5000), end=zlib.Z_SYNC_FLUSH))
     assert_untouched(target)
 
 

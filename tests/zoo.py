@@ -8,6 +8,7 @@ import decimal
 import functools
 import itertools
 import pathlib
+import re
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -186,9 +187,10 @@ def a_function(*args: Any) -> None:
 # Tensors
 
 
-DTYPES = sorted(
-    (dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)), key=str
-)  # names of one dtype (float, float32) stand in ``torch`` twice
+#: Every dtype of torch, once: ``float`` and ``float32`` are one.
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+#: Those that only tensors without a storage of their own can have.
+SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
 
 
 def counted(dtype: torch.dtype, n: int = 6) -> torch.Tensor:
@@ -198,9 +200,12 @@ def counted(dtype: torch.dtype, n: int = 6) -> torch.Tensor:
 
 def dtypes() -> Any:
     """Every dtype that a tensor can be made of by looking at bytes; bool has the bytes that it may have."""
-    kinds = [d for d in dict.fromkeys(DTYPES) if not any(s in str(d) for s in ("qint", "quint", "bits", "bool"))]
-    plain = [d for d in kinds if not str(d)[6:].rstrip("1234567") in ("int", "uint") or d.itemsize > 1 or "8" in str(d)]
-    found = {str(dtype): counted(dtype) for dtype in plain}
+    kinds = [
+        dtype
+        for dtype in DTYPES
+        if SUB_BYTE.fullmatch(str(dtype)) is None and "qint" not in str(dtype) and "quint" not in str(dtype)
+    ]
+    found = {str(dtype): counted(dtype) for dtype in kinds if dtype != torch.bool}
     return {**found, "bool": torch.tensor([True, False, True])}
 
 
@@ -259,13 +264,14 @@ def quantized() -> Any:
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([1, 2])
     return {
         "qint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8), "quint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.quint8),
-        "qint32": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint32), "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.qint8),
+        "qint32": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint32), "quint4x2": torch.quantize_per_channel(numbers, scales.float(), scales.float(), 0, torch.quint4x2), "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.qint8),
     }  # fmt: skip
 
 
 def meta() -> Any:
     """Tensors without data, beside one that has some."""
     return [
+        *(torch.empty(3, dtype=dtype, device="meta") for dtype in DTYPES if SUB_BYTE.fullmatch(str(dtype))),
         torch.empty(3, 4, device="meta"),
         nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16)),
         torch.ones(2),
@@ -479,7 +485,7 @@ def keys() -> Any:
 def long_values() -> Any:
     """What has more than one byte of length, or more than we hold in memory."""
     return {
-        "text": "ä" * 35_000 + "x" * 35_000, "bytes": bytes(range(256)) * 800, "bytearray": bytearray(b"\xff\0" * 50_000), "k" * 70_000: 1,
+        "text": "ä" * 35_000 + "x" * 35_000, "bytes": bytes(range(256)) * 800, "bytearray": bytearray(b"\xff\0" * 50_000), "k" * 70_000: 1, "weight": torch.ones(3),
         "integers": [1 << 2999, -(1 << 2999), 255, 256, 65535, 65536, -1, -(1 << 31), 1 << 31, -(1 << 31) - 1, 1 << 63], "list": list(range(2500)), "dict": dict.fromkeys(range(2500), "v"),
     }  # fmt: skip
 
@@ -510,7 +516,7 @@ def atoms() -> Any:
 
 def wide() -> Any:
     """More strings, tensors and globals than one byte can number in the memo."""
-    return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(300)}
+    return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(100)}
 
 
 #: Every object, by name.
@@ -523,6 +529,6 @@ ZOO: dict[str, Callable[[], Any]] = {
     )
 }  # fmt: skip
 #: Those in which there are states of random generators.
-RNG = ("training", "rng")
+RNG = ("training", "rng", "generator")
 #: The lowest protocol that an object needs, where it is not 2.
 NEEDS_PROTOCOL = {"qualified": 4, "set_cycle": 4}
