@@ -5,7 +5,7 @@ identity (``a is b``), for strings too. Nodes have no equality, no hash of conte
 that a file says can make them expensive. Cycles are legal.
 
 What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an :class:`Effect` in
-the object's ``effects``, as are calls and persistent ids themselves; ``order`` says when, counted from 0 in the source. A
+the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says when, counted from 0 in the source. A
 node that an edit makes has no ``order``.
 """
 
@@ -109,12 +109,13 @@ class Tuple(Node):
 
 
 class FrozenSet(Node):
-    """A frozenset, its members in the order in which the pickle names them."""
+    """A frozenset, its members in the order in which the pickle names them. Making it hashes them, which can depend on their state, so it has an order."""
 
-    __slots__ = ("items",)
+    __slots__ = ("items", "order")
 
-    def __init__(self, items: list[Value]) -> None:
+    def __init__(self, items: list[Value], order: int | None = None) -> None:
         self.items = items
+        self.order = order
 
 
 class Effect:
@@ -217,7 +218,7 @@ class Graph:
 
     ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody has to walk the graph for them; edits do not
     keep them up to date. ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
-    call). ``shared`` are the ids of nodes that the pickle names more than once.
+    call). ``shared`` are the nodes that the pickle names more than once.
     """
 
     root: Value
@@ -228,7 +229,7 @@ class Graph:
     calls: list[Call]
     references: list[PersistentId]
     discarded: list[Value]
-    shared: set[int]
+    shared: set[Node]
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptconv import __version__, cli
+from ckptconv import __version__, cli, convert
 from ckptconv.cli import main
+from ckptconv.errors import UsageError
 
 
 @pytest.fixture
@@ -75,7 +76,6 @@ def test_quiet_says_nothing(ddp: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["convert", "{src}", "{out}", "--no-such-flag"], 2, ["no-such-flag"]),
         (["convert", "{src}", "{src}"], 1, ["is the input", "--force"]),
         (["convert", "{src}", "nowhere/x.pt"], 2, ["folder does not exist"]),
-        (["convert", "{src}", "a\0b"], 2, ["no such path"]),
         (["convert", "missing.pt", "{out}"], 1, ["missing.pt", "No such file"]),
         (["convert", "{src}", "{out}", "--strip-prefix", "net."], 1, ["net.", "module. ("]),
         (["convert", "{src}", "{out}.safetensors"], 2, ["model.pt"]),
@@ -105,6 +105,12 @@ def test_error_is_one_line(ddp: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """Our own errors are one line, also when a path holds a newline or an escape sequence."""
     assert main(["inspect", "bad\n\x1b[31mname.pt"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_path_with_a_nul_is_a_usage_error(ddp: Path) -> None:
+    """No shell can pass one, a program can."""
+    with pytest.raises(UsageError, match="no such path"):
+        convert(ddp, "a\0b")
 
 
 def test_debug_raises(ddp: Path) -> None:

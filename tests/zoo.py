@@ -514,6 +514,15 @@ def atoms() -> Any:
     ]
 
 
+def allowed() -> Any:
+    """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex numbers, counters."""
+    inside = {"two", 2}
+    return {
+        "set": inside, "again": inside, "empty": set(), "many": set(range(3000)), "bytes": [b"\0\xff", bytes(range(256)) * 4], "bytearray": [bytearray(), bytearray(b"ab") * 300],
+        "complex": 1 - 2j, "counter": Counter(["one", "two", "one"]), "ordered": OrderedDict(weight=torch.ones(2)), "integers": [1 << 2000, -1, 1 << 40], "text": "x" * 300, "device": torch.device("mps"), "size": torch.Size([1]),
+    }  # fmt: skip
+
+
 def wide() -> Any:
     """More strings, tensors and globals than one byte can number in the memo."""
     return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(100)}
@@ -525,7 +534,7 @@ ZOO: dict[str, Callable[[], Any]] = {
     for builder in (
         dtypes, special_values, views, ties, small, sparse, quantized, meta, conj_neg, nested, two_dtypes, parameters, subclass, storages,
         module, state_dict, training, rng, generator, user_data,
-        numpy_objects, sets, cycles, set_cycle, objects, qualified, method, containers, keys, long_values, atoms, wide,
+        numpy_objects, sets, cycles, set_cycle, objects, qualified, method, containers, keys, long_values, atoms, allowed, wide,
     )
 }  # fmt: skip
 #: Those in which there are states of random generators.

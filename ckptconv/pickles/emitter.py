@@ -1,7 +1,7 @@
 """Write a graph as a pickle again, doing the same things in the same order.
 
 Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what is done to it; a pickle
-that ``torch.save`` wrote comes out byte for byte. Where that would change the order of effects (something is read between two
+that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which Python decodes to one object each, and a tuple in itself). Where that would change the order of effects (something is read between two
 changes of it) or make an object before what it needs, the *replayed* way says the effects one after another, in the source's order.
 
 What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs with the header they
@@ -101,8 +101,8 @@ class _Writer:
     def get(self, slot: int) -> None:
         self.out += CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
 
-    def put_if_shared(self, value: Value) -> None:
-        if id(value) in self.graph.shared:
+    def put_if_shared(self, value: Node) -> None:
+        if value in self.graph.shared:
             self.put(value)
 
     def atom(self, value: Value) -> bool:
@@ -209,7 +209,7 @@ class _Replayed(_Writer):
         everything = [*self.graph.discarded, self.graph.root]
         calls: list[tuple[int, Node, Effect | None]] = []
         for node in walk(everything):
-            if isinstance(node, (Call, PersistentId)) and node.order is not None:
+            if isinstance(node, (Call, PersistentId, FrozenSet)) and node.order is not None:
                 calls.append((node.order, node, None))
             if isinstance(node, Object):
                 calls += [(effect.order, node, effect) for effect in node.effects if effect.order is not None]
@@ -257,7 +257,7 @@ def _construction(node: Value) -> list[_Step]:
     if isinstance(node, PersistentId):
         return [node.id, _Do(CODES["BINPERSID"], node.order, node)]
     if isinstance(node, FrozenSet):
-        return [_MARK_STEP, *node.items, _Do(CODES["FROZENSET"], made=node)]
+        return [_MARK_STEP, *node.items, _Do(CODES["FROZENSET"], node.order, node)]
     if isinstance(node, Set):
         return [_SET, Tuple([_as_list(node)]), _Do(CODES["REDUCE"], made=node)]
     assert isinstance(node, Call)

@@ -8,6 +8,7 @@ above ``LIMITS.inline_bytes`` never enters memory: it becomes a :class:`~ckptcon
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections.abc import Callable
 from typing import NoReturn
@@ -41,6 +42,11 @@ __all__ = ["parse"]
 _WINDOW = 1 << 20  # bytes read at a time
 _HIGHEST_PROTOCOL = 5
 
+# What pickle's own writers write: CPython's readers in C and in Python understand more, and not the same (010 is 8 or an error).
+_INTEGER = re.compile(rb"-?(?:0|[1-9][0-9]*)")
+_FLOAT = re.compile(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
+_ESCAPE = re.compile(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
+
 
 def parse(read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0) -> tuple[Graph, int]:
     """The graph of the pickle at OFFSET, and the offset of the first byte behind it.
@@ -69,7 +75,7 @@ class _Machine:
         self.stack: list[Value] = []
         self.marked: list[list[Value]] = []
         self.memo: dict[int, Value] = {}
-        self.shared: set[int] = set()
+        self.shared: set[Node] = set()
         self.globals: list[Global] = []
         self.calls: list[Call] = []
         self.references: list[PersistentId] = []
@@ -212,7 +218,7 @@ class _Machine:
         except KeyError:
             self.fail("the memo has no such slot", got=slot)
         if isinstance(value, Node):
-            self.shared.add(id(value))
+            self.shared.add(value)
         self.stack.append(value)
 
     def put(self, slot: int) -> None:
@@ -256,9 +262,11 @@ class _Machine:
             self.fail("a text is not UTF-8", got=error.reason)
 
     def decimal(self, digits: bytes) -> int:
+        if not _INTEGER.fullmatch(digits):
+            self.fail("not a decimal integer", got=digits[:40])
         try:
             return int(digits)
-        except ValueError as error:
+        except ValueError as error:  # more digits than Python converts
             self.fail("not a decimal integer", got=str(error))
 
 
@@ -314,7 +322,7 @@ def _pop_mark(m: _Machine) -> None:
 def _dup(m: _Machine) -> None:
     value = m.stack[-1]
     if isinstance(value, Node):
-        m.shared.add(id(value))
+        m.shared.add(value)
     m.stack.append(value)
 
 
@@ -343,20 +351,18 @@ def _signed_length(m: _Machine) -> int:
 
 def _float(m: _Machine) -> None:
     digits = m.line()
-    try:
-        m.stack.append(float(digits))
-    except ValueError:
+    if not _FLOAT.fullmatch(digits):
         m.fail("not a number", got=digits[:40])
+    m.stack.append(float(digits))
 
 
 def _string(m: _Machine) -> None:
     quoted = m.line()
     if len(quoted) < 2 or quoted[:1] != quoted[-1:] or quoted[:1] not in (b"'", b'"'):
         m.fail("a STRING is not in quotes", got=quoted[:40])
-    try:
-        m.stack.append(Py2String(codecs.escape_decode(quoted[1:-1])[0]))
-    except ValueError as error:
-        m.fail("a STRING has a bad escape", got=error)
+    if b"\\" in _ESCAPE.sub(b"", quoted[1:-1]):
+        m.fail("a STRING has a bad escape", got=quoted[:40])
+    m.stack.append(Py2String(codecs.escape_decode(quoted[1:-1])[0]))
 
 
 def _unicode(m: _Machine) -> None:
@@ -506,6 +512,13 @@ def _push(make: Callable[[_Machine], Value]) -> Callable[[_Machine], None]:
     return operation
 
 
+def _persid(m: _Machine) -> None:
+    try:
+        m.refer(m.line().decode("ascii"))
+    except UnicodeDecodeError as error:
+        m.fail("a persistent id of protocol 0 is not ASCII", got=error.reason)
+
+
 def _buffer(m: _Machine) -> None:
     raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not hold", where=m.where)
 
@@ -552,7 +565,7 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),
-    "FROZENSET": _push(lambda m: FrozenSet(m.to_mark())),
+    "FROZENSET": _push(lambda m: FrozenSet(m.to_mark(), m.next_order())),
     "APPEND": _append,
     "APPENDS": _many("APPENDS", List),
     "SETITEM": _setitem,
@@ -576,7 +589,7 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
     "OBJ": _obj,
     "INST": _inst,
     "BUILD": _build,
-    "PERSID": lambda m: m.refer(m.text(m.line())),
+    "PERSID": _persid,
     "BINPERSID": lambda m: m.refer(m.stack.pop()),
 }
 
