@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -248,5 +248,4 @@ def _progress(src: str, *, quiet: bool) -> Iterator[Progress | None]:
         BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=size)
-        advance: Callable[[int], None] = lambda n: bar.advance(task, n)  # noqa: E731
-        yield advance
+        yield lambda nbytes: bar.advance(task, nbytes)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("gate", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
