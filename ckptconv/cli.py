@@ -32,7 +32,8 @@ _PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     debug = "--debug" in (sys.argv[1:] if args is None else args)
     try:
         status = cli.main(args, prog_name="ckptconv", standalone_mode=False)

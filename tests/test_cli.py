@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +238,21 @@ def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(cli, "run", interrupt)
     assert main(["convert", str(ddp), str(ddp.with_name("o.pt"))]) == 130
     assert capsys.readouterr().err.strip() == "ckptconv: interrupted"
+
+
+def test_nohup_stays_nohup(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A signal that the caller ignores stays ignored; others end the process by way of the clean-up."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        assert main(["inspect", str(fixtures / "cpu.pt")]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert main(["inspect", str(fixtures / "cpu.pt")]) == 0
+        with pytest.raises(SystemExit, match="143"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_python(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
