@@ -93,7 +93,7 @@ def _refuse_dangers(checkpoint: Checkpoint) -> None:
     dangers = sorted(dangerous_globals(checkpoint.graph))
     if dangers:
         raise DangerousError(
-            "loading this file would call what no checkpoint needs", where=checkpoint.source.path,
+            "this file names what no checkpoint needs, and loading it may call that", where=checkpoint.source.path,
             got=", ".join(dangers[:5]), hint="do not load it; --allow-unsafe carries the call over, unrun",
         )  # fmt: skip
 

@@ -101,6 +101,9 @@ class _Reader:
             id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
         }
         self.hinted = {id(p.node) for p in self.candidates if any(_has_rng_word(a.key) for a in _upwards(p))}
+        self.rng_mappings: dict[
+            int, bool
+        ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []
         self.closed: set[int] = set()  # nodes inside which there is no state dict
@@ -160,8 +163,13 @@ class _Reader:
         if id(place.node) in self.hinted:
             return True
         mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
-        beside = strings_of(mapping) if isinstance(mapping, (Dict, Call)) else {}
-        return {"python", "numpy"} <= beside.keys() or any(id(value) in self.certain for value in beside.values())
+        if not isinstance(mapping, (Dict, Call)):
+            return False
+        if id(mapping) not in self.rng_mappings:  # asked once for each of its tensors
+            beside = strings_of(mapping)
+            sibling = any(id(value) in self.certain for value in beside.values())
+            self.rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
+        return self.rng_mappings[id(mapping)]
 
 
 def _upwards(place: Place) -> Iterator[Place]:

@@ -70,7 +70,7 @@ class _NameEditor:
             stripped = [name.startswith(prefix) for name in names]
             if any(stripped):
                 _strip_metadata(metadata, prefix, keep_ancestors=not all(stripped))
-        self.each_name(self.customs.state_dicts, lambda name: name.removeprefix(prefix))
+        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
         try:
@@ -89,7 +89,7 @@ class _NameEditor:
 
         for metadata, _ in self.metadata(self.customs.state_dicts):
             _rename_keys(metadata, of_module)
-        self.each_name(self.customs.state_dicts, lambda name: regex.sub(replacement, name))
+        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: regex.sub(replacement, name))
 
     def add(self, prefix: str) -> None:
         main = self.customs.main()
@@ -104,21 +104,23 @@ class _NameEditor:
         served = [found for found in self.customs.state_dicts if set(found.names()) == keys]
         for metadata, _ in self.metadata(served):
             _add_to_metadata(metadata, prefix)
-        self.each_name(served, lambda name: prefix + name)
+        theirs = [optimizer for optimizer in self.customs.optimizers if keys.issuperset(optimizer.names())]
+        self.each_name(served, theirs, lambda name: prefix + name)
 
     def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
         """Each ``_metadata`` once, and the names it is for; two state dicts can share one."""
         return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
 
-    def each_name(self, state_dicts: list[StateDict], new: Callable[[str], str]) -> None:
+    def each_name(
+        self, state_dicts: list[StateDict], optimizers: list[NamedOptimizer], new: Callable[[str], str]
+    ) -> None:
         """Replace each name by NEW of it. Equal names share one string, as they do in a pickle."""
-        known: dict[str, str] = {name: new(name) for found in state_dicts for name in found.names()}
+        named: list[StateDict | NamedOptimizer] = [*state_dicts, *optimizers]
+        known = {name: new(name) for found in named for name in found.names()}
         for found in state_dicts:
             for effect, i in found.node.pairs():
                 _replace(effect, i, known)
-        for optimizer in self.customs.optimizers:
-            if not self.customs.state_dicts:
-                known = {name: new(name) for name in optimizer.names()}
+        for optimizer in optimizers:
             for effect, i in optimizer.places:
                 _replace(effect, i, known)
 

@@ -48,8 +48,11 @@ def printable(text: object) -> str:
     )
 
 
-def _cut(text: str) -> str:
-    """TEXT without its middle if it is long: names in files can have 65,535 bytes."""
+def _fact(fact: object) -> str:
+    """FACT without its middle if it is long: names in files can have 65,535 bytes, and integers more digits than Python prints."""
+    if isinstance(fact, int) and fact.bit_length() > 1000:
+        return f"an integer of {fact.bit_length():,} bits"
+    text = str(fact)
     return text if len(text) <= _LONGEST_FACT else f"{text[: _LONGEST_FACT // 2]} … {text[-_LONGEST_FACT // 2 :]}"
 
 
@@ -78,7 +81,7 @@ class CkptconvError(Exception):
     def __str__(self) -> str:
         line = self.what if self.where is None else f"{self.where}: {self.what}"
         facts = [
-            f"{word} {_cut(str(fact))}"
+            f"{word} {_fact(fact)}"
             for word, fact in (("expected", self.expected), ("got", self.got))
             if fact is not None
         ]

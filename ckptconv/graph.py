@@ -5,7 +5,7 @@ identity (``a is b``), for strings too. Nodes have no equality, no hash of conte
 that a file says can make them expensive. Cycles are legal.
 
 What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an :class:`Effect` in
-the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says when, counted from 0 in the source. A
+the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says when, counted from 1 in the source. A
 node that an edit makes has no ``order``.
 """
 

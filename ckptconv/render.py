@@ -88,6 +88,8 @@ def facts(summary: Summary) -> Iterator[str]:
             "device values",
             _some(f"{path} = {device}" for path, device in summary["user_devices"].items()) + " (data: never changed)",
         )
+    if summary["globals"]:
+        yield _fact("globals", _some(summary["globals"]))
     yield from _safety(summary)
     for note in summary["notes"]:
         yield _fact("note", note)

@@ -157,7 +157,10 @@ def _is_count(value: Value) -> TypeGuard[int]:
 def torch_device(node: Value) -> str | None:
     """The device that NODE says: a call of ``torch.device``, or a string."""
     if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
-        return ":".join(str(part) for part in node.args.items if isinstance(part, (str, int)))
+        parts = node.args.items
+        if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
+            return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
+        return None
     return node if isinstance(node, str) else None
 
 

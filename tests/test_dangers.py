@@ -58,6 +58,12 @@ def test_dotted_names_are_found() -> None:
     assert dangers(b"\x80\x04\x8c\x02io\x8c\x0bopen.__call\x93.") == ["io.open.__call"]
 
 
+def test_a_module_of_the_user_is_not_dangerous_for_its_name() -> None:
+    """A package called code or trace can be anybody's; what attacks use of those of the standard library is named exactly."""
+    assert dangers(b"\x80\x02ccode.models\nNet\n.") == []
+    assert dangers(b"\x80\x02ccode\ninteract\n.") == ["code.interact"]
+
+
 def test_what_pickle_itself_writes_is_not_dangerous() -> None:
     """getattr and functools.partial are how pickle writes bound methods and keyword arguments."""
     assert dangers(pickle.dumps([functools.partial(int, base=2), [].append], 2)) == []

@@ -397,11 +397,21 @@ def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
     assert converted(tmp_path, obj, rename=[(r"^module\.", "")])[0] == stripped
 
 
-def test_optimizer_names_that_no_state_dict_has_stay(tmp_path: Path) -> None:
-    """Only names of tensors in state dicts are names; the rest is left alone."""
+def test_an_optimizer_is_stripped_whole(tmp_path: Path) -> None:
+    """A name that only the optimizer has (a tied weight that the state dict dropped) goes with the others."""
     obj = {"model": {"module.w": W}, "opt": {"state": {"module.z": 1, "module.w": 2}, "param_groups": []}}
     stripped, _ = converted(tmp_path, obj, strip_prefix="module")
-    assert stripped["opt"]["state"] == {"module.z": 1, "w": 2}
+    assert stripped["opt"]["state"] == {"z": 1, "w": 2}
+
+
+def test_an_optimizer_of_another_model_gets_no_prefix(tmp_path: Path) -> None:
+    """A prefix is added to an optimizer if all its names are the state dict's, and to no part of it otherwise."""
+    other = {"state": {"w": 1}, "param_groups": [{"params": ["w", "c"]}]}
+    own = {"state": {"w": 1}, "param_groups": [{"params": ["w", "b"]}]}
+    obj = {"model": {"w": W, "b": W}, "disc": {"w": W, "c": W}, "other": other, "own": own}
+    added, _ = converted(tmp_path, obj, add_prefix="module")
+    assert added["other"] == other
+    assert added["own"] == {"state": {"module.w": 1}, "param_groups": [{"params": ["module.w", "module.b"]}]}
 
 
 def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:

@@ -34,3 +34,9 @@ def test_tree_is_the_one_in_the_docstring() -> None:
             drawn[match[2]] = above[depth - 1] if depth else "Exception"
     classes = {name: cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type)}
     assert drawn == {name: cls.__base__.__name__ for name, cls in classes.items()}
+
+
+def test_facts_are_short() -> None:
+    """A long name loses its middle, and an integer of more digits than Python prints is described."""
+    assert len(str(CkptconvError("it broke", got="x" * 70_000))) < 500
+    assert str(CkptconvError("it broke", got=1 << 30_000)) == "it broke (got an integer of 30,001 bits)"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
@@ -444,6 +444,12 @@ def objects(draw: Callable[..., Any], leaves: st.SearchStrategy[Any], classes: t
     return pool[-1]
 
 
+RING: list[Any] = []
+RING.append((RING, frozenset({"a"})))
+
+
+@example(RING[0], 2)
+@example(RING, 4)
 @given(objects(st.one_of(LEAVES, NAMES), CLASSES), st.integers(0, 5))
 def test_what_pickle_writes_of_any_objects(obj: Any, protocol: int) -> None:
     """Shared and cyclic, of every kind of reduce, in every protocol: the same effects in the same order."""
@@ -454,6 +460,7 @@ def test_what_pickle_writes_of_any_objects(obj: Any, protocol: int) -> None:
     assert trace(written(data)) == trace(data)
 
 
+@example([{1, "a"}, {"key": {b"b"}}, bytearray(b"c")], 5)
 @given(objects(LEAVES, (collections.OrderedDict,)), st.integers(0, 5))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of every protocol but 2
 def test_what_nothing_is_in_the_way_of_loads_safely(obj: Any, protocol: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,23 @@ def test_public_names() -> None:
     for name in ckptconv.__all__:
         assert hasattr(ckptconv, name)
     assert ckptconv.inspect is summary.inspect
+
+
+def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
+    """An index of 9,000 digits is no index; it is shown without being printed."""
+    pickled = pickle.dumps({"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}, 2)
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", pickled)
+    found = inspect(tmp_path / "x.pt")
+    assert found["user_devices"] == {}
+    assert found["others"]["d"] == "object of torch.device"
+
+
+class Reduced:
+    """Reduces to a call."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call

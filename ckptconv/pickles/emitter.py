@@ -41,6 +41,11 @@ __all__ = ["emit"]
 
 _TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]  # by the number of items
 _MARK, _POP = CODES["MARK"], CODES["POP"]
+# Looked up once for each value: with the byte behind it, and without.
+_BINPUT, _BINGET, _BININT1 = (
+    [CODES[name] + bytes([n]) for n in range(256)] for name in ("BINPUT", "BINGET", "BININT1")
+)
+_LONG_BINPUT, _LONG_BINGET = CODES["LONG_BINPUT"], CODES["LONG_BINGET"]
 
 
 def emit(graph: Graph, *, loadable: bool) -> list[bytes | Blob]:
@@ -96,10 +101,10 @@ class _Writer:
         self.slots += 1
         self.memo[id(value)] = slot
         self.kept.append(value)
-        self.out += CODES["BINPUT"] + bytes([slot]) if slot < 256 else CODES["LONG_BINPUT"] + slot.to_bytes(4, "little")
+        self.out += _BINPUT[slot] if slot < 256 else _LONG_BINPUT + slot.to_bytes(4, "little")
 
     def get(self, slot: int) -> None:
-        self.out += CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
+        self.out += _BINGET[slot] if slot < 256 else _LONG_BINGET + slot.to_bytes(4, "little")
 
     def put_if_shared(self, value: Node) -> None:
         if value in self.graph.shared:
@@ -160,27 +165,30 @@ class _Plain(_Writer):
                 self.put_if_shared(made)
             else:
                 self.put(made)
-            if isinstance(made, Object):
+            if isinstance(made, Object) and made.effects:
                 self.effects(made)
 
     def start(self, node: Value) -> None:
         """Plan the steps that make NODE."""
         if id(node) in self.open:
             raise _OutOfOrder
+        if isinstance(node, Tuple) and self.flat(node):
+            return
         if isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
             self.out += _EMPTY[type(node)]
             self.put(node)
             if node.effects:
                 self.effects(node)
-        elif not (isinstance(node, Tuple) and self.flat(node)):
+        else:
             self.open.add(id(node))
             self.todo += _construction(node)[::-1]
 
     def flat(self, node: Tuple) -> bool:
         """Write a tuple of atoms and of what the memo has, without steps. Most tuples are such: sizes, strides, names of storages."""
         memo, items = self.memo, node.items
-        if not all(type(item) in _ATOMS or id(item) in memo for item in items):
-            return False
+        for item in items:
+            if type(item) not in _ATOMS and id(item) not in memo:
+                return False
         if len(items) > 3:
             self.out += _MARK
         for item in items:
@@ -294,7 +302,7 @@ def _doing(effect: Effect) -> list[_Step]:
 
 def _write_int(w: _Writer, value: int) -> None:
     if 0 <= value < 256:
-        w.out += CODES["BININT1"] + bytes([value])
+        w.out += _BININT1[value]
     elif 0 <= value < 65536:
         w.out += CODES["BININT2"] + value.to_bytes(2, "little")
     elif -(1 << 31) <= value < 1 << 31:

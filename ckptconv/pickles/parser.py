@@ -66,6 +66,7 @@ class _Machine:
         self.read = read
         self.size = size
         self.where = where
+        self.start = offset
         self.base = offset  # where the window stands in the file
         self.window = b""
         self.pos = 0  # the next byte, in the window
@@ -81,7 +82,6 @@ class _Machine:
         self.references: list[PersistentId] = []
         self.popped: list[Value] = []
         self.order = 0
-        self.started = False
         self.used = bytearray(256)
 
     def run(self) -> Graph:
@@ -106,7 +106,6 @@ class _Machine:
                 self.fail(f"the stack is empty before opcode 0x{code:02x}")
             if self.frame_end is not None:
                 self.check_frame()
-            self.started = True
         raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {LIMITS.pickle_opcodes:,}")
 
     def finish(self, opcodes: int) -> Graph:
@@ -152,6 +151,12 @@ class _Machine:
             start = 0
         self.pos = start + n
         return self.window[start : start + n]
+
+    def byte(self) -> int:
+        if self.pos >= len(self.window):
+            self.refill(1)
+        self.pos += 1
+        return self.window[self.pos - 1]
 
     def line(self) -> bytes:
         """The bytes up to a newline, which is taken as well."""
@@ -288,8 +293,8 @@ _INT_TEXT = {b"00": False, b"01": True}
 
 
 def _proto(m: _Machine) -> None:
-    protocol = m.take(1)[0]
-    if m.started:
+    protocol = m.byte()
+    if m.base + m.pos != m.start + 2:
         m.fail("PROTO in the middle of the pickle")
     if protocol > _HIGHEST_PROTOCOL:
         m.fail("no such pickle protocol", expected=f"0 to {_HIGHEST_PROTOCOL}", got=protocol)
@@ -535,21 +540,21 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
     "NEWFALSE": lambda m: m.stack.append(False),
     "INT": _int,
     "BININT": _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
-    "BININT1": _push(lambda m: m.take(1)[0]),
+    "BININT1": _push(lambda m: m.byte()),
     "BININT2": _push(lambda m: int.from_bytes(m.take(2), "little")),
     "LONG": _long,
-    "LONG1": lambda m: _long_bytes(m, m.take(1)[0]),
+    "LONG1": lambda m: _long_bytes(m, m.byte()),
     "LONG4": lambda m: _long_bytes(m, _signed_length(m)),
     "FLOAT": _float,
     "BINFLOAT": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
     "STRING": _string,
     "BINSTRING": _bytes("py2", Py2String, _signed_length),
-    "SHORT_BINSTRING": _push(lambda m: Py2String(m.take(m.take(1)[0]))),
+    "SHORT_BINSTRING": _push(lambda m: Py2String(m.take(m.byte()))),
     "UNICODE": _unicode,
-    "SHORT_BINUNICODE": _push(lambda m: m.text(m.take(m.take(1)[0]))),
+    "SHORT_BINUNICODE": _push(lambda m: m.text(m.take(m.byte()))),
     "BINUNICODE": _text(4),
     "BINUNICODE8": _text(8),
-    "SHORT_BINBYTES": _push(lambda m: m.take(m.take(1)[0])),
+    "SHORT_BINBYTES": _push(lambda m: m.take(m.byte())),
     "BINBYTES": _bytes("bytes", bytes, lambda m: m.length(4)),
     "BINBYTES8": _bytes("bytes", bytes, lambda m: m.length(8)),
     "BYTEARRAY8": _bytes("bytearray", ByteArray, lambda m: m.length(8)),
@@ -572,10 +577,10 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
     "SETITEMS": _many("SETITEMS", Dict),
     "ADDITEMS": _many("ADDITEMS", Set),
     "GET": lambda m: m.get(m.decimal(m.line())),
-    "BINGET": lambda m: m.get(m.take(1)[0]),
+    "BINGET": lambda m: m.get(m.byte()),
     "LONG_BINGET": lambda m: m.get(int.from_bytes(m.take(4), "little")),
     "PUT": lambda m: m.put(m.decimal(m.line())),
-    "BINPUT": lambda m: m.put(m.take(1)[0]),
+    "BINPUT": lambda m: m.put(m.byte()),
     "LONG_BINPUT": lambda m: m.put(int.from_bytes(m.take(4), "little")),
     "MEMOIZE": lambda m: m.put(len(m.memo)),
     "EXT1": _extension(1),
