@@ -86,7 +86,7 @@ def make_plan(source: Source, target: Path, edits: Edits, *, allow_unsafe: bool 
             _refuse_dangers(checkpoint)
         file, left_behind = torch_zip.layout(checkpoint, target)
     notes = tuple(checkpoint.notes + changes.notes)
-    return Plan(source, file, changes, checkpoint.tensors, tuple(left_behind), notes)
+    return Plan(file, changes, tuple(left_behind), notes)
 
 
 def _refuse_dangers(checkpoint: Checkpoint) -> None:

@@ -23,11 +23,6 @@ class DType:
         """The bytes that so many elements take."""
         return -(-elements // self.packed) * self.itemsize
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the numbers need a scale to mean anything."""
-        return self.name.startswith(("qint", "quint"))
-
 
 _TABLE = (
     DType("float64", "DoubleStorage", 8),

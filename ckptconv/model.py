@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -199,10 +199,8 @@ class OutFile:
 class Plan:
     """Everything that is decided before the first byte is written. ``left_behind`` names what the target will not hold."""
 
-    source: Source
     file: OutFile
     changes: Changes
-    tensors: Mapping[str, TensorInfo]
     left_behind: tuple[str, ...]
     notes: tuple[str, ...]
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, TypedDict
 
 from ckptconv import formats
-from ckptconv.customs import Customs, StateDict, read_customs
+from ckptconv.customs import StateDict, read_customs
 from ckptconv.dangers import dangerous_globals
 from ckptconv.graph import (
     Blob,
@@ -142,7 +142,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         views=[
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
         ],
-        rng_states=_rng_paths(customs),
+        rng_states=[info.path for info in customs.rng_states],
         weights_only=not refusals,
         obstacles=dict(refusals),
         dangerous=sorted(dangerous_globals(graph)),
@@ -152,10 +152,6 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         notes=list(checkpoint.notes),
         tensors=[_tensor(info) for info in tensors],
     )
-
-
-def _rng_paths(customs: Customs) -> list[str]:
-    return [info.path for info in customs.rng_states]
 
 
 def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
