@@ -183,7 +183,7 @@ class Call(Object):
     """The result of a call that the pickle asks for and nobody makes.
 
     KIND is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too)
-    makes an instance in Python 2's way, its arguments in a Tuple of our own.
+    makes an instance in Python 2's way, its arguments in a Tuple of our own. ``args`` is a Tuple, or a Call that gives one (``torch.Size``).
     """
 
     __slots__ = ("args", "callable", "kind", "kwargs", "order")

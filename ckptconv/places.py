@@ -14,16 +14,16 @@ from ckptconv.limits import LIMITS
 from ckptconv.model import Place
 from ckptconv.names import escaped, key_segment
 
-__all__ = ["find_places"]
+__all__ = ["find_places", "is_item"]
 
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
 
 
-def find_places(root: Value, leaf: Leaf, where: str) -> Iterator[Place]:
-    """Every place below ROOT, its parent before it. Raises LimitError where nesting is too deep."""
+def find_places(start: Value | Place, leaf: Leaf, where: str) -> Iterator[Place]:
+    """Every place from START on, a root or a place that is known, its parent before it. Raises LimitError where nesting is too deep."""
     entered: set[int] = set()
-    todo = [Place(None, "", root, 0)]
+    todo = [start if isinstance(start, Place) else Place(None, "", start, 0)]
     while todo:
         place = todo.pop()
         yield place
@@ -43,6 +43,11 @@ def find_places(root: Value, leaf: Leaf, where: str) -> Iterator[Place]:
         if not isinstance(node, (Tuple, FrozenSet, List, Set)):
             _number_again(inside)
         todo += inside[::-1]
+
+
+def is_item(place: Place) -> bool:
+    """Whether PLACE is the value under a key of a mapping, or an element of a list or tuple; not an attribute, argument, member or key."""
+    return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in tuple(".({<"))
 
 
 def _inside(place: Place) -> list[Place]:
@@ -88,6 +93,8 @@ def _arguments(place: Place, call: Call) -> list[Place]:
         found.append(_below(place, "/(call)", call.callable))
     if isinstance(call.args, Tuple):
         found += _numbered(place, "/(%d)", call.args.items)
+    elif isinstance(call.args, Call):
+        found.append(_below(place, "/(*)", call.args))
     if isinstance(call.kwargs, Dict):
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]

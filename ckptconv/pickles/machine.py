@@ -1,0 +1,249 @@
+"""pickle's stack machine, on nodes instead of objects: reading, the stack, the memo, frames, and the record of what is done.
+
+What each opcode does with it stands in :mod:`ckptconv.pickles.parser`. Stricter than pickle's own, which runs whatever does not crash it: operands must have
+the type that the opcode is for, frames must hold whole opcodes, the stack must be empty at the end. Reads through a small window, so that
+what an opcode skips never enters memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
+
+from ckptconv.errors import LimitError, MalformedError
+from ckptconv.graph import Call, Effect, Extension, Global, Graph, Node, Object, PersistentId, Tuple, Value, walk
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["Machine", "Operation", "kind_of"]
+
+_WINDOW = 1 << 20  # bytes read at a time
+
+
+class Machine:
+    """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came before each MARK."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, where: str, offset: int) -> None:
+        self.read = read
+        self.size = size
+        self.where = where
+        self.start = offset
+        self.base = offset  # where the window stands in the file
+        self.window = b""
+        self.pos = 0  # the next byte, in the window
+        self.budget = LIMITS.pickle_bytes
+        self.frame_end: int | None = None
+        self.protocol = 0
+        self.stack: list[Value] = []
+        self.metastack: list[list[Value]] = []
+        self.memo: dict[int, Value] = {}
+        self.shared: set[Node] = set()
+        self.globals: list[Global] = []
+        self.calls: list[Call] = []
+        self.references: list[PersistentId] = []
+        self.popped: list[Value] = []
+        self.order = 0
+        self.used = bytearray(256)
+
+    def load(self, dispatch: Sequence[Operation | None]) -> Graph:
+        """Execute opcodes up to STOP, each as DISPATCH says for its code."""
+        stop = CODES["STOP"][0]
+        for opcodes in range(LIMITS.pickle_opcodes):
+            if self.pos >= len(self.window):
+                self.refill(1)
+            code = self.window[self.pos]
+            self.pos += 1
+            self.used[code] = 1
+            if code == stop:
+                return self.finish(opcodes + 1)
+            operation = dispatch[code]
+            if operation is None:
+                self.pos -= 1
+                self.fail("no such pickle opcode", got=f"0x{code:02x}")
+            try:
+                operation(self)
+            except IndexError:
+                self.fail(f"the stack is empty before opcode 0x{code:02x}")
+            if self.frame_end is not None:
+                self.check_frame()
+        raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {LIMITS.pickle_opcodes:,}")
+
+    def finish(self, opcodes: int) -> Graph:
+        """The graph, once STOP came."""
+        if self.frame_end is not None:
+            self.check_frame()
+            if self.frame_end is not None:
+                self.fail("the pickle ends inside a frame")
+        if self.metastack or len(self.stack) != 1:
+            left = len(self.stack) + sum(map(len, self.metastack))
+            self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
+        root = self.stack[0]
+        discarded = _lost(root, self.popped) if self.popped else []
+        used = frozenset(code for code in range(256) if self.used[code])
+        return Graph(
+            root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared
+        )
+
+    # Bytes
+
+    def tell(self) -> int:
+        """The offset of the next byte."""
+        return self.base + self.pos
+
+    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        raise MalformedError(what, where=f"{self.where} at byte {self.tell()}", expected=expected, got=got)
+
+    def refill(self, need: int) -> None:
+        """Move the window so that NEED bytes from ``pos`` on are in it."""
+        self.base += self.pos
+        self.budget -= self.pos
+        self.pos = 0
+        if need > self.size - self.base:
+            self.fail("the pickle ends too early", expected=f"{need} more bytes", got=self.size - self.base)
+        if need > self.budget:
+            raise LimitError(
+                "the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes"
+            )
+        self.window = self.read(self.base, min(max(need, _WINDOW), self.size - self.base))
+        if len(self.window) < need:
+            self.fail("the file became shorter while it was read")
+
+    def take(self, n: int) -> bytes:
+        start = self.pos
+        if start + n > len(self.window):
+            self.refill(n)
+            start = 0
+        self.pos = start + n
+        return self.window[start : start + n]
+
+    def byte(self) -> int:
+        if self.pos >= len(self.window):
+            self.refill(1)
+        self.pos += 1
+        return self.window[self.pos - 1]
+
+    def line(self) -> bytes:
+        """The bytes up to a newline, which is taken as well."""
+        need = 1
+        while (end := self.window.find(b"\n", self.pos)) < 0:
+            have = len(self.window) - self.pos
+            if have >= LIMITS.pickle_line:
+                raise LimitError("a line of the pickle is too long", where=f"{self.where} at byte {self.tell()}")
+            if self.base + len(self.window) >= self.size:
+                self.fail("a line of the pickle has no end")
+            need = max(2 * have, _WINDOW)
+            self.refill(min(need, self.size - self.tell()))
+        line = self.window[self.pos : end]
+        self.pos = end + 1
+        return line
+
+    def length(self, width: int) -> int:
+        """A length of WIDTH bytes that the file can hold."""
+        n = int.from_bytes(self.take(width), "little")
+        left = self.size - self.tell()
+        if n > left:
+            self.fail("a length in the pickle reaches beyond its end", expected=f"at most {left}", got=n)
+        return n
+
+    def skip(self, n: int) -> int:
+        """Step over N bytes without holding them; their offset."""
+        offset = self.tell()
+        self.base = offset + n
+        self.budget -= self.pos
+        self.window = b""
+        self.pos = 0
+        return offset
+
+    def skip_text(self, n: int) -> int:
+        """Step over N bytes of UTF-8, of which one window after another is looked at; their offset."""
+        offset = self.skip(n)
+        decode = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode
+        try:
+            for at in range(0, n, _WINDOW):
+                decode(self.read(offset + at, min(_WINDOW, n - at)), final=at + _WINDOW >= n)
+        except UnicodeDecodeError as error:
+            self.fail("a text is not UTF-8", got=error.reason)
+        return offset
+
+    def check_frame(self) -> None:
+        assert self.frame_end is not None
+        here = self.tell()
+        if here > self.frame_end:
+            self.fail("an opcode straddles the end of its frame", expected=f"an end at {self.frame_end}")
+        if here == self.frame_end:
+            self.frame_end = None
+
+    # Stack, memo and effects
+
+    def next_order(self) -> int:
+        self.order += 1
+        return self.order
+
+    def pop_mark(self) -> list[Value]:
+        """Take what came after the newest MARK, and the MARK."""
+        if not self.metastack:
+            self.fail("no MARK for this opcode")
+        values = self.stack
+        self.stack = self.metastack.pop()
+        return values
+
+    def get(self, slot: int) -> None:
+        try:
+            value = self.memo[slot]
+        except KeyError:
+            self.fail("the memo has no such slot", got=slot)
+        if isinstance(value, Node):
+            self.shared.add(value)
+        self.stack.append(value)
+
+    def put(self, slot: int) -> None:
+        if slot < 0:
+            self.fail("a memo slot is negative", got=slot)
+        self.memo[slot] = self.stack[-1]
+
+    def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
+        """Do OPCODE to the object on top of the stack, which must be one of KINDS or a call's result."""
+        target = self.stack[-1]
+        if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
+            self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
+        target.add(Effect(opcode, values, self.next_order()))
+
+    def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
+        """Push the result of a call that is not made."""
+        if not isinstance(callable_, (Global, Call, Extension)):
+            self.fail(f"{kind} of what cannot be called", got=kind_of(callable_))
+        if not isinstance(args, (Tuple, Call)):  # a call can give a tuple: torch.Size, a named tuple
+            self.fail(f"{kind} needs a tuple of arguments", got=kind_of(args))
+        call = Call(kind, callable_, args, kwargs, self.next_order())
+        self.calls.append(call)
+        self.stack.append(call)
+
+    def persistent_load(self, pid: Value) -> None:
+        """Push what the persistent id PID stands for."""
+        reference = PersistentId(pid, self.next_order())
+        self.references.append(reference)
+        self.stack.append(reference)
+
+    def find_class(self, module: str, name: str) -> Global:
+        """The global of that name; nothing looks for it."""
+        found = Global(module, name)
+        self.globals.append(found)
+        return found
+
+
+#: What one opcode does: it takes its operands from the machine and leaves its result there.
+Operation: TypeAlias = Callable[[Machine], None]
+
+
+def kind_of(value: Value) -> str:
+    """What VALUE is, for an error."""
+    return type(value).__name__.lower()
+
+
+def _lost(root: Value, popped: list[Value]) -> list[Value]:
+    """Those of POPPED that had effects and that ROOT does not lead to."""
+    seen: set[int] = set()
+    for _ in walk([root], seen):
+        pass
+    return [v for v in popped if any(isinstance(node, (Call, PersistentId)) for node in list(walk([v], seen)))]
