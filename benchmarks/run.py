@@ -25,11 +25,37 @@ checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=sys.argv[3] == "mm
 torch.save({name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}, sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
+TO_SAFETENSORS = """
+import os, sys, torch
+from safetensors.torch import save_file
+checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+save_file({name.removeprefix("module."): tensor.contiguous() for name, tensor in checkpoint.items()}, sys.argv[2])
+os.fsync(os.open(sys.argv[2], os.O_RDONLY))
+"""
+FROM_SAFETENSORS = """
+import os, sys, torch
+from safetensors.torch import load_file
+torch.save({f"module.{name}": tensor for name, tensor in load_file(sys.argv[1]).items()}, sys.argv[2])
+os.fsync(os.open(sys.argv[2], os.O_RDONLY))
+"""
 MAKE = f"""
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
 numel = int(sys.argv[2]) // 4 // {TENSORS}
 torch.save({{f"module.layers.{{i}}.weight": torch.randn(numel) for i in range({TENSORS})}}, sys.argv[1])
+"""
+MAKE_VIEWS = """
+import sys, torch
+torch.serialization.location_tag = lambda storage: "cuda:0"
+rows = int(sys.argv[2]) >> 17
+checkpoint = {}
+for i in range(9):
+    dtype = torch.float32 if i < 3 else torch.bfloat16
+    checkpoint[f"module.layers.{i}.weight"] = torch.randn(rows, 4096, dtype=dtype).t()
+for i in range(256):
+    for j, columns in enumerate(torch.randn(rows // 16, 512).split(32, dim=1)):
+        checkpoint[f"module.tables.{i}.{j}"] = columns
+torch.save(checkpoint, sys.argv[1])
 """
 
 
@@ -45,6 +71,9 @@ def main() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ckptconv-bench-") as folder:
         convert(Path(folder), size, runs)
+        to_safetensors(Path(folder), size, runs)
+        from_safetensors(Path(folder), size, runs)
+        gather(Path(folder), size // 2, runs)
         inspect(Path(folder), size, runs)
         share_blocks(Path(folder), size // 2)
 
@@ -56,12 +85,53 @@ def convert(folder: Path, size: int, runs: int) -> None:
         "`ckptconv convert`": ckptconv(
             "convert", "-q", "--force", src, dst, "--to", "cpu", "--strip-prefix", "module."
         ),
-        "`cp` + `sync`": ["sh", "-c", COPY, "sh", str(src), str(dst)],
-        "`cp` + `sync` again: the noise": ["sh", "-c", COPY, "sh", str(src), str(dst)],
+        "`cp` + `sync`": copy(src, dst),
+        "`cp` + `sync` again: the noise": copy(src, dst),
         "`torch.load` + `torch.save` + `sync`": python(TORCH + PEAK, src, dst, "read"),
         "the same with `mmap=True`": python(TORCH + PEAK, src, dst, "mmap"),
     }
     print_table(f"{size / GIB:g} GiB: cuda:0 → cpu, strip `module.`", commands, runs, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def to_safetensors(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and beside what torch and the library do."""
+    src, dst = folder / "src.pt", folder / "dst.safetensors"
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--strip-prefix", "module."),
+        "`cp` + `sync`": copy(src, dst),
+        "`torch.load(mmap=True)` + `save_file` + `sync`": python(TO_SAFETENSORS + PEAK, src, dst),
+    }
+    print_table(f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`", commands, runs, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def from_safetensors(folder: Path, size: int, runs: int) -> None:
+    """The same weights back."""
+    src, dst = folder / "src.safetensors", folder / "dst.pt"
+    subprocess.run(python(TO_SAFETENSORS, folder / "src.pt", src), check=True)
+    commands = {
+        "`ckptconv convert`": ckptconv(
+            "convert", "-q", "--force", src, dst, "--to", "cuda:0", "--add-prefix", "module."
+        ),
+        "`cp` + `sync`": copy(src, dst),
+        "`load_file` + `torch.save` + `sync`": python(FROM_SAFETENSORS + PEAK, src, dst),
+    }
+    print_table(f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", commands, runs, unit="`cp` + `sync`")
+    src.unlink()
+    dst.unlink()
+
+
+def gather(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share storages."""
+    src, dst = make(folder / "views.pt", size, MAKE_VIEWS), folder / "views.safetensors"
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--strip-prefix", "module."),
+        "`cp` + `sync`": copy(src, dst),
+        "`torch.load(mmap=True)` + `contiguous()` + `save_file` + `sync`": python(TO_SAFETENSORS + PEAK, src, dst),
+    }
+    print_table(f"{size / GIB:g} GiB of views: `.pt` → `.safetensors`", commands, runs, unit="`cp` + `sync`")
+    src.unlink()
     dst.unlink()
 
 
@@ -118,10 +188,14 @@ def used(disk: Path) -> int:
     return (space.f_blocks - space.f_bfree) * space.f_frsize
 
 
-def make(path: Path, size: int) -> Path:
+def make(path: Path, size: int, code: str = MAKE) -> Path:
     """A state dict of SIZE bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
-    subprocess.run(python(MAKE, path, size), check=True)
+    subprocess.run(python(code, path, size), check=True)
     return path
+
+
+def copy(src: Path, dst: Path) -> list[str]:
+    return ["sh", "-c", COPY, "sh", str(src), str(dst)]
 
 
 def python(code: str, *arguments: object) -> list[str]:

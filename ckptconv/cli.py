@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -21,7 +20,9 @@ from ckptconv.conversion import run
 from ckptconv.errors import CkptconvError, NoMatchError, UsageError
 from ckptconv.locations import to_devices
 from ckptconv.model import Edits, Progress
+from ckptconv.names import matches
 from ckptconv.summary import Summary, TensorSummary, inspect, report_as_dict
+from ckptconv.targets import TARGET_FORMATS
 
 __all__ = ["cli", "main"]
 
@@ -66,7 +67,7 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
-    """Change what a PyTorch checkpoint says about its tensors (device, names), without running it, loading it, or having its devices."""
+    """Change what a PyTorch checkpoint says about its tensors (device, names, container), without running it, loading it, or having its devices."""
 
 
 @cli.command("inspect", epilog="Example: ckptconv inspect model.pt --sort size --limit 10")
@@ -112,25 +113,17 @@ def _selected(
     """The tensors to show. A glob that matches nothing is a typo."""
     tensors = summary["tensors"]
     for glob in (*include, *exclude):
-        if not any(_matches(tensor, glob) for tensor in tensors):
+        if not any(matches(glob, tensor["path"], tensor["name"]) for tensor in tensors):
             raise NoMatchError(f"no tensor matches {glob!r}", where=summary["path"])
     tensors = [
         tensor
         for tensor in tensors
-        if (not include or any(_matches(tensor, glob) for glob in include))
-        and not any(_matches(tensor, glob) for glob in exclude)
+        if (not include or any(matches(glob, tensor["path"], tensor["name"]) for glob in include))
+        and not any(matches(glob, tensor["path"], tensor["name"]) for glob in exclude)
     ]
     if sort == "size":
         return sorted(tensors, key=lambda tensor: -tensor["nbytes"])
     return sorted(tensors, key=lambda tensor: tensor["path"]) if sort else tensors
-
-
-def _matches(tensor: TensorSummary, glob: str) -> bool:
-    return (
-        fnmatchcase(tensor["path"], glob)
-        if "/" in glob
-        else tensor["name"] is not None and fnmatchcase(tensor["name"], glob)
-    )
 
 
 def _show(summary: Summary, *, tree: bool, limit: int | None, everything: bool) -> None:
@@ -171,9 +164,22 @@ def _terminal_width() -> int:
     help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
 @click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
+@click.option("--state-dict", is_flag=True, help="Take the state dict alone, wherever it is; safetensors always does.")
+@click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model.")
+@click.option(
+    "--include",
+    metavar="GLOB",
+    multiple=True,
+    help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+)
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches.")
 @click.option("--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; module means module.")
 @click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does.")
 @click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict.")
+@click.option(
+    "--format", type=click.Choice(TARGET_FORMATS), help="The format of DST, where its suffix does not say it."
+)
+@click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
 @click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option("--verify", is_flag=True, help="Read the output back and compare it before it appears.")
@@ -192,10 +198,13 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
     """
     src, dst = _source_and_target(paths)
-    edits = Edits(_devices(flags), flags["strip_prefix"], flags["rename"], flags["add_prefix"])
+    edits = Edits(
+        _devices(flags), flags["select"], flags["state_dict"], flags["include"], flags["exclude"],
+        flags["strip_prefix"], flags["rename"], flags["add_prefix"],
+    )  # fmt: skip
     with _progress(src, quiet=quiet) as progress:
         report = run(
-            src, dst, edits, force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
+            src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
             allow_unsafe=flags["allow_unsafe"], progress=progress,
         )  # fmt: skip
     if as_json:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ckptconv import formats, output
 from ckptconv.dangers import dangerous_globals
 from ckptconv.edits import apply
 from ckptconv.errors import DangerousError, RefusedError, UsageError
-from ckptconv.formats import torch_zip
+from ckptconv.formats import safetensors, torch_zip
 from ckptconv.graph import uncollected
 from ckptconv.locations import MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
 from ckptconv.sources import Source
+from ckptconv.targets import find_target
 
 __all__ = ["convert", "make_plan", "run"]
 
@@ -25,9 +27,15 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     map_location: MapLocation | None = None,
+    state_dict: bool = False,
+    select: str | None = None,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
+    format: str | None = None,
+    copy_tied: bool = False,
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
@@ -37,20 +45,27 @@ def convert(
 
     ``map_location``: a device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a
     function from tag to tag. States of random generators stay on the CPU, where torch needs them.
+    ``state_dict``: take the state dict alone, wherever it is; safetensors always does. ``select``: the path of the part to take, such as ``ema/model``. ``include``,
+    ``exclude``: globs on names in state dicts, or on paths where they have a slash.
     ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
+    ``format``: ``'pt'`` or ``'safetensors'``, where DST's suffix does not say it. ``copy_tied``: write tied tensors to safetensors under each name.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
     edits = Edits(
-        to_devices(map_location), _listed(strip_prefix), tuple((old, new) for old, new in rename), _listed(add_prefix)
-    )
-    return run(src, dst, edits, force=force, dry_run=dry_run, verify=verify, allow_unsafe=allow_unsafe)
+        to_devices(map_location), select, state_dict, _listed(include), _listed(exclude),
+        _listed(strip_prefix), tuple((old, new) for old, new in rename), _listed(add_prefix),
+    )  # fmt: skip
+    return run(
+        src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
+        allow_unsafe=allow_unsafe,
+    )  # fmt: skip
 
 
-def _listed(prefixes: str | Iterable[str]) -> tuple[str, ...]:
-    return (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
+def _listed(words: str | Iterable[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)
 
 
 def run(
@@ -58,6 +73,8 @@ def run(
     dst: str | os.PathLike[str],
     edits: Edits,
     *,
+    format: str | None = None,
+    copy_tied: bool = False,
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
@@ -67,26 +84,45 @@ def run(
     """:func:`convert` with the edits as data. PROGRESS is called with each number of bytes written."""
     started = time.monotonic()
     with Source(src) as source:
-        target = _target(source, dst, force=force)
-        plan = make_plan(source, target, edits, allow_unsafe=allow_unsafe)
+        path, format = find_target(source.path, dst, format)
+        _check_target(source, path, force=force)
+        plan = make_plan(source, path, edits, format=format, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
         if not dry_run:
             output.write(plan.file, source, replace=force, verify=verify, progress=progress)
         return Report(
-            str(source.path), str(target), plan.file.size, plan.changes, plan.left_behind, plan.notes,
+            str(source.path), str(path), plan.formats, plan.file.size, plan.changes, plan.left_behind, plan.notes,
             time.monotonic() - started, not dry_run,
         )  # fmt: skip
 
 
-def make_plan(source: Source, target: Path, edits: Edits, *, allow_unsafe: bool = False) -> Plan:
+def make_plan(
+    source: Source,
+    path: Path,
+    edits: Edits,
+    *,
+    format: str = "pt",
+    copy_tied: bool = False,
+    allow_unsafe: bool = False,
+) -> Plan:
     """Everything about the output, before a byte of it is written."""
+    if copy_tied and format != "safetensors":
+        raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
     with uncollected():
         checkpoint = formats.read(source)
+        if format == "safetensors" and checkpoint.format != safetensors.NAME:
+            edits = replace(edits, state_dict=True)
         changes = apply(checkpoint, edits)
-        if not allow_unsafe:
-            _refuse_dangers(checkpoint)
-        file, left_behind = torch_zip.layout(checkpoint, target)
-    notes = tuple(checkpoint.notes + changes.notes)
-    return Plan(file, changes, tuple(left_behind), notes)
+        if format == "safetensors":
+            file, left_behind, notes = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+        else:
+            if not allow_unsafe:
+                _refuse_dangers(checkpoint)
+            file, left_behind, notes = torch_zip.layout(checkpoint, path)
+    formats_ = (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME)
+    return Plan(
+        formats_, file, changes, (*changes.left_behind, *left_behind, *checkpoint.unused),
+        (*checkpoint.notes, *changes.notes, *notes),
+    )  # fmt: skip
 
 
 def _refuse_dangers(checkpoint: Checkpoint) -> None:
@@ -98,15 +134,7 @@ def _refuse_dangers(checkpoint: Checkpoint) -> None:
         )  # fmt: skip
 
 
-def _target(source: Source, dst: str | os.PathLike[str], *, force: bool) -> Path:
-    """The file to write: DST, or in the folder DST the source's name."""
-    path = Path(dst)
-    if "\0" in os.fspath(path):
-        raise UsageError("no such path can exist", where=path)
-    if path.is_dir() or os.fspath(dst).endswith(os.sep):
-        path = path / source.path.name
-    if path.suffix == ".safetensors":
-        raise UsageError("this version writes torch's zip format alone", where=path, expected="a name like model.pt")
+def _check_target(source: Source, path: Path, *, force: bool) -> None:
     try:
         same = source.is_same_file(os.stat(path))
     except OSError:
@@ -114,4 +142,3 @@ def _target(source: Source, dst: str | os.PathLike[str], *, force: bool) -> Path
     if same and not force:
         raise RefusedError("the output is the input", where=path, hint="--force converts it in place, safely")
     output.check_target(path, replace=force)
-    return path

@@ -1,23 +1,27 @@
-"""One table of dtypes: torch's name, the storage class that a pickle names for it, bytes for each element.
+"""One table of dtypes: torch's name, the storage class that a pickle names for it, bytes for each element, safetensors' word.
 
-Source: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13; a test compares them.
+Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13, ``Dtype`` in ``tensor.rs`` of safetensors 0.8; tests compare them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "UNTYPED", "DType"]
+__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType"]
 
 
 @dataclass(frozen=True)
 class DType:
-    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in bytes."""
+    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in bytes.
+
+    ``word`` is safetensors' name for it, where that has one.
+    """
 
     name: str
     storage_class: str | None
     itemsize: int
     packed: int = 1  # elements in each item
+    word: str | None = None
 
     def bytes_of(self, elements: int) -> int:
         """The bytes that so many elements take."""
@@ -25,33 +29,33 @@ class DType:
 
 
 _TABLE = (
-    DType("float64", "DoubleStorage", 8),
-    DType("float32", "FloatStorage", 4),
-    DType("float16", "HalfStorage", 2),
-    DType("bfloat16", "BFloat16Storage", 2),
-    DType("int64", "LongStorage", 8),
-    DType("int32", "IntStorage", 4),
-    DType("int16", "ShortStorage", 2),
-    DType("int8", "CharStorage", 1),
-    DType("uint8", "ByteStorage", 1),
-    DType("bool", "BoolStorage", 1),
+    DType("float64", "DoubleStorage", 8, word="F64"),
+    DType("float32", "FloatStorage", 4, word="F32"),
+    DType("float16", "HalfStorage", 2, word="F16"),
+    DType("bfloat16", "BFloat16Storage", 2, word="BF16"),
+    DType("int64", "LongStorage", 8, word="I64"),
+    DType("int32", "IntStorage", 4, word="I32"),
+    DType("int16", "ShortStorage", 2, word="I16"),
+    DType("int8", "CharStorage", 1, word="I8"),
+    DType("uint8", "ByteStorage", 1, word="U8"),
+    DType("bool", "BoolStorage", 1, word="BOOL"),
     DType("complex128", "ComplexDoubleStorage", 16),
-    DType("complex64", "ComplexFloatStorage", 8),
+    DType("complex64", "ComplexFloatStorage", 8, word="C64"),
     DType("qint8", "QInt8Storage", 1),
     DType("qint32", "QInt32Storage", 4),
     DType("quint8", "QUInt8Storage", 1),
     DType("quint4x2", "QUInt4x2Storage", 1, packed=2),
     DType("quint2x4", "QUInt2x4Storage", 1, packed=4),
-    DType("uint16", None, 2),
-    DType("uint32", None, 4),
-    DType("uint64", None, 8),
+    DType("uint16", None, 2, word="U16"),
+    DType("uint32", None, 4, word="U32"),
+    DType("uint64", None, 8, word="U64"),
     DType("complex32", None, 4),
-    DType("float8_e4m3fn", None, 1),
-    DType("float8_e4m3fnuz", None, 1),
-    DType("float8_e5m2", None, 1),
-    DType("float8_e5m2fnuz", None, 1),
-    DType("float8_e8m0fnu", None, 1),
-    DType("float4_e2m1fn_x2", None, 1),
+    DType("float8_e4m3fn", None, 1, word="F8_E4M3"),
+    DType("float8_e4m3fnuz", None, 1, word="F8_E4M3FNUZ"),
+    DType("float8_e5m2", None, 1, word="F8_E5M2"),
+    DType("float8_e5m2fnuz", None, 1, word="F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", None, 1, word="F8_E8M0"),
+    DType("float4_e2m1fn_x2", None, 1, word="F4"),
     DType("bits8", None, 1),
     DType("bits16", None, 2),
     DType("bits1x8", None, 1),
@@ -60,8 +64,17 @@ _TABLE = (
     *(DType(f"{kind}{bits}", None, 1) for kind in ("int", "uint") for bits in range(1, 8)),  # meta and wrappers only
 )
 
+#: What safetensors has and torch has not. An element of F4 is half of one of torch's float4_e2m1fn_x2.
+_WITHOUT_TORCH = (
+    DType("F4", None, 1, 2, "F4"),
+    DType("F6_E2M3", None, 3, 4, "F6_E2M3"),
+    DType("F6_E3M2", None, 3, 4, "F6_E3M2"),
+)
+
 #: ``UntypedStorage`` counts bytes.
 UNTYPED = DType("uint8", "UntypedStorage", 1)
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}
+#: By safetensors' word, counted in safetensors' elements.
+BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}

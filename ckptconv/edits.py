@@ -1,4 +1,4 @@
-"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: strip, rename, add, devices."""
+"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, strip, rename, add, devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ckptconv.graph import Call, Dict, Effect, Global, Object, Tuple, Value
 from ckptconv.locations import Devices
 from ckptconv.model import Changes, Checkpoint, DeviceArgument, Edits, NameChange, Storage
 from ckptconv.names import normal_prefix
+from ckptconv.selection import select
 
 __all__ = ["apply"]
 
@@ -19,8 +20,8 @@ _SHOWN = 5  # names or prefixes in an error
 
 
 def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
-    """Edit CHECKPOINT's graph. Raises UsageError, NoMatchError, CollisionError, before or after touching it: use it no more then."""
-    changes = Changes()
+    """Edit CHECKPOINT's graph. Raises UsageError, NoMatchError, CollisionError, RefusedError, before or after touching it: use it no more then."""
+    changes = Changes(left_behind=select(checkpoint, edits))
     customs = read_customs(checkpoint)
     _NameEditor(checkpoint, customs, changes).run(edits)
     if edits.devices:

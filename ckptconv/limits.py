@@ -32,6 +32,11 @@ class Limits:
     member_name: int = 64 * KIB
     #: Real pickles deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
     pickle_inflate_ratio: int = 100
+    #: The safetensors library's own bound; no reader takes more.
+    safetensors_header: int = 100_000_000
+    #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger of the two counts.
+    gathered_bytes: int = 1024 * MIB
+    gathered_ratio: int = 16
 
 
 LIMITS = Limits()

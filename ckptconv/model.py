@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -11,16 +11,20 @@ from ckptconv.graph import Call, Graph, PersistentId, Value
 from ckptconv.locations import Devices
 
 if TYPE_CHECKING:
-    from ckptconv.sources import Source
+    from ckptconv.sources import Readable, Source
 
 __all__ = [
     "Changes",
     "Checkpoint",
     "DeviceArgument",
     "Edits",
+    "Gather",
     "Inflate",
+    "Late",
+    "LeftBehind",
     "NameChange",
     "OutFile",
+    "Part",
     "Piece",
     "Place",
     "Plan",
@@ -36,7 +40,7 @@ __all__ = [
 class Span:
     """LENGTH bytes at OFFSET of SOURCE. ``crc32`` is what their checksum should be, where the source says it."""
 
-    source: Source
+    source: Readable
     offset: int
     length: int
     crc32: int | None = None
@@ -51,8 +55,43 @@ class Inflate:
     crc32: int | None
 
 
+@dataclass(frozen=True)
+class Part:
+    """LENGTH bytes at OFFSET of what the deflate stream OF gives."""
+
+    of: Inflate
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The elements of a strided view of the storage OF, in row-major order, LENGTH bytes in all. Shape, stride and offset count elements of DTYPE.
+
+    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way; SWAPPED: the bytes of each number stand the other way round in the storage.
+    """
+
+    of: Span | Inflate
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+    swapped: bool
+    length: int
+
+
+@dataclass(frozen=True)
+class Late:
+    """LENGTH bytes that hold checksums: MAKE gives them, called with those of :attr:`OutFile.sums`, in order, when all are known."""
+
+    length: int
+    make: Callable[[Sequence[int]], bytes]
+
+
 #: What an output file is made of, in order.
-Piece: TypeAlias = "bytes | Span | Inflate"
+Piece: TypeAlias = "bytes | Span | Inflate | Part | Gather | Late"
 
 
 @dataclass(eq=False)
@@ -114,7 +153,7 @@ class Place:
 class TensorInfo:
     """A tensor as the pickle describes it. Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
 
-    ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array) or ``wrapper`` (a subclass
+    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array) or ``wrapper`` (a subclass
     around other tensors). ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a
     mapping. ``tied_to`` is the path of an earlier tensor that is the same.
     """
@@ -133,11 +172,26 @@ class TensorInfo:
     is_parameter: bool
     contiguous: bool
     tied_to: str | None = None
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """Something that the source has and the target will not: its path, the bytes of storage that go with it, and why."""
+
+    path: str
+    nbytes: int
+    why: str
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it."""
+    """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
+
+    ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
+    holds and nothing in it uses.
+    """
 
     format: str
     source: Source
@@ -149,14 +203,24 @@ class Checkpoint:
     places: list[Place]
     tensors: dict[str, TensorInfo]
     tensor_nodes: dict[int, TensorInfo]
+    byteorder: str = "little"
+    metadata: dict[str, str] = field(default_factory=dict)
+    unused: list[LeftBehind] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Edits:
-    """What the flags of ``convert`` and the keywords of its function become."""
+    """What the flags of ``convert`` and the keywords of its function become, in the order in which they apply (devices last).
+
+    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source.
+    """
 
     devices: Devices = field(default_factory=Devices)
+    select: str | None = None
+    state_dict: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: tuple[str, ...] = ()
@@ -182,26 +246,32 @@ class Changes:
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     names: list[NameChange] = field(default_factory=list)
     unprefixed: int = 0
+    left_behind: list[LeftBehind] = field(default_factory=list)
     rng_states: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class OutFile:
-    """One file to write: its PIECES in order, and their SIZE in bytes."""
+    """One file to write: its PIECES in order, and their SIZE in bytes.
+
+    ``sums`` are ranges whose CRC-32 is computed beside the copy: checked where the range says what it should be, and handed to the late pieces.
+    """
 
     path: Path
     pieces: tuple[Piece, ...]
     size: int
+    sums: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before the first byte is written. ``left_behind`` names what the target will not hold."""
+    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's."""
 
+    formats: tuple[str, str]
     file: OutFile
     changes: Changes
-    left_behind: tuple[str, ...]
+    left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
 
 
@@ -211,9 +281,10 @@ class Report:
 
     src: str
     dst: str
+    formats: tuple[str, str]
     size: int
     changes: Changes
-    left_behind: tuple[str, ...]
+    left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
     seconds: float
     written: bool

@@ -7,7 +7,7 @@ A *name* is a key inside a state dict: ``module.conv.weight``; its segments end 
     ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
     ``/.name``                an attribute (state of BUILD that is a dict)
     ``/.__state__``           other state
-    ``/(0)``, ``/(name)``     an argument of a call; ``/(call)`` is what is called, where that is a call's result
+    ``/(0)``, ``/(name)``     an argument of a call; ``/(call)`` is what is called, ``/(*)`` all arguments, where that is a call's result
     ``/{0}``                  a member of a set, by position
     ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
     ``.``                     the root
@@ -20,11 +20,12 @@ would be a segment's second use in one place (a key that is set twice) has ``\\2
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 
 from ckptconv.errors import UsageError
 from ckptconv.graph import Node, Tuple, Value
 
-__all__ = ["escaped", "key_segment", "normal_prefix", "parse_path"]
+__all__ = ["escaped", "glob_of", "key_segment", "matches", "normal_prefix", "parse_path"]
 
 _LONGEST_LITERAL = 80
 _SEGMENT = re.compile(
@@ -71,6 +72,17 @@ def parse_path(path: str) -> list[str]:
     if path == ".":
         return []
     return _SEGMENT.findall(path if path.startswith("[") else "/" + path)
+
+
+def matches(glob: str, path: str, name: str | None) -> bool:
+    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name. ``*`` crosses dots and slashes."""
+    return fnmatchcase(path if "/" in glob or name is None else name, glob)
+
+
+def glob_of(path: str, name: str | None) -> str:
+    """The glob that means the tensor at PATH and, as far as globs can tell, no other."""
+    literal = path if "/" in path or name is None else name
+    return re.sub(r"[*?[]", r"[\g<0>]", literal)
 
 
 def normal_prefix(prefix: str) -> str:

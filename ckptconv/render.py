@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptconv.errors import printable
 
 if TYPE_CHECKING:
-    from ckptconv.model import NameChange, Report
+    from ckptconv.model import LeftBehind, NameChange, Report
     from ckptconv.summary import Summary, TensorSummary
 
 __all__ = ["facts", "report_lines", "size", "table_lines", "tree_lines", "wrapped"]
@@ -17,6 +17,7 @@ __all__ = ["facts", "report_lines", "size", "table_lines", "tree_lines", "wrappe
 _INDENT = "  "
 _LABEL = 14  # columns
 _SHOWN = 5  # paths in one fact
+_LONGEST = 60  # characters of a text from the file
 
 
 def size(nbytes: int) -> str:
@@ -63,12 +64,15 @@ def facts(summary: Summary) -> Iterator[str]:
         "tensors",
         f"{len(summary['tensors']):,} in {_count(summary['storages'], 'storage')}, {size(summary['nbytes'])} ({size(summary['stored_nbytes'])} stored)",
     )
-    for label, shares in (("dtypes", summary["dtypes"]), ("devices", summary["devices"])):
+    stores_devices = summary["protocol"] is not None
+    for label, shares in (("dtypes", summary["dtypes"]), ("devices", summary["devices"] if stores_devices else {})):
         if shares:
             yield _fact(
                 label,
                 ", ".join(f"{name} ×{share['tensors']:,} ({size(share['nbytes'])})" for name, share in shares.items()),
             )
+    if not stores_devices:
+        yield _fact("devices", "none stored: whoever loads it says where to")
     for found in summary["state_dicts"]:
         yield _fact(
             "state dict",
@@ -91,6 +95,8 @@ def facts(summary: Summary) -> Iterator[str]:
     if summary["globals"]:
         yield _fact("globals", _some(summary["globals"]))
     yield from _safety(summary)
+    if summary["metadata"]:
+        yield _fact("metadata", _some(f"{key} = {text[:_LONGEST]}" for key, text in summary["metadata"].items()))
     for note in summary["notes"]:
         yield _fact("note", note)
     others = sorted(
@@ -115,7 +121,9 @@ def _prefix(prefixes: dict[str, int], names: int) -> str:
 def _safety(summary: Summary) -> Iterator[str]:
     if summary["dangerous"]:
         yield _fact("DANGEROUS", f"names {_some(summary['dangerous'])}, which no checkpoint needs")
-    if summary["weights_only"]:
+    if summary["protocol"] is None:
+        yield _fact("loads safely", "yes: the format holds no code")
+    elif summary["weights_only"]:
         yield _fact("loads safely", "yes: torch.load(weights_only=True) takes it")
     else:
         reasons = (f"{reason} ×{n:,}" if n > 1 else reason for reason, n in summary["obstacles"].items())
@@ -225,6 +233,9 @@ def report_lines(report: Report, *, every_name: bool = False) -> Iterator[str]:
         else f"would write {size(report.size)}"
     )
     yield printable(f"{report.dst}: {done}")
+    old_format, new_format = report.formats
+    if old_format != new_format:
+        yield _fact("format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
         yield _fact("devices", f"{old} → {new}: {_count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name)
@@ -235,12 +246,25 @@ def report_lines(report: Report, *, every_name: bool = False) -> Iterator[str]:
             "RNG states",
             f"{_count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU: {_some(changes.rng_states)}",
         )
-    if report.left_behind:
-        yield _fact("left out", f"{_some(report.left_behind)}: no tensor uses it")
-    if not (changes.devices or changes.names):
+    yield from _left_behind_lines(report.left_behind, every_name)
+    if not (changes.devices or changes.names or report.left_behind or old_format != new_format):
         yield _fact("changes", "none")
     for note in report.notes:
         yield _fact("note", note)
+
+
+def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> Iterator[str]:
+    """What the output does not hold, the reasons apart, the largest first."""
+    by_reason: dict[str, list[LeftBehind]] = {}
+    for left in sorted(left_behind, key=lambda left: -left.nbytes):
+        by_reason.setdefault(left.why, []).append(left)
+    for why, some in by_reason.items():
+        shown = some if every_one else some[:_SHOWN]
+        listed = ", ".join(f"{left.path} ({size(left.nbytes)})" if left.nbytes else left.path for left in shown)
+        more = len(some) - len(shown)
+        if more:
+            listed += f", … {more:,} more ({size(sum(left.nbytes for left in some[len(shown) :]))})"
+        yield _fact("left behind", f"{why}: {listed}")
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[str]:

@@ -12,12 +12,54 @@ from types import TracebackType
 
 from ckptconv.errors import InputChangedError, InputError
 
-__all__ = ["Source"]
+__all__ = ["Readable", "Source"]
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
-class Source:
+class Readable:
+    """An open file, read by position. ``path`` is for messages."""
+
+    path: Path
+    fd: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        parts = []
+        while length:
+            try:
+                part = os.pread(self.fd, length, offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not part:
+                raise self._too_short(offset + length)
+            parts.append(part)
+            offset += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        while buffer:
+            try:
+                done = os.preadv(self.fd, [buffer], offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not done:
+                raise self._too_short(offset + len(buffer))
+            offset += done
+            buffer = buffer[done:]
+
+    def _unreadable(self, error: OSError, offset: int) -> InputError:
+        return InputError(f"cannot be read: {error.strerror}", where=f"{self.path} at byte {offset}")
+
+    def _too_short(self, expected: int) -> InputChangedError:
+        return InputChangedError(
+            "the file became shorter while it was read", where=self.path, expected=f"{expected} bytes"
+        )
+
+
+class Source(Readable):
     """A regular file, open for reading. A context manager; closing twice is harmless."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -51,23 +93,6 @@ class Source:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
-        parts = []
-        while length:
-            try:
-                part = os.pread(self.fd, length, offset)
-            except OSError as error:
-                raise InputError(f"cannot be read: {error.strerror}", where=f"{self.path} at byte {offset}") from error
-            if not part:
-                raise InputChangedError(
-                    "the file became shorter while it was read", where=self.path, expected=f"{offset + length} bytes"
-                )
-            parts.append(part)
-            offset += len(part)
-            length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def is_same_file(self, other: os.stat_result) -> bool:
         """Whether OTHER is this very file, under whatever name."""

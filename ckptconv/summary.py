@@ -80,13 +80,16 @@ class TensorSummary(TypedDict):
 
 
 class Summary(TypedDict):
-    """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take."""
+    """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
+
+    ``protocol`` is None where there is no pickle; ``metadata`` are the texts that a safetensors file has.
+    """
 
     schema_version: int
     path: str
     format: str
     size: int
-    protocol: int
+    protocol: int | None
     nbytes: int
     stored_nbytes: int
     storages: int
@@ -102,6 +105,7 @@ class Summary(TypedDict):
     globals: dict[str, int]
     user_devices: dict[str, str]
     others: dict[str, str]
+    metadata: dict[str, str]
     notes: list[str]
     tensors: list[TensorSummary]
 
@@ -131,7 +135,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         path=str(checkpoint.source.path),
         format=checkpoint.format,
         size=checkpoint.source.size,
-        protocol=graph.protocol,
+        protocol=graph.protocol if graph.opcodes else None,
         nbytes=sum(info.nbytes for info in untied),
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),
@@ -149,6 +153,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         globals=dict(names.most_common()),
         user_devices=_user_devices(places),
         others=others,
+        metadata=checkpoint.metadata,
         notes=list(checkpoint.notes),
         tensors=[_tensor(info) for info in tensors],
     )
@@ -311,6 +316,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "src": report.src,
         "dst": report.dst,
+        "formats": list(report.formats),
         "size": report.size,
         "written": report.written,
         "seconds": round(report.seconds, 6),
@@ -321,6 +327,6 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
         "unprefixed": changes.unprefixed,
         "rng_states": changes.rng_states,
-        "left_behind": list(report.left_behind),
+        "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
     }

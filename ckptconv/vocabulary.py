@@ -6,19 +6,20 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import TypeGuard
 
-from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global
+from ckptconv.graph import Call, Dict, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.places import find_places
+from ckptconv.sources import Source
 
-__all__ = ["Words", "every_place", "read_words", "torch_device"]
+__all__ = ["checkpoint_of", "every_place", "places_in", "torch_device"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 #: The position of the device among the arguments of those rebuild functions that have one.
@@ -50,20 +51,18 @@ _REBUILDERS = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Words:
-    """What torch would see in a graph."""
+def checkpoint_of(
+    name: str,
+    source: Source,
+    graph: Graph,
+    container: object,
+    record: Callable[[str], Span | Inflate | None],
+    where: str,
+) -> Checkpoint:
+    """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places. Raises MalformedError, LimitError.
 
-    storages: dict[str, Storage]
-    references: list[Reference]
-    device_arguments: list[DeviceArgument]
-    places: list[Place]
-    tensors: dict[str, TensorInfo]
-    tensor_nodes: dict[int, TensorInfo]
-
-
-def read_words(graph: Graph, record: Callable[[str], Span | Inflate | None], where: str) -> Words:
-    """Storages, tensors and places of GRAPH. RECORD gives the bytes that a storage's key stands for. Raises MalformedError, LimitError."""
+    RECORD gives the bytes that a storage's key stands for; WHERE is for errors.
+    """
     storages: dict[str, Storage] = {}
     references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in _device_arguments(call)]
@@ -73,12 +72,23 @@ def read_words(graph: Graph, record: Callable[[str], Span | Inflate | None], whe
         if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
             places.append(place)
             reader.visit(place)
-    return Words(storages, references, arguments, places, reader.tensors, reader.nodes)
+    return Checkpoint(
+        name, source, graph, container, storages, references, arguments, places, reader.tensors, reader.nodes
+    )  # fmt: skip
 
 
 def every_place(checkpoint: Checkpoint) -> list[Place]:
     """The places of CHECKPOINT, those of atoms too."""
     return list(find_places(checkpoint.graph.root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+
+
+def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
+    """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among them."""
+    root = next(place for place in checkpoint.places if place.node is checkpoint.graph.root)
+    leaf: Callable[[Node], list[Value] | None] = lambda node: None if id(node) in opened else []  # noqa: E731
+    for place in find_places(root, leaf, str(checkpoint.source.path)):
+        if id(place.node) not in opened:
+            yield place
 
 
 def _leaf(tensors: Mapping[int, TensorInfo]) -> Callable[[Node], list[Value] | None]:
@@ -272,8 +282,9 @@ class _TensorReader:
             return None
         assert isinstance(node.id, Tuple) and isinstance(node.id.items[1], Global)
         dtype = BY_STORAGE_CLASS[node.id.items[1].name]
+        metadata = _at(args, 6)
         if function.endswith("_v3"):
-            dtype = _dtype(_at(args, 6))
+            dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
         offset = _count(_at(args, 1))
         shape, stride = _sizes(_at(args, 2), _at(args, 3))
         quantized = function.endswith("_rebuild_qtensor")
@@ -281,6 +292,7 @@ class _TensorReader:
         return TensorInfo(
             "", None, "quantized" if quantized else "strided", dtype.name, shape, stride, offset, storage.device,
             dtype.bytes_of(prod(shape)), storage, _at(args, 5 if quantized else 4) is True, False, _is_contiguous(shape, stride),
+            conj=_has_bit(metadata, "conj"), neg=_has_bit(metadata, "neg"),
         )  # fmt: skip
 
     def described(
@@ -321,7 +333,7 @@ class _TensorReader:
 
 def _rebuilder(node: Value) -> str | None:
     """The name of the rebuild function that NODE calls, if it calls one."""
-    if isinstance(node, Call) and isinstance(node.callable, Global):
+    if isinstance(node, Call) and isinstance(node.callable, Global) and isinstance(node.args, Tuple):
         name = f"{node.callable.module}.{node.callable.name}"
         return name if name in _REBUILDERS else None
     return None
@@ -347,7 +359,17 @@ def _at(args: list[Value], index: int) -> Value:
 def _dtype(node: Value) -> DType:
     if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
         return BY_NAME[node.name]
+    if isinstance(node, Global) and node.module == "safetensors" and node.name in BY_WORD:
+        return BY_WORD[node.name]  # one that torch has not, so that only our reader of safetensors says it
     raise _Bad("a tensor has no dtype that is known", got=node if isinstance(node, Global) else type(node).__name__)
+
+
+def _has_bit(metadata: Value, name: str) -> bool:
+    """Whether a rebuild call's last argument, a dict, sets one of torch's lazy bits (``torch._utils.set_tensor_metadata``)."""
+    if not isinstance(metadata, Dict):
+        return False
+    values = [effect.values[i + 1] for effect, i in metadata.pairs() if effect.values[i] == name]
+    return bool(values) and values[-1] is True
 
 
 def _count(value: Value) -> int:

@@ -1,19 +1,26 @@
-"""Strangers' checkpoints: every zip of the corpus is converted, or refused for what it is; torch is the judge where its safe loader takes the source."""
+"""Strangers' checkpoints: every zip of the corpus is converted, or refused for what it is; torch is the judge where its safe loader takes the source.
+
+State dicts go to safetensors and back, the corpus's safetensors files to torch's format and back, with the safetensors library as the second judge.
+"""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from judge import assert_same, tags_of
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 import ckptconv
 from ckptconv import formats
-from ckptconv.errors import UnsupportedError
+from ckptconv.errors import CkptconvError, RefusedError, UnsupportedError
 from ckptconv.graph import (
     Blob,
     ByteArray,
@@ -28,6 +35,7 @@ from ckptconv.graph import (
     Value,
     children,
 )
+from ckptconv.names import key_segment
 from ckptconv.pickles import parse
 from ckptconv.sources import Source
 
@@ -98,6 +106,164 @@ def test_the_manifest_agrees(checkpoints: list[dict[str, str]]) -> None:
         assert (len(storages), len(checkpoint.tensors)) == (int(row["n_storages"]), int(row["n_tensors"])), row["path"]
         assert Counter(storage.device for storage in storages) == counts(row["locations"]), row["path"]
         assert Counter(kinds.values()) == counts(row["dtypes"]), row["path"]
+
+
+# safetensors, there and back
+
+
+@pytest.fixture(scope="module")
+def everything(corpus: Path) -> list[dict[str, str]]:
+    """All rows of manifest.csv, with the whole path. The largest file has 4 MB, so none is left out."""
+    with (corpus / "manifest.csv").open(newline="") as file:
+        return [{**row, "path": str(corpus / row["path"])} for row in csv.DictReader(file)]
+
+
+def test_state_dicts_to_safetensors_and_back(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
+    """Where there is one state dict, the library and torch read from the outputs what the source's records hold, and what its safe loader gives."""
+    there, back = tmp_path / "there.safetensors", tmp_path / "back.pt"
+    judged: Counter[str] = Counter()
+    for row in checkpoints:
+        try:
+            report = ckptconv.convert(row["path"], there, force=True)
+        except RefusedError:
+            continue
+        ckptconv.convert(there, back, map_location="cuda:1", force=True)
+        found, tags = tags_of(back, weights_only=True)
+        path = state_dict_path(row["path"])
+        from_records = tensors_at(row["path"], path)
+        assert found.keys() == from_records.keys(), row["path"]
+        assert_equal_tensors(found, from_records)
+        assert_equal_tensors(load_file(there), from_records)
+        assert set(tags) == {"cuda:1"}
+        with safe_open(there, "pt") as file:
+            ties = {name: kept for name, kept in file.metadata().items() if name != "format"}
+        assert set(load_file(there)) == found.keys() - ties.keys()
+        assert all(found[name].data_ptr() == found[kept].data_ptr() for name, kept in ties.items())
+        left = {place.path for place in report.left_behind}
+        assert not any(place in found for place in left)
+        judged["records"] += 1
+        if row["weights_only_ok"] == "yes":
+            loaded = at_path(torch.load(row["path"], map_location="cpu", weights_only=True), path)
+            assert_equal_tensors(found, {key: value for key, value in loaded.items() if value is not None})
+            judged["safe loader"] += 1
+        again = tmp_path / "again.safetensors"
+        ckptconv.convert(back, again, force=True)
+        assert again.read_bytes() == there.read_bytes(), row["path"]
+    assert judged == {"records": 23, "safe loader": 19}
+
+
+def test_safetensors_files_to_torch_and_back(everything: list[dict[str, str]], tmp_path: Path) -> None:
+    """The library reads the same tensors from what came back, and torch from what it went through; without edits the metadata stays."""
+    files = [row["path"] for row in everything if row["container"] == "safetensors"]
+    assert len(files) == 6
+    for path in files:
+        wanted = load_file(path)
+        summary = ckptconv.inspect(path)
+        assert {tensor["name"]: tuple(tensor["shape"]) for tensor in summary["tensors"]} == {
+            name: tuple(tensor.shape) for name, tensor in wanted.items()
+        }
+        ckptconv.convert(path, tmp_path / "there.pt", map_location="cuda:0", force=True)
+        found, tags = tags_of(tmp_path / "there.pt", weights_only=True)
+        assert tags == ["cuda:0"] * len(wanted)
+        assert_equal_tensors(found, wanted)
+        for source in (tmp_path / "there.pt", path):
+            ckptconv.convert(source, tmp_path / "back.safetensors", force=True)
+            assert_equal_tensors(load_file(tmp_path / "back.safetensors"), wanted)
+        with safe_open(path, "pt") as old, safe_open(tmp_path / "back.safetensors", "pt") as new:
+            assert new.metadata() == {"format": "pt", **(old.metadata() or {})}
+
+
+#: What becomes of the corpus on the way to safetensors: container → outcome → how many.
+OUTCOMES = {
+    "zip-pt": {"converted": 23, "no state dict": 8, "several state dicts": 1},
+    "safetensors": {"converted": 6},
+    "torchscript": {"UnsupportedError": 4},
+}
+
+
+def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], tmp_path: Path) -> None:
+    """Whatever the container, nothing else is raised than our own errors, and then nothing is written; as many are converted as should be."""
+    table: dict[str, Counter[str]] = {}
+    for i, row in enumerate(everything):
+        dst = tmp_path / f"{i}.safetensors"
+        outcome = "converted"
+        try:
+            ckptconv.convert(row["path"], dst)
+        except CkptconvError as error:
+            is_refused = type(error) is RefusedError
+            several = "it is not clear which state dict is meant" in error.what
+            none = "there is no state dict in it" in error.what
+            outcome = type(error).__name__
+            if is_refused:
+                outcome = "several state dicts" if several else "no state dict" if none else str(error)
+            assert not dst.exists()
+        table.setdefault(row["container"], Counter())[outcome] += 1
+    for container, outcomes in table.items():
+        print(f"{container:22}", ", ".join(f"{outcome}: {n}" for outcome, n in outcomes.items()))
+    assert {container: dict(table[container]) for container in OUTCOMES} == OUTCOMES
+
+
+def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
+    """Where the safe loader takes what is refused, no mapping in it, but in an optimizer, holds names and tensors alone."""
+    judged = 0
+    for row in checkpoints:
+        try:
+            ckptconv.convert(row["path"], tmp_path / "dst.safetensors", force=True)
+        except RefusedError:
+            if row["weights_only_ok"] == "yes":
+                loaded = torch.load(row["path"], map_location="cpu", weights_only=True)
+                assert not list(state_dicts_in(loaded)), row["path"]
+                judged += 1
+    assert judged == 7
+
+
+def state_dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+    """The mappings of strings to tensors alone in VALUE, but for an optimizer's."""
+    if isinstance(value, dict) and not {"state", "param_groups"} <= value.keys():
+        kinds = {(type(key), isinstance(item, torch.Tensor)) for key, item in value.items()}
+        if kinds == {(str, True)}:
+            yield value
+        for item in value.values():
+            yield from state_dicts_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from state_dicts_in(item)
+
+
+def state_dict_path(path: str) -> str:
+    """Where the state dict stands that is meant: the only one, or that with a usual name."""
+    paths = [found["path"] for found in ckptconv.inspect(path)["state_dicts"]]
+    return paths[0] if len(paths) == 1 else next(p for p in paths if p in ("state_dict", "model", "model_state_dict"))
+
+
+def at_path(value: Any, path: str) -> Any:
+    """What stands at PATH in a loaded checkpoint: keys and indices."""
+    for word in re.findall(r"\[\d+\]|[^/\[]+", "" if path == "." else path):
+        value = value[int(word[1:-1]) if word[0] == "[" else word]
+    return value
+
+
+def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
+    """The tensors of STATE_DICT as views of the bytes that torch reads from the records of PATH."""
+    with Source(path) as source:
+        infos = formats.read(source).tensors
+    found = {}
+    data = {key: bytearray(record) for key, record in records(Path(path)).items()}
+    prefix = "" if state_dict == "." else state_dict + "/"
+    for place, info in infos.items():
+        if info.name is not None and info.storage and place == prefix + key_segment(info.name, 0)[1:]:
+            raw = torch.frombuffer(data[f"data/{info.storage.key}"], dtype=getattr(torch, info.dtype))
+            found[info.name] = raw.as_strided(info.shape, info.stride, info.offset)
+    return found
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """What is FOUND is wanted, bit for bit; ties may be missing."""
+    assert found.keys() <= wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
+        left, right = (t.reshape(-1).clone().view(torch.uint8) for t in (tensor, wanted[name]))
+        assert torch.equal(left, right), name
 
 
 def counts(text: str) -> Counter[str]:

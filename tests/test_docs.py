@@ -46,8 +46,11 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
             ("a.pt", "two_gpus"),
             ("ddp.pt", "dataparallel"),
             ("plain.pt", "cpu"),
+            ("train.pt", "training"),
         ):
             shutil.copy(fixtures / f"{source}.pt", name)
+        for name in ("a", "weights"):
+            ckptconv.convert("plain.pt", f"{name}.safetensors")
         args = [arg.strip("'") for arg in line.split()[1:]]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")

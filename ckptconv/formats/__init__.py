@@ -1,11 +1,11 @@
-"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. By content, never by suffix."""
+"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. What a file is, its content says, never its suffix."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from ckptconv.errors import UnsupportedError
-from ckptconv.formats import torch_zip
+from ckptconv.formats import safetensors, torch_zip
 from ckptconv.model import Checkpoint
 from ckptconv.sources import Source
 
@@ -22,7 +22,7 @@ class Format(Protocol):
     def read(self, source: Source) -> Checkpoint: ...
 
 
-FORMATS: tuple[Format, ...] = (torch_zip,)
+FORMATS: tuple[Format, ...] = (torch_zip, safetensors)
 
 _HEAD = 64
 _OTHERS = (
@@ -52,10 +52,14 @@ def read(source: Source) -> Checkpoint:
     if source.size == 0:
         raise UnsupportedError("the file is empty", where=source.path, hint="download or copy it again")
     head = source.read(0, min(_HEAD, source.size))
-    for format_ in FORMATS:
-        if format_.looks_like(head):
-            return format_.read(source)
     for start, what, hint in _OTHERS:
         if head.lstrip().lower().startswith(start.lower()):
             raise UnsupportedError(what, where=source.path, hint=hint)
-    raise UnsupportedError("no checkpoint that this version reads", where=source.path, expected="torch's zip format")
+    for format_ in FORMATS:
+        if format_.looks_like(head):
+            return format_.read(source)
+    if source.path.suffix == ".safetensors":
+        return safetensors.read(source)  # which says what is wrong with it
+    raise UnsupportedError(
+        "no checkpoint that this version reads", where=source.path, expected="torch's zip format or safetensors"
+    )

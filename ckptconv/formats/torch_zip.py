@@ -20,11 +20,13 @@ looking; ours is another, so the records that describe a layout are left out, an
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.formats.joined import joined
 from ckptconv.formats.zip_archive import (
     STORED,
     UTF8,
@@ -35,13 +37,14 @@ from ckptconv.formats.zip_archive import (
     local_header,
     read_archive,
 )
-from ckptconv.graph import Blob, Tuple
+from ckptconv.graph import Tuple
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Inflate, OutFile, Piece, Span
+from ckptconv.model import Checkpoint, Inflate, Late, LeftBehind, OutFile, Piece, Span
 from ckptconv.pickles import emit, parse
 from ckptconv.safe_loader import can_be_made_loadable
+from ckptconv.selection import cannot_hold
 from ckptconv.sources import Source
-from ckptconv.vocabulary import read_words
+from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 
@@ -59,7 +62,6 @@ class Container:
     """What the reader keeps for the writer: the archive, and the pickle's bytes where they had to be inflated."""
 
     archive: Archive
-    byteorder: str
     inflated_pickle: bytes | None
 
 
@@ -96,14 +98,18 @@ def read(source: Source) -> Checkpoint:
         found = names.get(f"data/{key}")
         return found.data(source, checked=checked) if found else None
 
-    words = read_words(graph, record, where)
-    notes = [] if checked else ["the file has no checksums, so damage to it cannot be seen"]
+    checkpoint = checkpoint_of(NAME, source, graph, Container(archive, inflated), record, where)
+    used = {f"data/{key}" for key in checkpoint.storages}
+    checkpoint.unused = [
+        LeftBehind(name, member.size, "no tensor uses it")
+        for name, member in names.items()
+        if name.startswith("data/") and not name.endswith("/") and name not in used
+    ]
+    if not checked:
+        checkpoint.notes.append("the file has no checksums, so damage to it cannot be seen")
     _note(source, names, "version", checked)
-    container = Container(archive, _byteorder(source, _note(source, names, "byteorder", checked)), inflated)
-    return Checkpoint(
-        NAME, source, graph, container, words.storages, words.references, words.device_arguments,
-        words.places, words.tensors, words.tensor_nodes, notes,
-    )  # fmt: skip
+    checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))
+    return checkpoint
 
 
 def _refuse_others(source: Source, names: dict[str, Member]) -> None:
@@ -210,28 +216,65 @@ def _byteorder(source: Source, note: bytes | None) -> str:
 # Writing
 
 
-def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[str]]:
-    """The file that CHECKPOINT, edited, becomes at PATH, and the names of the records that are left out."""
-    container = checkpoint.container
-    assert isinstance(container, Container)
+def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[LeftBehind], list[str]]:
+    """The file that CHECKPOINT, edited, becomes at PATH, what of its container cannot come along, and notes. Raises RefusedError."""
+    if isinstance(checkpoint.container, Container):
+        return _rewritten(checkpoint, checkpoint.container, path), [], []
+    troubles = [
+        (place, info.dtype)
+        for place in checkpoint.places
+        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.dtype not in BY_NAME
+    ]
+    if troubles:
+        raise cannot_hold(checkpoint, "torch", troubles)
+    left_behind = [
+        LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
+        for key, text in checkpoint.metadata.items()
+        if key != "format"
+    ]
+    return _written(checkpoint, path), left_behind, []
+
+
+def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutFile:
+    """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
     members = container.archive.names()
-    used = {f"data/{key}" for key in checkpoint.storages}
-    orphans = [name for name in members if name.startswith("data/") and name not in used and not name.endswith("/")]
-    names = _renumber(checkpoint) if orphans else {name: name for name in used}
+    dropped = {name for name in members if name.startswith("data/") and name[5:] not in checkpoint.storages}
+    dropped = {name for name in dropped if not name.endswith("/")}
+    names = _renumber(checkpoint) if dropped else {}
     kept = [
         (names.get(name, name), member)
         for name, member in members.items()
-        if name not in _LAYOUT_RECORDS and name not in orphans
+        if name not in _LAYOUT_RECORDS and name not in dropped
     ]
-    pickle = _pickle_pieces(checkpoint, emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph)))
-    writer = _Writer(checkpoint, container.archive)
+    pickle = _pickle_pieces(checkpoint, container.inflated_pickle)
+    writer = _Writer(container.archive.root, checked=container.archive.has_checksums)
     for i, (name, member) in enumerate(kept):
-        following = kept[i + 1][1] if i + 1 < len(kept) else None
         if name == PICKLE:
-            writer.pickle(pickle, following)
+            writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
         else:
-            writer.member(name, member)
-    return writer.finish(path), orphans
+            writer.member(name, member, checkpoint.source)
+    return writer.finish(path)
+
+
+def _written(checkpoint: Checkpoint, path: Path) -> OutFile:
+    """An archive as torch writes it, its records' checksums computed on the way."""
+    writer = _Writer(_root_name(path), checked=True)
+    writer.pickle(_pickle_pieces(checkpoint, None), like=0)
+    writer.record("byteorder", checkpoint.byteorder.encode())
+    for key, storage in checkpoint.storages.items():
+        assert isinstance(storage.data, Span)  # zips alone deflate
+        writer.storage(f"data/{key}", storage.data)
+    writer.record("version", b"3\n")
+    return writer.finish(path)
+
+
+def _root_name(path: Path) -> str:
+    """The folder in the archive: the file's name without its suffix, as torch has it, where that is text."""
+    try:
+        path.stem.encode()
+    except UnicodeEncodeError:
+        return "archive"
+    return path.stem
 
 
 def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
@@ -244,12 +287,10 @@ def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
     return {f"data/{old}": f"data/{new}" for old, new in keys.items()}
 
 
-def _pickle_pieces(checkpoint: Checkpoint, parts: list[bytes | Blob]) -> list[bytes | Span]:
-    """The pickle with its blobs as ranges of the source."""
-    assert isinstance(checkpoint.container, Container)
-    inflated = checkpoint.container.inflated_pickle
+def _pickle_pieces(checkpoint: Checkpoint, inflated: bytes | None) -> list[bytes | Span]:
+    """The pickle, its blobs as ranges of the source, or of the source's pickle where that had to be INFLATED."""
     pieces: list[bytes | Span] = []
-    for part in parts:
+    for part in emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph)):
         if isinstance(part, bytes):
             pieces.append(part)
         elif inflated is None:
@@ -260,65 +301,73 @@ def _pickle_pieces(checkpoint: Checkpoint, parts: list[bytes | Blob]) -> list[by
 
 
 class _Writer:
-    """Places members one behind another."""
+    """Places records one behind another, in the folder ROOT. CHECKED: they have checksums."""
 
-    def __init__(self, checkpoint: Checkpoint, archive: Archive) -> None:
-        self.source = checkpoint.source
-        self.archive = archive
+    def __init__(self, root: str, *, checked: bool) -> None:
+        self.root = root
+        self.checked = checked
         self.pieces: list[Piece] = []
-        self.literal = bytearray()  # the bytes after the last piece
         self.entries: list[NewEntry] = []
+        self.sums: list[Span] = []
+        self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
         self.at = 0
 
     def add(self, piece: Piece) -> None:
-        """Append PIECE; a range that continues the last one joins it, and so do literal bytes."""
-        if isinstance(piece, bytes):
-            self.literal += piece
-            self.at += len(piece)
-            return
-        self.end_literal()
-        last = self.pieces[-1] if self.pieces else None
-        if isinstance(piece, Span) and isinstance(last, Span) and last.offset + last.length == piece.offset:
-            self.pieces[-1] = Span(self.source, last.offset, last.length + piece.length)
+        """Append PIECE."""
+        self.pieces.append(piece)
+        self.at += len(piece) if isinstance(piece, bytes) else piece.length
+
+    def header(self, name: str, crc32: int | Span, size: int, padding: int) -> None:
+        """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
+        raw_name = f"{self.root}/{name}".encode()
+        header = local_header(raw_name, 0 if isinstance(crc32, Span) else crc32, size, padding)
+        self.entries.append(NewEntry(raw_name, UTF8, 0 if isinstance(crc32, Span) else crc32, size, self.at))
+        if isinstance(crc32, Span):
+            place = self.awaited[len(self.entries) - 1] = len(self.sums)
+            self.sums.append(crc32)
+            self.add(Late(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
         else:
-            self.pieces.append(piece)
-        self.at += piece.length
-
-    def end_literal(self) -> None:
-        if self.literal:
-            self.pieces.append(bytes(self.literal))
-            self.literal.clear()
-
-    def header(self, name: str, crc32: int, size: int, padding: int) -> None:
-        raw_name = f"{self.archive.root}/{name}".encode()
-        self.entries.append(NewEntry(raw_name, UTF8, crc32, size, self.at))
-        self.add(local_header(raw_name, crc32, size, padding))
+            self.add(header)
 
     def bare_header(self, name: str, size: int) -> int:
         """The length of a header without padding."""
-        return len(local_header(f"{self.archive.root}/{name}".encode(), 0, size, 0))
+        return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
-    def pickle(self, pieces: list[bytes | Span], following: Member | None) -> None:
-        """The pickle, padded so that FOLLOWING comes to stand where it stood, modulo a block."""
+    def pickle(self, pieces: list[bytes | Span], *, like: int) -> None:
+        """The pickle, padded so that what follows comes to stand at LIKE, modulo a block."""
         size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
         crc32 = 0
-        if self.archive.has_checksums:
+        if self.checked:
             for piece in pieces:
                 crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else _crc_of(piece, crc32)
         end = self.at + self.bare_header(PICKLE, size) + size
-        self.header(PICKLE, crc32, size, _padding(end, following.header_offset if following else 0, _BLOCK))
+        self.header(PICKLE, crc32, size, _padding(end, like, _BLOCK))
         for piece in pieces:
             self.add(piece)
 
-    def member(self, name: str, member: Member) -> None:
+    def record(self, name: str, data: bytes) -> None:
+        """A small record of our own."""
+        self.header(name, zlib.crc32(data), len(data), 0)
+        self.add(data)
+
+    def storage(self, name: str, data: Span) -> None:
+        """The bytes of a storage that come from another container, with or without a checksum."""
+        crc32 = data.crc32 if data.crc32 is not None else data if data.length else 0
+        self.header(
+            name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
+        )  # fmt: skip
+        if data.length:
+            self.add(data)
+
+    def member(self, name: str, member: Member, source: Source) -> None:
         """A record of the source: as it stands where that is possible, else under a header of our own."""
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
-        same = member.name == f"{self.archive.root}/{name}" and member.method == STORED
+        same = member.name == f"{self.root}/{name}" and member.method == STORED
         if same and aligned and (self.at - member.header_offset) % _BLOCK == 0:
             self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
-            self.add(Span(self.source, member.header_offset, member.end - member.header_offset))
+            self.add(Span(source, member.header_offset, member.end - member.header_offset))
             return
-        data = member.data(self.source, checked=self.archive.has_checksums)
+        data = member.data(source, checked=self.checked)
         start = self.at + self.bare_header(name, member.size)
         keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
         padding = _padding(start, member.data_offset, _BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
@@ -327,9 +376,17 @@ class _Writer:
             self.add(data)
 
     def finish(self, path: Path) -> OutFile:
-        self.add(central_directory(self.entries, self.at))
-        self.end_literal()
-        return OutFile(path, tuple(self.pieces), self.at)
+        start, entries, awaited = self.at, self.entries, self.awaited
+        directory = central_directory(entries, start)
+        if awaited:
+            self.add(Late(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start)))
+        else:
+            self.add(directory)
+        return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))
+
+
+def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
+    return [replace(entry, crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
 
 
 def _crc_of(span: Span, crc32: int) -> int:

@@ -1,0 +1,86 @@
+"""CRC-32 of ranges of files, computed in threads beside whatever else is being done (zlib and reading let go of the interpreter)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from types import TracebackType
+
+from ckptconv.errors import MalformedError
+from ckptconv.model import Span
+
+__all__ = ["Sums"]
+
+_CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
+_MOST_THREADS = 4
+
+
+class Sums:
+    """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._results = [0] * len(spans)
+        self._next = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._error: BaseException | None = None
+        count = min(_MOST_THREADS, os.cpu_count() or 1, len(spans))
+        self._threads = [threading.Thread(target=self._run, name="ckptconv-sums", daemon=True) for _ in range(count)]
+
+    def __enter__(self) -> Sums:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong so far: MalformedError where a range is not what its checksum says, or what reading raised."""
+        if self._error is not None:
+            raise self._error
+
+    def results(self) -> Sequence[int]:
+        """All checksums, in the order of the spans; waits for them. Raises as :meth:`check` does."""
+        for thread in self._threads:
+            thread.join()
+        self.check()
+        return self._results
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(_CHUNK))
+        try:
+            while (i := self._take()) is not None:
+                self._results[i] = self._sum(self._spans[i], buffer)
+        except BaseException as error:  # handed to the thread that asks
+            self._error = error
+            self._stopped = True
+
+    def _take(self) -> int | None:
+        """The index of a span that nobody has taken."""
+        with self._lock:
+            i = self._next
+            self._next += 1
+        return i if i < len(self._spans) and not self._stopped else None
+
+    def _sum(self, span: Span, buffer: memoryview) -> int:
+        crc32 = 0
+        for at in range(0, span.length, _CHUNK):
+            if self._stopped:
+                return 0
+            chunk = buffer[: min(_CHUNK, span.length - at)]
+            span.source.read_into(span.offset + at, chunk)
+            crc32 = zlib.crc32(chunk, crc32)
+        if span.crc32 is not None and crc32 != span.crc32:
+            raise MalformedError(
+                "the record is damaged: its checksum is wrong", where=f"{span.source.path} at byte {span.offset}",
+                expected=f"{span.crc32:08x}", got=f"{crc32:08x}",
+            )  # fmt: skip
+        return crc32

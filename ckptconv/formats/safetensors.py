@@ -1,0 +1,250 @@
+"""The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` has the layout.
+
+The file holds named tensors, each whole and in row-major order; no devices, no views, no objects. Read, it becomes a graph like that of a pickled dict of tensors, each on ``cpu``, so that
+every edit and every writer serves it. Two names of one tensor cannot be said in it: the second is recorded in the metadata as ``second → first``, which is what
+the library's ``save_model`` writes, and read back as a tie.
+
+Written: the header in the state dict's order, the data sorted by the size of its elements, the largest first, so that each tensor is aligned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ckptconv.dtypes import BY_NAME, BY_WORD, DType
+from ckptconv.errors import RefusedError
+from ckptconv.formats.joined import joined
+from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, read_header
+from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value
+from ckptconv.limits import LIMITS
+from ckptconv.model import Checkpoint, Gather, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
+from ckptconv.places import is_item
+from ckptconv.selection import cannot_hold, left_behind_at
+from ckptconv.sources import Source
+from ckptconv.vocabulary import checkpoint_of, places_in
+
+__all__ = ["NAME", "Container", "layout", "looks_like", "read"]
+
+NAME = "safetensors"
+_FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
+_PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
+_AT_ONCE = 1000  # items in one SETITEMS, as pickle writes them
+_REAL = {"float64", "float32", "float16", "bfloat16"}
+_COMPLEX = {"complex64"}
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """What the reader keeps for the writer: where the data starts."""
+
+    data_offset: int
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that starts with HEAD is one: a length below a terabyte, and a brace after spaces."""
+    return head[5:8] == bytes(3) and head[8:].lstrip(b" \t\r\n")[:1] in (b"{", b"") and len(head) > 8
+
+
+# Reading
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE. Raises MalformedError, LimitError."""
+    header = read_header(source)
+    metadata = header.metadata or {}
+    names = {entry.name for entry in header.entries}
+    ties = {
+        name: kept for name, kept in metadata.items() if kept in names and name not in names and name != _FORMAT
+    }  # fmt: skip
+    spans = {
+        str(i): Span(source, header.data_offset + entry.start, entry.end - entry.start)
+        for i, entry in enumerate(header.entries)
+    }
+    container = Container(header.data_offset)
+    checkpoint = checkpoint_of(NAME, source, _graph(header.entries, ties), container, spans.get, str(source.path))
+    checkpoint.metadata = {key: value for key, value in metadata.items() if key not in ties}
+    return checkpoint
+
+
+def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
+    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more tensor on the same storage for each tie."""
+    graph = Graph(Dict(), 2, 0, frozenset(), [], [], [], [], set())
+    words: dict[str, Global] = {}
+    items: list[Value] = []
+    place = {entry.name: i for i, entry in enumerate(entries)}
+    for name, kept in [*((entry.name, entry.name) for entry in entries), *ties.items()]:
+        items += (name, _tensor(graph, entries[place[kept]], str(place[kept]), words))
+    assert isinstance(graph.root, Dict)
+    for at in range(0, len(items), 2 * _AT_ONCE):
+        graph.root.add(Effect("SETITEMS", items[at : at + 2 * _AT_ONCE], None))
+    graph.shared.update(words.values())
+    return graph
+
+
+def _tensor(graph: Graph, entry: Entry, key: str, words: dict[str, Global]) -> Call:
+    """The call that rebuilds ENTRY on the storage KEY; WORDS are the globals that calls share."""
+
+    def word(module: str, name: str) -> Global:
+        return words.setdefault(name, Global(module, name))
+
+    dtype, shape = _torch_dtype(entry)
+    typed = dtype.storage_class is not None
+    storage_class = (
+        word("torch", dtype.storage_class) if dtype.storage_class else word("torch.storage", "UntypedStorage")
+    )
+    elements = prod(shape) if typed else entry.end - entry.start
+    storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", elements]))
+    graph.references.append(storage)
+    stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    hooks = Call("REDUCE", word("collections", "OrderedDict"), Tuple([]))
+    args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
+    if typed:
+        return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v2"), Tuple(args))
+    args.append(word("torch" if dtype.name in BY_NAME else "safetensors", dtype.name))
+    return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v3"), Tuple(args))
+
+
+def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
+    """ENTRY's dtype and shape as torch counts them, where torch can."""
+    if entry.word == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
+        return BY_NAME[_PACKED], (*entry.shape[:-1], entry.shape[-1] // 2)
+    dtype = BY_WORD[entry.word]
+    return dtype, entry.shape
+
+
+# Writing
+
+
+def layout(
+    checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False
+) -> tuple[OutFile, list[LeftBehind], list[str]]:
+    """The file that CHECKPOINT, a state dict by now, becomes at PATH, what it cannot take along, and notes.
+
+    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot hold.
+    """
+    taken, left_behind = _sort_out(checkpoint)
+    container = checkpoint.container if isinstance(checkpoint.container, Container) else None
+    metadata = {**checkpoint.metadata, _FORMAT: checkpoint.metadata.get(_FORMAT, "pt")}
+    written = taken if copy_tied else _untied(taken, metadata)
+    order = sorted(written, key=lambda name: _order_of_data(written[name], as_it_is=container is not None))
+    pieces: list[Piece] = []
+    entries: dict[str, Entry] = {}
+    at = 0
+    for name in order:
+        info = written[name]
+        word, shape = _word_and_shape(info)
+        entries[name] = Entry(name, word, shape, at, at + info.nbytes)
+        at += info.nbytes
+        if info.nbytes:
+            pieces.append(_piece(info, checkpoint.byteorder))
+    header = header_bytes(
+        metadata, (entries[name] for name in written), like=container.data_offset if container else None
+    )
+    storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
+    sums = [s.data for s in storages if isinstance(s.data, Span) and s.data.crc32 is not None]
+    file = OutFile(path, joined([header, *pieces]), len(header) + at, tuple(sums))
+    return file, left_behind, _notes(taken)
+
+
+def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:
+    """The tensors by name, in the state dict's order, and what the file will not hold. Raises RefusedError."""
+    if not isinstance(checkpoint.graph.root, Object):
+        raise RefusedError("a safetensors file holds names and their tensors", where=checkpoint.source.path)
+    taken: dict[str, TensorInfo] = {}
+    others: list[Place] = []
+    troubles: list[tuple[Place, str]] = []
+    for place in places_in(checkpoint, {id(checkpoint.graph.root)}):
+        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+        if info is None or not is_item(place):
+            others.append(place)
+        elif trouble := _trouble(place, info, taken):
+            troubles.append((place, trouble))
+        elif place.key is not None:
+            taken[place.key] = info
+    if troubles:
+        raise cannot_hold(checkpoint, NAME, troubles)
+    kept = [info.storage for info in taken.values()]
+    return taken, left_behind_at(checkpoint, others, kept, "not a tensor with a name")
+
+
+def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> str | None:
+    """Why the format cannot hold the tensor INFO at PLACE, beside those TAKEN already."""
+    dtype = BY_NAME.get(info.dtype) or BY_WORD.get(info.dtype)
+    if place.key is None:
+        return "its key is no string"
+    if place.key == METADATA:
+        return "the name is reserved"
+    if any("\ud800" <= c <= "\udfff" for c in place.key):
+        return "its name is no text"
+    if place.key in taken:
+        return "a second tensor of that name"
+    if info.kind != "strided" or info.storage is None:
+        return info.kind
+    if dtype is None or dtype.word is None:
+        return info.dtype
+    if info.dtype == _PACKED and not info.shape:
+        return f"a scalar of {_PACKED}"
+    if (info.conj and info.dtype not in _COMPLEX) or (info.neg and info.dtype not in _COMPLEX | _REAL):
+        return f"{info.dtype} to be conjugated or negated"
+    most = max(LIMITS.gathered_ratio * info.storage.nbytes, LIMITS.gathered_bytes)
+    if info.nbytes > most:
+        return f"written out it has {info.nbytes:,} bytes, more than the limit of {most:,}"
+    return None
+
+
+def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str, TensorInfo]:
+    """TAKEN with each tensor once, under its first name; METADATA gains the other names where it has room for them."""
+    first: dict[tuple[object, ...], str] = {}
+    written: dict[str, TensorInfo] = {}
+    for name, info in taken.items():
+        same = (id(info.storage), info.offset, info.shape, info.stride, info.dtype, info.conj, info.neg)
+        kept = first.setdefault(same, name) if info.nbytes else name
+        if kept == name or name == _FORMAT or name in metadata:
+            written[name] = info
+        else:
+            metadata[name] = kept
+    return written
+
+
+def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
+    """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay whole."""
+    dtype = BY_NAME.get(info.dtype) or BY_WORD[info.dtype]
+    assert info.storage is not None
+    at = info.storage.data.offset if as_it_is and isinstance(info.storage.data, Span) else 0
+    return (-dtype.itemsize if dtype.packed == 1 else 0, at)
+
+
+def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    """INFO's dtype and shape as safetensors counts them."""
+    if info.dtype == _PACKED:
+        return "F4", (*info.shape[:-1], 2 * info.shape[-1])
+    return (BY_NAME.get(info.dtype) or BY_WORD[info.dtype]).word or "", info.shape
+
+
+def _piece(info: TensorInfo, byteorder: str) -> Piece:
+    """The elements of INFO in row-major order, little-endian."""
+    assert info.storage is not None
+    dtype, data = BY_NAME.get(info.dtype) or BY_WORD[info.dtype], info.storage.data
+    swapped = byteorder == "big" and dtype.itemsize > 1 and dtype.name in BY_NAME
+    if swapped or info.conj or info.neg or not info.contiguous:
+        return Gather(
+            data, info.dtype, info.shape, info.stride, info.offset, info.conj, info.neg, swapped, info.nbytes
+        )  # fmt: skip
+    offset = info.offset * dtype.itemsize
+    if isinstance(data, Span):
+        return Span(data.source, data.offset + offset, info.nbytes)
+    return data if info.nbytes == data.length else Part(data, offset, info.nbytes)
+
+
+def _notes(taken: dict[str, TensorInfo]) -> list[str]:
+    """What the format cannot say of the tensors that it holds."""
+    notes = []
+    tags = sorted({info.device for info in taken.values()} - {"cpu"})
+    if tags:
+        notes.append(f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to")
+    plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
+    if plain:
+        notes.append(f"safetensors stores no requires_grad: {plain:,} parameters become plain tensors")
+    return notes

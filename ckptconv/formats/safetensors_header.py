@@ -1,0 +1,199 @@
+"""The header of a safetensors file: a strict reader, and the bytes for a new one.
+
+Layout (https://github.com/huggingface/safetensors#format), the integer little-endian:
+
+    length    8 bytes: the header's, at most 100 MB
+    header    JSON: {"__metadata__": {string: string}, NAME: {"dtype": WORD, "shape": [n, ...], "data_offsets": [start, end]}, ...}, spaces around it
+    data      tensors in row-major order; offsets count from its start, and every byte of it belongs to exactly one tensor
+
+As strict as the library, and where two readers could see two different things in one header, stricter: a key that stands twice (the library takes the last), a field that nobody
+knows, a tensor written as a JSON array or a dtype as an object. The differences stand in a test, beside the library itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from ckptconv.dtypes import BY_WORD
+from ckptconv.errors import LimitError, MalformedError
+from ckptconv.limits import LIMITS
+from ckptconv.sources import Source
+
+__all__ = ["Entry", "Header", "header_bytes", "read_header"]
+
+METADATA = "__metadata__"
+_LENGTH = 8  # bytes of the integer in front
+_FIELDS = ("dtype", "shape", "data_offsets")
+_SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
+_ALIGNMENT = 8
+_BLOCK = 4096  # blocks of this size can be shared between files
+_COUNT_END = 1 << 64  # the library counts in 64 bits
+
+
+class Entry(NamedTuple):
+    """One tensor: its dtype in safetensors' words, its shape in their elements, and its bytes counted from the start of the data."""
+
+    name: str
+    word: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header: tensors in its own order, and where the data starts in the file. ``metadata`` is None where there is none."""
+
+    metadata: dict[str, str] | None
+    entries: tuple[Entry, ...]
+    data_offset: int
+
+
+def read_header(source: Source) -> Header:
+    """The header of SOURCE, checked against the file's size. Raises MalformedError, LimitError."""
+    return _Reader(source).header()
+
+
+class _Reader:
+    """Reads one header, and says what is wrong with it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        raise MalformedError(what, where=f"{self.source.path}: safetensors header", expected=expected, got=got)
+
+    def header(self) -> Header:
+        """All of it."""
+        size = self.source.size
+        if size < _LENGTH:
+            self.fail("the file is too short", expected=f"at least {_LENGTH} bytes", got=size)
+        length = int.from_bytes(self.source.read(0, _LENGTH), "little")
+        if length > LIMITS.safetensors_header:
+            self.fail("it is too long", expected=f"at most {LIMITS.safetensors_header:,} bytes", got=length)
+        data_offset = _LENGTH + length
+        if data_offset > size:
+            self.fail("the file ends inside it", expected=f"{data_offset:,} bytes", got=f"{size:,}")
+        top = self.parsed(self.source.read(_LENGTH, length))
+        metadata = self.metadata(top.pop(METADATA, None))
+        entries = tuple(self.entry(name, value) for name, value in top.items())
+        self.check_data(entries, size - data_offset)
+        return Header(metadata, entries, data_offset)
+
+    def parsed(self, raw: bytes) -> dict[str, Any]:
+        start = raw.lstrip(_SPACES)[:1]
+        if start != b"{":
+            self.fail("it is no JSON object", expected="{", got=start or "nothing")
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            self.fail("it is not UTF-8", got=f"byte {error.start}")
+        try:
+            top = json.loads(
+                text, object_pairs_hook=self.object, parse_int=self.count, parse_float=self.number, parse_constant=self.number
+            )  # fmt: skip
+        except json.JSONDecodeError as error:
+            self.fail(f"it is no JSON: {error.msg}", got=f"character {error.pos}")
+        except RecursionError:
+            raise LimitError("the header is nested too deeply", where=self.source.path) from None
+        assert isinstance(top, dict)
+        return top
+
+    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """A JSON object, each of whose keys stands in it once and is text."""
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)
+            self.fail("a key stands in it twice", got=repr(twice[0][0]))
+        for key in found:
+            self.check_text(key)
+        return found
+
+    def check_text(self, text: str) -> None:
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            self.fail("half of a surrogate pair is no text", got=repr(text))
+
+    def count(self, digits: str) -> int:
+        """A number that counts something: no sign, below 2^64."""
+        if digits[0] == "-" or len(digits) > 20 or int(digits) >= _COUNT_END:
+            self.fail("a number counts nothing", expected="0 to 2^64 - 1", got=digits)
+        return int(digits)
+
+    def number(self, digits: str) -> NoReturn:
+        self.fail("a number is no integer", got=digits)
+
+    def metadata(self, value: Any) -> dict[str, str] | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            self.fail(f"{METADATA} is no object of strings")
+        for text in value.values():
+            self.check_text(text)
+        return value
+
+    def entry(self, name: str, value: Any) -> Entry:
+        if not isinstance(value, dict) or sorted(value) != sorted(_FIELDS):
+            got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
+        word, shape, offsets = (value[field] for field in _FIELDS)
+        if not isinstance(word, str) or word not in BY_WORD:
+            self.fail(f"{name!r} has an unknown dtype", got=word if isinstance(word, str) else type(word).__name__)
+        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            self.fail(f"{name!r} has no sound shape and data_offsets", expected="[n, ...] and [start, end]")
+        entry = Entry(name, word, tuple(shape), *offsets)
+        nbytes = self.nbytes(entry)
+        if entry.end - entry.start != nbytes:
+            self.fail(f"{name!r} has more or fewer bytes than its shape", expected=nbytes, got=entry.end - entry.start)
+        return entry
+
+    def nbytes(self, entry: Entry) -> int:
+        dtype = BY_WORD[entry.word]
+        elements = 1
+        for size in entry.shape:
+            elements *= size
+            if elements >= _COUNT_END:
+                self.fail(f"{entry.name!r} has too many elements", got=entry.shape)
+        bits, rest = divmod(elements * 8 * dtype.itemsize, dtype.packed)
+        if rest or bits % 8 or bits >= _COUNT_END:
+            self.fail(f"{entry.name!r} does not fill whole bytes", got=f"{elements} elements of {entry.word}")
+        return bits // 8
+
+    def check_data(self, entries: Iterable[Entry], nbytes: int) -> None:
+        """Every byte must belong to exactly one tensor."""
+        at = 0
+        for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
+            if entry.start != at:
+                self.fail(f"the data has a hole or an overlap at {entry.name!r}", expected=at, got=entry.start)
+            at = entry.end
+        if at != nbytes:
+            missing = (
+                f"{at - nbytes:,} bytes are missing" if at > nbytes else f"{nbytes - at:,} bytes follow its tensors"
+            )
+            self.fail(f"the data has another length than its tensors: {missing}", expected=at, got=nbytes)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: int | None = None) -> bytes:
+    """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
+
+    LIKE: a place in another file; the data then starts at the same place modulo a block, so that filesystems can share its blocks.
+    """
+    top: dict[str, object] = {METADATA: metadata}
+    for entry in entries:
+        top[entry.name] = {"dtype": entry.word, "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
+    text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+    wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, _BLOCK)
+    text += b" " * ((wanted - _LENGTH - len(text)) % modulus)
+    if len(text) > LIMITS.safetensors_header:
+        raise LimitError(
+            "the names and shapes take more than a safetensors header holds",
+            expected=f"at most {LIMITS.safetensors_header:,} bytes", got=f"{len(text):,}",
+        )  # fmt: skip
+    return len(text).to_bytes(_LENGTH, "little") + text

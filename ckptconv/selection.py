@@ -1,0 +1,212 @@
+"""Take a part of a checkpoint: one object, its state dict, some of its tensors. What is not taken is named, with its bytes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from ckptconv.customs import read_customs
+from ckptconv.errors import NoMatchError, RefusedError
+from ckptconv.graph import Object, PersistentId, Value, walk
+from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
+from ckptconv.names import glob_of, matches
+from ckptconv.places import is_item
+from ckptconv.vocabulary import places_in
+
+__all__ = ["cannot_hold", "left_behind_at", "select"]
+
+_LISTED = 20  # candidates in an error
+
+
+def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
+    """Reduce CHECKPOINT to what EDITS ask for; what is left behind. Paths stay those of the source.
+
+    Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is meant.
+    """
+    left: list[LeftBehind] = []
+    if edits.select is not None:
+        left += _take(checkpoint, _place_at(checkpoint, edits.select))
+    if edits.state_dict:
+        left += _take(checkpoint, _state_dict(checkpoint))
+    if edits.include or edits.exclude:
+        left += _filter(checkpoint, edits.include, edits.exclude)
+    return left
+
+
+# One part
+
+
+def _place_at(checkpoint: Checkpoint, path: str) -> Place:
+    for place in checkpoint.places:
+        if place.path == path:
+            return place
+    raise NoMatchError(
+        f"no object stands at {path}", where=checkpoint.source.path, got=f"state dicts at {_candidates(checkpoint)}"
+    )
+
+
+def _state_dict(checkpoint: Checkpoint) -> Place:
+    """Where the state dict stands that is meant when nobody says which."""
+    found = read_customs(checkpoint).main()
+    if len(found) == 1:
+        return next(place for place in checkpoint.places if place.node is found[0].node)
+    if not found:
+        raise RefusedError(
+            "there is no state dict in it: no mapping of names to tensors", where=checkpoint.source.path,
+            hint=f"see what there is: ckptconv inspect {checkpoint.source.path}",
+        )  # fmt: skip
+    raise RefusedError(
+        f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,
+        hint=f"for the first: --select {shlex.quote(found[0].path)}",
+    )  # fmt: skip
+
+
+def _candidates(checkpoint: Checkpoint) -> str:
+    """The state dicts that there are, with their sizes."""
+    found = read_customs(checkpoint).state_dicts
+    sizes = [sum(s.nbytes for s in _storages(checkpoint, each.node)) for each in found[:_LISTED]]
+    listed = [f"{each.path} ({nbytes:,} bytes)" for each, nbytes in zip(found, sizes, strict=False)]
+    return ", ".join(listed) + (" ..." if len(found) > _LISTED else "") or "no state dict"
+
+
+def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
+    """Make what stands at PLACE the whole checkpoint."""
+    opened = {id(place.node)}
+    if place.node is checkpoint.graph.root:
+        return []
+    above = place.parent
+    while above is not None:
+        opened.add(id(above.node))
+        above = above.parent
+    others = list(places_in(checkpoint, opened - {id(place.node)}))
+    left = left_behind_at(
+        checkpoint,
+        [other for other in others if other.node is not place.node],
+        _storages(checkpoint, place.node),
+        f"not in {place.path}",
+    )
+    checkpoint.graph.discarded = []
+    _restrict(checkpoint, place.node)
+    return left
+
+
+# Some tensors
+
+
+def _filter(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[LeftBehind]:
+    """Take the tensors that are not wanted out of their mappings. A glob without a slash speaks of tensors in state dicts alone."""
+    state_dicts = {id(found.node) for found in read_customs(checkpoint).state_dicts}
+    places = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes]
+    named = [place for place in places if place.parent is not None and id(place.parent.node) in state_dicts]
+    inside = {id(place) for place in named}
+
+    def meant(globs: tuple[str, ...]) -> set[int]:
+        """The ids of the places that one of GLOBS means."""
+        found: set[int] = set()
+        for glob in globs:
+            searched = places if "/" in glob else named
+            hits = {id(place) for place in searched if matches(glob, place.path, place.key)}
+            if not hits:
+                raise NoMatchError(
+                    f"no tensor matches {glob!r}", where=checkpoint.source.path,
+                    hint="a glob without a slash is for names in state dicts" if "/" not in glob else None,
+                )  # fmt: skip
+            found |= hits
+        return found
+
+    unwanted = meant(exclude)
+    if include:
+        of_others = any("/" in glob for glob in include)
+        wanted = meant(include)
+        unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
+    return _drop(checkpoint, [place for place in places if id(place) in unwanted])
+
+
+def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
+    by_mapping: dict[int, tuple[Object, set[tuple[str | None, int]]]] = {}
+    for place in unwanted:
+        mapping = place.parent.node if place.parent else None
+        if not isinstance(mapping, Object) or place.key is None or not is_item(place):
+            raise RefusedError("only what has a name can be left out", where=checkpoint.source.path, got=place.path)
+        by_mapping.setdefault(id(mapping), (mapping, set()))[1].add((place.key, id(place.node)))
+    for mapping, pairs in by_mapping.values():
+        _remove(mapping, pairs)
+    root = checkpoint.graph.root
+    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root), "not asked for")
+    _restrict(checkpoint, root)
+    gone = {id(place) for place in unwanted}
+    checkpoint.places = [place for place in checkpoint.places if id(place) not in gone]
+    for place in unwanted:
+        checkpoint.tensors.pop(place.path, None)
+    return left
+
+
+def _remove(mapping: Object, pairs: set[tuple[str | None, int]]) -> None:
+    """Take the items PAIRS (key, id of the value) out of MAPPING."""
+    effects = []
+    for effect in mapping.effects:
+        if effect.opcode in ("SETITEM", "SETITEMS"):
+            values: list[Value] = []
+            for i in range(0, len(effect.values), 2):
+                key, value = effect.values[i], effect.values[i + 1]
+                if not isinstance(key, str) or (key, id(value)) not in pairs:
+                    values += (key, value)
+            if not values:
+                continue
+            effect.values = values
+        effects.append(effect)
+    mapping.effects = effects
+
+
+def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
+    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
+    listed = ", ".join(f"{place.path} ({trouble})" for place, trouble in troubles)
+    globs = " ".join(f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place, _ in troubles)
+    return RefusedError(
+        f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=f"to leave them out: {globs}"
+    )  # fmt: skip
+
+
+# Both
+
+
+def left_behind_at(
+    checkpoint: Checkpoint, places: Iterable[Place], kept: Iterable[Storage | None], why: str
+) -> list[LeftBehind]:
+    """What stands at PLACES, each with the bytes of the storages that go with it: those that are not KEPT, each counted once."""
+    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
+    counted = {id(storage) for storage in kept}
+    seen: set[int] = set()
+    left = []
+    for place in places:
+        nbytes = 0
+        for node in walk([place.node], seen):
+            storage = by_node.get(id(node))
+            if storage is not None and id(storage) not in counted:
+                counted.add(id(storage))
+                nbytes += storage.nbytes
+        left.append(LeftBehind(place.path, nbytes, why))
+    return left
+
+
+def _storages(checkpoint: Checkpoint, root: Value) -> list[Storage]:
+    """The storages that ROOT leads to, each once."""
+    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
+    return list(dict.fromkeys(by_node[id(node)] for node in walk([root]) if isinstance(node, PersistentId)))
+
+
+def _restrict(checkpoint: Checkpoint, root: Value) -> None:
+    """Make ROOT the root, and keep of the checkpoint's index what it still leads to."""
+    graph = checkpoint.graph
+    graph.root = root
+    reached = {id(node) for node in walk([*graph.discarded, root])}
+    graph.globals = [node for node in graph.globals if id(node) in reached]
+    graph.calls = [node for node in graph.calls if id(node) in reached]
+    graph.references = [node for node in graph.references if id(node) in reached]
+    checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
+    checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
+    checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
+    checkpoint.places = [place for place in checkpoint.places if id(place.node) in reached]
+    checkpoint.tensor_nodes = {key: info for key, info in checkpoint.tensor_nodes.items() if key in reached}
+    kept = {place.path for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes}
+    checkpoint.tensors = {path: info for path, info in checkpoint.tensors.items() if path in kept}

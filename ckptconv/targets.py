@@ -1,0 +1,52 @@
+"""Which file a conversion writes, and in which format: what the user's words for the target mean."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptconv.errors import UsageError
+
+__all__ = ["TARGET_FORMATS", "find_target"]
+
+TARGET_FORMATS = ("pt", "safetensors")
+_SUFFIXES = {
+    "pt": (".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar"),
+    "safetensors": (".safetensors",),
+}
+
+
+def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str]:
+    """The file that is meant by DST, and its format: FORMAT, else what its suffix says, else ``pt``.
+
+    To a folder it keeps the name of SRC, or gets the suffix of FORMAT where that is another one; the Hub's names for one thing
+    (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix contradict each other.
+    """
+    path = Path(dst)
+    if "\0" in os.fspath(path):
+        raise UsageError("no such path can exist", where=path)
+    if format is not None and format not in TARGET_FORMATS:
+        raise UsageError(f"no format is called {format!r}", expected=" or ".join(TARGET_FORMATS))
+    if path.is_dir() or os.fspath(dst).endswith(os.sep):
+        path = path / _name_in_folder(src.name, format)
+    by_suffix = format_of(path.name)
+    if format and by_suffix and format != by_suffix:
+        raise UsageError(f"the suffix says {by_suffix} and --format {format}", where=path, hint="change one of them")
+    return path, format or by_suffix or "pt"
+
+
+def format_of(name: str) -> str | None:
+    """The format that the suffix of NAME stands for, if any."""
+    return next((format for format, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def _name_in_folder(name: str, format: str | None) -> str:
+    old = format_of(name)
+    if format is None or format == old:
+        return name
+    stem = (
+        next((name.removesuffix(suffix) for suffix in _SUFFIXES[old] if name.endswith(suffix)), name) if old else name
+    )
+    if format == "safetensors":
+        return f"{stem.replace('pytorch_model', 'model', 1) if stem.startswith('pytorch_model') else stem}.safetensors"
+    return f"pytorch_{stem}.bin" if stem.startswith("model") and old == "safetensors" else f"{stem}.pt"
