@@ -19,7 +19,9 @@ from ckptconv.model import Gather, Span
 __all__ = ["gather"]
 
 _BLOCK = 16 << 20  # bytes of output that are held at once
-_TILE = 16 << 20  # bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
+_TILE = (
+    16 << 20
+)  # bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
 _GAP = 4096  # bytes that are read and thrown away rather than read around
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
@@ -89,7 +91,10 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
     dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
     for i, d in enumerate(dimensions):
         if (stride[d] - span) * itemsize > _GAP:
-            return span, dimensions[i:]
+            apart = dimensions[i:]
+            whole = span + sum((sizes[d] - 1) * stride[d] for d in apart)
+            dense = whole * itemsize <= prod(sizes[d] for d in apart) * _GAP  # as where dimensions overlap
+            return (whole, []) if dense else (span, apart)
         span += (sizes[d] - 1) * stride[d]
     return span, []
 
@@ -115,10 +120,16 @@ def _read_tile(view: Gather, storage: Span, tile: _Box, scratch: memoryview) -> 
 def _resolve(view: Gather, data: memoryview) -> None:
     """Put the bytes of each number of DATA in little-endian order, and do what torch had put off."""
     dtype: torch.dtype = getattr(torch, view.dtype)
+    width = dtype.itemsize // (2 if dtype.is_complex else 1)
     if view.swapped:
-        numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, dtype.itemsize // (2 if dtype.is_complex else 1))
+        numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, width)
         numbers.copy_(numbers.flip(1))
-    if view.conj:
-        torch.frombuffer(data, dtype=dtype).conj_physical_()
-    if view.neg:
-        torch.frombuffer(data, dtype=dtype).neg_()
+    if (
+        view.conj or view.neg
+    ):  # as signs of integers: arithmetic would change NaNs, in some places of a vector and not in others
+        words = torch.frombuffer(data, dtype=_WORDS[width])
+        sign = torch.iinfo(words.dtype).min
+        if view.neg:
+            words ^= sign
+        if view.conj:
+            words[1::2] ^= sign

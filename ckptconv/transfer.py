@@ -66,12 +66,19 @@ class Transfer:
                 if progress:
                     progress(length)
             self.sums.check()
+        self._check_plan(at, self.file.size)
         sums = self.sums.results()
         for start, piece in late:
-            _write_all(fd, start, piece.make(sums))
-        if at != self.file.size:
+            data = piece.make(sums)
+            self._check_plan(len(data), piece.length)
+            _write_all(fd, start, data)
+            if progress:
+                progress(len(data))
+
+    def _check_plan(self, length: int, planned: int) -> None:
+        if length != planned:
             raise OutputError(
-                "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=self.file.size, got=at
+                "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=planned, got=length
             )  # fmt: skip
 
     def compare(self, fd: int) -> None:

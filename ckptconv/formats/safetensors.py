@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import joined
-from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, read_header
+from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Gather, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
@@ -176,7 +176,7 @@ def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> st
         return "its key is no string"
     if place.key == METADATA:
         return "the name is reserved"
-    if any("\ud800" <= c <= "\udfff" for c in place.key):
+    if not is_text(place.key):
         return "its name is no text"
     if place.key in taken:
         return "a second tensor of that name"

@@ -23,7 +23,7 @@ from ckptconv.errors import LimitError, MalformedError
 from ckptconv.limits import LIMITS
 from ckptconv.sources import Source
 
-__all__ = ["Entry", "Header", "header_bytes", "read_header"]
+__all__ = ["Entry", "Header", "header_bytes", "is_text", "read_header"]
 
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer in front
@@ -114,7 +114,7 @@ class _Reader:
         return found
 
     def check_text(self, text: str) -> None:
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        if not is_text(text):
             self.fail("half of a surrogate pair is no text", got=repr(text))
 
     def count(self, digits: str) -> int:
@@ -152,14 +152,13 @@ class _Reader:
 
     def nbytes(self, entry: Entry) -> int:
         dtype = BY_WORD[entry.word]
-        elements = 1
-        for size in entry.shape:
-            elements *= size
-            if elements >= _COUNT_END:
+        bits = 1
+        for factor in (*entry.shape, 8 * dtype.itemsize // dtype.packed):
+            bits *= factor
+            if bits >= _COUNT_END:
                 self.fail(f"{entry.name!r} has too many elements", got=entry.shape)
-        bits, rest = divmod(elements * 8 * dtype.itemsize, dtype.packed)
-        if rest or bits % 8 or bits >= _COUNT_END:
-            self.fail(f"{entry.name!r} does not fill whole bytes", got=f"{elements} elements of {entry.word}")
+        if bits % 8:
+            self.fail(f"{entry.name!r} does not fill whole bytes", got=f"{entry.word} of shape {entry.shape}")
         return bits // 8
 
     def check_data(self, entries: Iterable[Entry], nbytes: int) -> None:
@@ -178,6 +177,11 @@ class _Reader:
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def is_text(string: str) -> bool:
+    """Whether STRING can be written as UTF-8: no half of a surrogate pair stands in it."""
+    return string.isascii() or not any("\ud800" <= c <= "\udfff" for c in string)
 
 
 def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: int | None = None) -> bytes:

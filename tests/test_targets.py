@@ -1,0 +1,62 @@
+"""Which file is written, and in which format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptconv.errors import UsageError
+from ckptconv.targets import find_target
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "expected"),
+    [
+        ("a.pt", None, "pt"),
+        ("a.pth.tar", None, "pt"),
+        ("pytorch_model.bin", None, "pt"),
+        ("a.safetensors", None, "safetensors"),
+        ("a", None, "pt"),
+        ("a.weights", None, "pt"),
+        ("a.weights", "safetensors", "safetensors"),
+        ("a", "safetensors", "safetensors"),
+        ("a.safetensors", "safetensors", "safetensors"),
+        ("a.ckpt", "pt", "pt"),
+    ],
+)
+def test_the_suffix_says_the_format_unless_it_says_none(
+    tmp_path: Path, name: str, format: str | None, expected: str
+) -> None:
+    """`.safetensors` is safetensors, every other suffix pt; --format decides where the suffix is unknown."""
+    assert find_target(Path("in.pt"), tmp_path / name, format) == (tmp_path / name, expected)
+
+
+@pytest.mark.parametrize(("name", "format"), [("a.safetensors", "pt"), ("a.bin", "safetensors"), ("a.pt", "gguf")])
+def test_contradictions_are_usage_errors(tmp_path: Path, name: str, format: str) -> None:
+    """A suffix that says otherwise would make a file that lies; a format that nobody knows is no format."""
+    with pytest.raises(UsageError):
+        find_target(Path("in.pt"), tmp_path / name, format)
+
+
+@pytest.mark.parametrize(
+    ("src", "format", "name"),
+    [
+        ("in.pt", None, "in.pt"),
+        ("in.pt", "pt", "in.pt"),
+        ("in.pth.tar", "safetensors", "in.safetensors"),
+        ("pytorch_model.bin", "safetensors", "model.safetensors"),
+        ("pytorch_model-00001-of-00002.bin", "safetensors", "model-00001-of-00002.safetensors"),
+        ("model.safetensors", "pt", "pytorch_model.bin"),
+        ("model-00001-of-00002.safetensors", "pt", "pytorch_model-00001-of-00002.bin"),
+        ("vae.safetensors", "pt", "vae.pt"),
+        ("weights", "safetensors", "weights.safetensors"),
+        ("model.safetensors", None, "model.safetensors"),
+    ],
+)
+def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, format: str | None, name: str) -> None:
+    """It keeps its stem; what the Hub calls by two names in two formats gets the other one. A slash at the end is a folder too."""
+    for folder in (str(tmp_path), f"{tmp_path}/new/"):
+        path, found = find_target(Path(src), folder, format)
+        assert path == Path(folder) / name
+        assert found == (format or ("safetensors" if name.endswith("safetensors") else "pt"))

@@ -1,0 +1,158 @@
+"""Strided views written out in row-major order: torch says what is right, whatever the sizes of blocks, tiles and gaps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptconv import tensors
+from ckptconv.dtypes import BY_NAME
+from ckptconv.model import Gather, Span
+from ckptconv.sources import Source
+
+DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    """64 KiB of different bytes."""
+    path = tmp_path_factory.mktemp("storage") / "bytes"
+    path.write_bytes(bytes(torch.randint(0, 256, (1 << 16,), generator=torch.manual_seed(0)).tolist()))
+    with Source(path) as source:
+        yield source
+
+
+def gathered(source: Source, view: Gather) -> bytes:
+    return b"".join(bytes(chunk) for chunk in tensors.gather(view, Span(source, 3, source.size - 3)))
+
+
+def by_torch(source: Source, view: Gather) -> bytes:
+    """What torch makes of VIEW on the bytes of SOURCE after the third."""
+    dtype = getattr(torch, view.dtype)
+    data = bytearray(source.read(3, source.size - 3))
+    whole = torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
+    if view.swapped:
+        parts = whole.view(torch.uint8).view(-1, dtype.itemsize // (2 if dtype.is_complex else 1))
+        whole = parts.flip(1).reshape(-1).view(dtype)
+    tensor = whole.as_strided(view.shape, view.stride, view.offset)
+    tensor = tensor.conj() if view.conj else tensor
+    tensor = torch._neg_view(tensor) if view.neg else tensor
+    out = torch.empty(view.shape, dtype=dtype).copy_(tensor.resolve_conj().resolve_neg())
+    return bytes(out.reshape(-1).view(torch.uint8).tolist())
+
+
+def numbers_of(data: bytes, dtype: str) -> torch.Tensor:
+    """The real numbers in DATA."""
+    real = torch.float32 if dtype == "complex64" else getattr(torch, dtype)
+    return torch.frombuffer(bytearray(data), dtype=real)
+
+
+def view_of(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, **bits: bool) -> Gather:
+    length = BY_NAME[dtype].itemsize
+    for size in shape:
+        length *= size
+    flags = {"conj": False, "neg": False, "swapped": False, **bits}
+    return Gather(Span(None, 0, 0), dtype, shape, stride, offset, length=length, **flags)  # type: ignore[arg-type]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Gather:
+    """A view of up to 4,000 elements within 64 KiB: repeated, overlapping, stepped, in any order of dimensions."""
+    dtype = draw(st.sampled_from(DTYPES))
+    room = ((1 << 16) - 3) // BY_NAME[dtype].itemsize - 1
+    shape: list[int] = []
+    stride: list[int] = []
+    elements = 1
+    for _ in range(draw(st.integers(0, 5))):
+        size = draw(st.integers(1, min(40, 4000 // elements)))
+        step = draw(st.integers(0, room // max(size - 1, 1))) if size > 1 else draw(st.integers(0, 1 << 40))
+        if draw(st.booleans()):
+            step = min(step, draw(st.integers(0, 9)))
+        room -= (size - 1) * step if size > 1 else 0
+        elements *= size
+        shape.append(size)
+        stride.append(step)
+    conj = dtype == "complex64" and draw(st.booleans())
+    neg = dtype != "uint8" and draw(st.booleans())
+    swapped = dtype != "uint8" and draw(st.booleans())
+    return view_of(dtype, tuple(shape), tuple(stride), draw(st.integers(0, room)), conj=conj, neg=neg, swapped=swapped)
+
+
+@given(
+    view=views(), block=st.integers(16, 20000), tile=st.integers(16, 20000), gap=st.integers(0, 5000)
+)  # fmt: skip
+def test_torch_gathers_the_same(storage: Source, view: Gather, block: int, tile: int, gap: int) -> None:
+    """Every view comes out as torch's `contiguous()` has it, in as many blocks and tiles as may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "_BLOCK", block)
+        patch.setattr(tensors, "_TILE", tile)
+        patch.setattr(tensors, "_GAP", gap)
+        ours, theirs = gathered(storage, view), by_torch(storage, view)
+    if view.conj or view.neg:  # torch keeps the payload of a NaN in a vector, and loses it at its end
+        numbers = numbers_of(theirs, view.dtype)
+        torch.testing.assert_close(numbers_of(ours, view.dtype), numbers, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert ours == theirs
+
+
+def test_negation_keeps_nans(storage: Source) -> None:
+    """Only the sign of a NaN changes, as for every other number; conjugation changes that of the imaginary part."""
+    view = view_of("bfloat16", (9,), (1,), 40, neg=True)
+    plain = storage.read(3 + 80, 18)
+    assert gathered(storage, view) == bytes(b ^ 0x80 * (i % 2) for i, b in enumerate(plain))
+    view = view_of("complex64", (5,), (1,), 7, conj=True)
+    plain = storage.read(3 + 56, 40)
+    assert gathered(storage, view) == bytes(b ^ 0x80 * (i % 8 == 7) for i, b in enumerate(plain))
+    both = view_of("complex64", (5,), (1,), 7, conj=True, neg=True)
+    assert gathered(storage, both) == bytes(b ^ 0x80 * (i % 8 == 3) for i, b in enumerate(plain))
+
+
+def test_a_chunk_is_never_larger_than_a_block(storage: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory does not grow with the view, nor with how far apart its elements lie."""
+    monkeypatch.setattr(tensors, "_BLOCK", 1024)
+    monkeypatch.setattr(tensors, "_TILE", 512)
+    reads: list[int] = []
+    original = Source.read_into
+    monkeypatch.setattr(
+        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
+    )
+    view = view_of("float32", (100, 120), (1, 130))
+    sizes = [len(chunk) for chunk in tensors.gather(view, Span(storage, 0, storage.size))]
+    assert max(sizes) <= 1024 and sum(sizes) == view.length
+    assert max(reads) <= 512
+
+
+def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of a narrow matrix is one read; of a wide one, a read for each element; dimensions that overlap are read once."""
+    reads: list[int] = []
+    original = Source.read_into
+    monkeypatch.setattr(
+        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
+    )
+
+    def reads_of(view: Gather) -> list[int]:
+        reads.clear()
+        assert gathered(storage, view) == by_torch(storage, view)
+        return list(reads)
+
+    assert reads_of(view_of("float32", (50,), (100,))) == [(49 * 100 + 1) * 4]
+    assert reads_of(view_of("float32", (10,), (1500,))) == [4] * 10
+    assert reads_of(view_of("float32", (4, 2, 3), (1, 3000, 4))) == [12 * 4] * 2
+    assert reads_of(view_of("uint8", (8, 7), (4900, 4800))) == [7 * 4900 + 6 * 4800 + 1]
+
+
+def test_only_this_module_imports_torch() -> None:
+    """No other module of the package names torch in an import."""
+    package = Path(tensors.__file__).parent
+    importing = set()
+    for path in package.rglob("*.py"):
+        code = path.read_text().replace("if TYPE_CHECKING:\n    import torch\n", "")
+        if re.search(r"^ *(import|from) torch\b", code, re.MULTILINE):
+            importing.add(path.name)
+    assert importing == {"tensors.py"}
