@@ -109,7 +109,7 @@ def make_plan(
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
     with uncollected():
         checkpoint = formats.read(source)
-        if format == "safetensors" and checkpoint.format != safetensors.NAME:
+        if format == "safetensors":
             edits = replace(edits, state_dict=True)
         changes = apply(checkpoint, edits)
         if format == "safetensors":

@@ -93,6 +93,7 @@ class _Reader:
         self.tensor_nodes = checkpoint.tensor_nodes
         self.tensors = checkpoint.tensors
         self.places = checkpoint.places
+        self.root_is_state_dict = checkpoint.is_state_dict
         self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
         self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
         self.candidates = _rng_candidates(checkpoint)
@@ -130,7 +131,10 @@ class _Reader:
             return
         metadata = _metadata(node)
         keys = strings_of(node)
-        if metadata is None and {"state", "param_groups"} <= keys.keys():
+        if self.root_is_state_dict:
+            self.closed.add(id(node))
+            self.state_dicts.append(StateDict(place.path, node, None))
+        elif metadata is None and {"state", "param_groups"} <= keys.keys():
             self.closed.add(id(node))
             self.optimizers += _named_optimizer(place.path, keys)
         elif metadata is not None or self.looks_like_state_dict(node):

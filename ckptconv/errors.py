@@ -38,6 +38,7 @@ __all__ = [
 
 
 _LONGEST_FACT = 400  # characters; several names and their numbers
+_LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
 
 
 def printable(text: object) -> str:
@@ -48,12 +49,12 @@ def printable(text: object) -> str:
     )
 
 
-def _fact(fact: object) -> str:
-    """FACT without its middle if it is long: names in files can have 65,535 bytes, and integers more digits than Python prints."""
+def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
+    """FACT without its middle if it is long: names in files can have megabytes, and integers more digits than Python prints."""
     if isinstance(fact, int) and fact.bit_length() > 1000:
         return f"an integer of {fact.bit_length():,} bits"
     text = str(fact)
-    return text if len(text) <= _LONGEST_FACT else f"{text[: _LONGEST_FACT // 2]} … {text[-_LONGEST_FACT // 2 :]}"
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 class CkptconvError(Exception):
@@ -79,7 +80,9 @@ class CkptconvError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        line = self.what if self.where is None else f"{self.where}: {self.what}"
+        line = _fact(self.what, _LONGEST_PART)
+        if self.where is not None:
+            line = f"{_fact(self.where, _LONGEST_PART)}: {line}"
         facts = [
             f"{word} {_fact(fact)}"
             for word, fact in (("expected", self.expected), ("got", self.got))
@@ -88,7 +91,7 @@ class CkptconvError(Exception):
         if facts:
             line += f" ({', '.join(facts)})"
         if self.hint:
-            line += f"; {self.hint}"
+            line += f"; {_fact(self.hint, _LONGEST_PART)}"
         return printable(line)
 
 

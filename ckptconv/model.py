@@ -189,7 +189,7 @@ class LeftBehind:
 class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
-    ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
+    ``is_state_dict``: its format holds nothing else. ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses.
     """
 
@@ -204,6 +204,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     tensor_nodes: dict[int, TensorInfo]
     byteorder: str = "little"
+    is_state_dict: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     unused: list[LeftBehind] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
-from ckptconv.errors import UsageError
+from ckptconv.errors import UsageError, printable
 from ckptconv.graph import Node, Tuple, Value
 
 __all__ = ["escaped", "glob_of", "key_segment", "matches", "normal_prefix", "parse_path"]
@@ -82,7 +82,7 @@ def matches(glob: str, path: str, name: str | None) -> bool:
 def glob_of(path: str, name: str | None) -> str:
     """The glob that means the tensor at PATH and, as far as globs can tell, no other."""
     literal = path if "/" in path or name is None else name
-    return re.sub(r"[*?[]", r"[\g<0>]", literal)
+    return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)
 
 
 def normal_prefix(prefix: str) -> str:

@@ -6,6 +6,7 @@ stands and never entered here, but for what LEAF hands back. Knows no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from ckptconv.errors import LimitError
@@ -14,7 +15,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.model import Place
 from ckptconv.names import escaped, key_segment
 
-__all__ = ["find_places", "is_item"]
+__all__ = ["find_places", "is_item", "is_repeated", "item_segments"]
 
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
@@ -68,14 +69,30 @@ def _inside(place: Place) -> list[Place]:
     return found
 
 
+def is_repeated(place: Place) -> bool:
+    """Whether PLACE's key was set before, to another value or the same."""
+    return re.search(r"(?<!\\)(\\\\)*\\[0-9]+$", place.segment) is not None
+
+
+def item_segments(mapping: Object) -> list[str]:
+    """The segments of the values of MAPPING's items, in order."""
+    segments = [key_segment(effect.values[i], n) for n, (effect, i) in enumerate(mapping.pairs())]
+    return _all_different(segments)
+
+
 def _number_again(siblings: list[Place]) -> None:
     """Give SIBLINGS segments that are all different: a key can be set twice, an attribute too."""
+    for place, segment in zip(siblings, _all_different([place.segment for place in siblings]), strict=True):
+        place.segment = segment
+
+
+def _all_different(segments: list[str]) -> list[str]:
     times: dict[str, int] = {}
-    for place in siblings:
-        segment = place.segment
+    different = []
+    for segment in segments:
         times[segment] = again = times.get(segment, 0) + 1
-        if again > 1:
-            place.segment = f"{segment}\\{again}"
+        different.append(segment if again == 1 else f"{segment}\\{again}")
+    return different
 
 
 def _below(place: Place, segment: str, node: Value, key: str | None = None) -> Place:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from ckptconv.customs import read_customs
 from ckptconv.errors import NoMatchError, RefusedError
-from ckptconv.graph import Object, PersistentId, Value, walk
+from ckptconv.graph import Call, Dict, Object, PersistentId, Value, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
-from ckptconv.places import is_item
-from ckptconv.vocabulary import places_in
+from ckptconv.places import is_item, is_repeated, item_segments
+from ckptconv.vocabulary import free_order, places_in
 
 __all__ = ["cannot_hold", "left_behind_at", "select"]
 
@@ -41,7 +41,9 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
         if place.path == path:
             return place
     raise NoMatchError(
-        f"no object stands at {path}", where=checkpoint.source.path, got=f"state dicts at {_candidates(checkpoint)}"
+        f"neither an object nor a tensor stands at {path}",
+        where=checkpoint.source.path,
+        got=f"state dicts at {_candidates(checkpoint)}",
     )
 
 
@@ -123,14 +125,14 @@ def _filter(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str
 
 
 def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
-    by_mapping: dict[int, tuple[Object, set[tuple[str | None, int]]]] = {}
+    by_mapping: dict[int, tuple[Object, set[str]]] = {}
     for place in unwanted:
         mapping = place.parent.node if place.parent else None
-        if not isinstance(mapping, Object) or place.key is None or not is_item(place):
-            raise RefusedError("only what has a name can be left out", where=checkpoint.source.path, got=place.path)
-        by_mapping.setdefault(id(mapping), (mapping, set()))[1].add((place.key, id(place.node)))
-    for mapping, pairs in by_mapping.values():
-        _remove(mapping, pairs)
+        if not isinstance(mapping, (Dict, Call)) or not is_item(place):
+            raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
+        by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
+    for mapping, segments in by_mapping.values():
+        _remove(mapping, segments)
     root = checkpoint.graph.root
     left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root), "not asked for")
     _restrict(checkpoint, root)
@@ -138,19 +140,23 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     checkpoint.places = [place for place in checkpoint.places if id(place) not in gone]
     for place in unwanted:
         checkpoint.tensors.pop(place.path, None)
+    if not checkpoint.tensors:
+        raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
     return left
 
 
-def _remove(mapping: Object, pairs: set[tuple[str | None, int]]) -> None:
-    """Take the items PAIRS (key, id of the value) out of MAPPING."""
+def _remove(mapping: Object, segments: set[str]) -> None:
+    """Take the items out of MAPPING whose places have these SEGMENTS."""
+    gone = {n for n, segment in enumerate(item_segments(mapping)) if segment in segments}
+    n = 0
     effects = []
     for effect in mapping.effects:
         if effect.opcode in ("SETITEM", "SETITEMS"):
             values: list[Value] = []
             for i in range(0, len(effect.values), 2):
-                key, value = effect.values[i], effect.values[i + 1]
-                if not isinstance(key, str) or (key, id(value)) not in pairs:
-                    values += (key, value)
+                if n not in gone:
+                    values += effect.values[i : i + 2]
+                n += 1
             if not values:
                 continue
             effect.values = values
@@ -161,9 +167,12 @@ def _remove(mapping: Object, pairs: set[tuple[str | None, int]]) -> None:
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
     """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
     listed = ", ".join(f"{place.path} ({trouble})" for place, trouble in troubles)
-    globs = " ".join(f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place, _ in troubles)
+    once = [place for place, _ in troubles if not is_repeated(place)]  # which of two values is meant, no glob can say
+    if len(once) == len(checkpoint.tensors):
+        once = []  # nothing would be left
+    globs = " ".join(f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once)
     return RefusedError(
-        f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=f"to leave them out: {globs}"
+        f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=f"to leave them out: {globs}" if globs else None
     )  # fmt: skip
 
 
@@ -203,6 +212,7 @@ def _restrict(checkpoint: Checkpoint, root: Value) -> None:
     graph.globals = [node for node in graph.globals if id(node) in reached]
     graph.calls = [node for node in graph.calls if id(node) in reached]
     graph.references = [node for node in graph.references if id(node) in reached]
+    free_order(graph)
     checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
     checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
     checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]

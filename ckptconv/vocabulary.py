@@ -19,7 +19,7 @@ from ckptconv.model import Checkpoint, DeviceArgument, Inflate, Place, Reference
 from ckptconv.places import find_places
 from ckptconv.sources import Source
 
-__all__ = ["checkpoint_of", "every_place", "places_in", "torch_device"]
+__all__ = ["checkpoint_of", "every_place", "free_order", "places_in", "torch_device"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 #: The position of the device among the arguments of those rebuild functions that have one.
@@ -103,6 +103,34 @@ def _leaf(tensors: Mapping[int, TensorInfo]) -> Callable[[Node], list[Value] | N
         return args[3:4] + built if has_state else built
 
     return leaf
+
+
+def free_order(graph: Graph) -> None:
+    """Forget when GRAPH's references were made and the calls that only make a tensor of one: they commute with everything.
+
+    For a part of a checkpoint, whose tensors may have been made where they stood first, outside of it.
+    """
+    free: set[int] = set()
+    for reference in graph.references:
+        reference.order = None
+        free.add(id(reference))
+    for call in graph.calls:
+        empty = (
+            is_global(call.callable, "collections.OrderedDict") and isinstance(call.args, Tuple) and not call.args.items
+        )
+        if empty or (
+            is_global(call.callable, *_STRIDED, *_PARAMETER) and all(_is_plain(arg, free) for arg in _args(call))
+        ):
+            call.order = None
+            if not call.effects:
+                free.add(id(call))
+
+
+def _is_plain(arg: Value, free: set[int]) -> bool:
+    """Whether an argument says the same whenever it is made."""
+    if isinstance(arg, Tuple):
+        return not any(isinstance(item, Node) for item in arg.items)
+    return not isinstance(arg, Node) or isinstance(arg, Global) or id(arg) in free
 
 
 # Storages
@@ -238,7 +266,9 @@ class _TensorReader:
     def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
         """The path of an earlier tensor that is the same: the same storage, offset, shape, stride and dtype."""
         if info.storage is not None and info.nbytes:
-            key: tuple[object, ...] = (id(info.storage), info.offset, info.shape, info.stride, info.dtype)
+            key: tuple[object, ...] = (
+                id(info.storage), info.offset, info.shape, info.stride, info.dtype, info.conj, info.neg,
+            )  # fmt: skip
         else:
             key = (id(node),)
         first = self.same.setdefault(key, path)

@@ -9,6 +9,7 @@ Written: the header in the state dict's order, the data sorted by the size of it
 
 from __future__ import annotations
 
+from collections.abc import Container as Container_
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,17 +56,21 @@ def read(source: Source) -> Checkpoint:
     header = read_header(source)
     metadata = header.metadata or {}
     names = {entry.name for entry in header.entries}
-    ties = {
-        name: kept for name, kept in metadata.items() if kept in names and name not in names and name != _FORMAT
-    }  # fmt: skip
+    ties = {name: kept for name, kept in metadata.items() if _is_tie(name, kept, names)}
     spans = {
         str(i): Span(source, header.data_offset + entry.start, entry.end - entry.start)
         for i, entry in enumerate(header.entries)
     }
     container = Container(header.data_offset)
     checkpoint = checkpoint_of(NAME, source, _graph(header.entries, ties), container, spans.get, str(source.path))
+    checkpoint.is_state_dict = True
     checkpoint.metadata = {key: value for key, value in metadata.items() if key not in ties}
     return checkpoint
+
+
+def _is_tie(key: str, text: str, names: Container_[str]) -> bool:
+    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT, where there are tensors of these NAMES."""
+    return text in names and key not in names and key != _FORMAT
 
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
@@ -126,7 +131,11 @@ def layout(
     """
     taken, left_behind = _sort_out(checkpoint)
     container = checkpoint.container if isinstance(checkpoint.container, Container) else None
-    metadata = {**checkpoint.metadata, _FORMAT: checkpoint.metadata.get(_FORMAT, "pt")}
+    false = {key: text for key, text in checkpoint.metadata.items() if _is_tie(key, text, taken)}
+    left_behind += [
+        LeftBehind(f"{METADATA}/{key}", len(text.encode()), "it would be read as a tie") for key, text in false.items()
+    ]
+    metadata = {_FORMAT: "pt", **{key: text for key, text in checkpoint.metadata.items() if key not in false}}
     written = taken if copy_tied else _untied(taken, metadata)
     order = sorted(written, key=lambda name: _order_of_data(written[name], as_it_is=container is not None))
     pieces: list[Piece] = []
@@ -201,7 +210,7 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
     for name, info in taken.items():
         same = (id(info.storage), info.offset, info.shape, info.stride, info.dtype, info.conj, info.neg)
         kept = first.setdefault(same, name) if info.nbytes else name
-        if kept == name or name == _FORMAT or name in metadata:
+        if kept == name or name in metadata:
             written[name] = info
         else:
             metadata[name] = kept

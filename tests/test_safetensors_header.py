@@ -1,0 +1,535 @@
+"""The header of a safetensors file: what is refused and why, what is read, what is written. The safetensors library judges."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from math import prod
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptconv import formats
+from ckptconv.dtypes import BY_NAME, BY_WORD
+from ckptconv.errors import InputError, LimitError, MalformedError
+from ckptconv.formats import safetensors_header
+from ckptconv.formats.safetensors_header import METADATA, Entry, Header, header_bytes, read_header
+from ckptconv.sources import Source
+
+DATA = bytes(range(1, 252))  # all different: a wrong range is other bytes
+ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a sound header, of four bytes of data
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file to write one example after the other to."""
+    return tmp_path_factory.mktemp("headers") / "m.safetensors"
+
+
+def file_of(header: bytes, data: bytes = DATA[:4], length: int | None = None) -> bytes:
+    """A file with HEADER and DATA; LENGTH is what its first 8 bytes claim."""
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def tensor(**fields: object) -> bytes:
+    """A header of the one tensor ``a``, four bytes of F32 but for FIELDS."""
+    sound = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    return json.dumps({"a": {**sound, **fields}}).encode()
+
+
+def put(path: Path, blob: bytes) -> None:
+    """BLOB as a new file at PATH: one that is truncated and written again, ext4 sends to the disk at once."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(blob)
+
+
+def read(path: Path, blob: bytes) -> Header:
+    """What ckptconv reads in BLOB."""
+    put(path, blob)
+    with Source(path) as source:
+        return read_header(source)
+
+
+def seen_by_us(path: Path, blob: bytes) -> tuple[object, object] | InputError:
+    """Metadata and tensors by name, each a dtype, a shape and its bytes; or the refusal."""
+    try:
+        header = read(path, blob)
+    except InputError as error:
+        return error
+    data = blob[header.data_offset :]
+    return header.metadata, {e.name: (e.word, [*e.shape], data[e.start : e.end]) for e in header.entries}
+
+
+def seen_by_library(path: Path, blob: bytes) -> tuple[object, object] | str:
+    """The same as the library sees it."""
+    put(path, blob)
+    try:
+        tensors = safetensors.deserialize(blob)
+        with safetensors.safe_open(path, "np") as file:
+            metadata = file.metadata()
+    except safetensors.SafetensorError as error:
+        return str(error)
+    return metadata, {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in tensors}
+
+
+# Broken
+
+BROKEN = {
+    "nothing": (b"", "too short"),
+    "ends in the length": (file_of(ONE)[:7], "too short"),
+    "ends in the header": (file_of(ONE)[:30], "the file ends inside it"),
+    "ends in the data": (file_of(ONE)[:-1], "1 bytes are missing"),
+    "no data": (file_of(ONE, b""), "4 bytes are missing"),
+    "over 100 MB": (file_of(ONE, length=100_000_001), "too long .*100,000,000 bytes, got 100000001"),
+    "length of 2^64 - 1": (file_of(ONE, length=2**64 - 1), "too long"),
+    "no header": (file_of(b"", b""), "no JSON object .*nothing"),
+    "spaces alone": (file_of(b"   ", b""), "no JSON object .*nothing"),
+    "zeros before the brace": (file_of(b"\0" + ONE), "no JSON object"),
+    "a vertical tab before the brace": (file_of(b"\v" + ONE), "no JSON object"),
+    "a byte order mark": (file_of(b"\xef\xbb\xbf" + ONE), "no JSON object"),
+    "an array": (file_of(b"[]", b""), "no JSON object"),
+    "null": (file_of(b"null", b""), "no JSON object"),
+    "not UTF-8": (file_of(ONE.replace(b'"a"', b'"\xff"')), "not UTF-8 .*byte 2"),
+    "UTF-16": (file_of(ONE.decode().encode("utf-16-le")), "no JSON"),
+    "a surrogate in UTF-8": (file_of(ONE.replace(b'"a"', b'"\xed\xa0\x80"')), "not UTF-8"),
+    "half a surrogate pair as a name": (file_of(ONE.replace(b'"a"', rb'"\ud800"')), "surrogate"),
+    "the other half in the metadata": (file_of(b'{"__metadata__":{"k":"\\udc00"}}', b""), "surrogate"),
+    "a surrogate pair turned round": (file_of(ONE.replace(b'"a"', rb'"\udc00\ud800"')), "surrogate"),
+    "half a surrogate pair as a dtype": (file_of(tensor(dtype="\ud800")), "unknown dtype"),
+    "a control character": (file_of(ONE.replace(b'"a"', b'"\x01"')), "no JSON"),
+    "a line break in a name": (file_of(ONE.replace(b'"a"', b'"a\n"')), "no JSON"),
+    "an unknown escape": (file_of(ONE.replace(b'"a"', rb'"\x41"')), "no JSON"),
+    "zeros after it": (file_of(ONE + b"\0\0"), "no JSON"),
+    "a second object after it": (file_of(ONE + b"{}"), "no JSON"),
+    "a comma too many": (file_of(ONE[:-1] + b",}"), "no JSON"),
+    "single quotes": (file_of(ONE.replace(b'"', b"'")), "no JSON"),
+    "a comment": (file_of(b"{/**/}", b""), "no JSON"),
+    "the metadata twice": (file_of(b'{"__metadata__":{},"__metadata__":{}}', b""), "twice .*__metadata__"),
+    "a field twice": (file_of(ONE.replace(b'"shape"', b'"dtype":"F32","shape"')), "twice .*dtype"),
+    "a hole at the start": (file_of(tensor(data_offsets=[4, 8]), DATA[:8]), "hole or an overlap at 'a'"),
+    "a hole in the middle": (
+        file_of(tensor()[:-1] + b", " + tensor(data_offsets=[5, 9]).replace(b'"a"', b'"b"')[1:], DATA[:9]),
+        "hole or an overlap at 'b' .*expected 4, got 5",
+    ),
+    "an overlap": (
+        file_of(tensor()[:-1] + b", " + tensor(data_offsets=[3, 7]).replace(b'"a"', b'"b"')[1:], DATA[:7]),
+        "hole or an overlap at 'b' .*expected 4, got 3",
+    ),
+    "two tensors on the same bytes": (
+        file_of(tensor()[:-1] + b", " + tensor().replace(b'"a"', b'"b"')[1:]),
+        "hole or an overlap at 'b' .*expected 4, got 0",
+    ),
+    "an empty tensor inside another": (
+        file_of(tensor()[:-1] + b", " + tensor(shape=[0], data_offsets=[2, 2]).replace(b'"a"', b'"b"')[1:]),
+        "hole or an overlap at 'b'",
+    ),
+    "trailing bytes": (file_of(ONE, DATA[:5]), "1 bytes follow"),
+    "bytes of no tensor": (file_of(b"{}", b"x"), "1 bytes follow"),
+    "more bytes than the shape": (file_of(tensor(data_offsets=[0, 5]), DATA[:5]), "more or fewer .*expected 4, got 5"),
+    "fewer bytes than the shape": (file_of(tensor(shape=[2])), "more or fewer .*expected 8, got 4"),
+    "a scalar of no bytes": (file_of(tensor(shape=[], data_offsets=[0, 0]), b""), "more or fewer"),
+    "half a byte": (file_of(tensor(dtype="F4", shape=[1], data_offsets=[0, 1]), b"x"), "whole bytes"),
+    "three quarters of a byte": (file_of(tensor(dtype="F6_E2M3", shape=[1], data_offsets=[0, 1]), b"x"), "whole bytes"),
+    "2^64 elements": (file_of(tensor(shape=[2**32, 2**32])), "too many elements"),
+    "2^64 elements, then none": (file_of(tensor(shape=[2**63, 2, 0], data_offsets=[0, 0]), b""), "too many"),
+    "2^64 bits": (file_of(tensor(shape=[2**59])), "too many elements"),
+    "an end beyond the file": (file_of(tensor(shape=[2**40], data_offsets=[0, 2**42])), "missing"),
+    "the end before the start": (file_of(tensor(data_offsets=[4, 0])), "sound shape and data_offsets"),
+    "three offsets": (file_of(tensor(data_offsets=[0, 4, 4])), "sound shape and data_offsets"),
+    "one offset": (file_of(tensor(data_offsets=[4])), "sound shape and data_offsets"),
+    "a number for the shape": (file_of(tensor(shape=1)), "sound shape"),
+    "null for the shape": (file_of(tensor(shape=None)), "sound shape"),
+    "an object for the offsets": (file_of(tensor(data_offsets={"0": 0, "1": 4})), "sound shape and data_offsets"),
+    "a shape of texts": (file_of(tensor(shape=["1"])), "sound shape"),
+    "true in the shape": (file_of(tensor(shape=[True])), "sound shape"),
+    "an array in the shape": (file_of(tensor(shape=[[1]])), "sound shape"),
+    "a negative size": (file_of(tensor(shape=[-1])), "counts nothing .*-1"),
+    "two negative sizes": (file_of(tensor(shape=[-1, -1])), "counts nothing"),
+    "a negative start": (file_of(tensor(data_offsets=[-4, 0])), "counts nothing"),
+    "-0": (file_of(ONE.replace(b"[0,4]", b"[-0,4]")), "counts nothing .*-0"),
+    "2^64": (file_of(tensor(shape=[2**64])), "counts nothing"),
+    "a number of 10,000 digits": (file_of(ONE.replace(b"[1]", b"[" + b"9" * 10_000 + b"]")), "counts nothing"),
+    "a leading zero": (file_of(ONE.replace(b"[1]", b"[01]")), "no JSON"),
+    "a float": (file_of(tensor(shape=[1.0])), "no integer .*1.0"),
+    "an exponent": (file_of(ONE.replace(b"[1]", b"[1e0]")), "no integer .*1e0"),
+    "NaN": (file_of(tensor(shape=[float("nan")])), "no integer .*NaN"),
+    "-Infinity": (file_of(tensor(shape=[float("-inf")])), "no integer .*-Infinity"),
+    "an unknown dtype": (file_of(tensor(dtype="F128")), "'a' has an unknown dtype .*F128"),
+    "a dtype in small letters": (file_of(tensor(dtype="f32")), "unknown dtype"),
+    "null for the dtype": (file_of(tensor(dtype=None)), "unknown dtype .*NoneType"),
+    "a number for the dtype": (file_of(tensor(dtype=7)), "unknown dtype .*int"),
+    "no dtype": (file_of(ONE.replace(b'"dtype":"F32",', b"")), "does not describe .*got shape, data_offsets"),
+    "no shape": (file_of(ONE.replace(b'"shape":[1],', b"")), "does not describe"),
+    "no offsets": (file_of(ONE.replace(b',"data_offsets":[0,4]', b"")), "does not describe"),
+    "an empty tensor object": (file_of(b'{"a":{}}', b""), "does not describe"),
+    "null for a tensor": (file_of(b'{"a":null}', b""), "does not describe .*NoneType"),
+    "a text for a tensor": (file_of(b'{"a":"b"}', b""), "does not describe .*str"),
+    "a number in the metadata": (file_of(b'{"__metadata__":{"step":1}}', b""), "no object of strings"),
+    "null in the metadata": (file_of(b'{"__metadata__":{"step":null}}', b""), "no object of strings"),
+    "an object in the metadata": (file_of(b'{"__metadata__":{"a":{}}}', b""), "no object of strings"),
+    "an array as the metadata": (file_of(b'{"__metadata__":[]}', b""), "no object of strings"),
+    "a tensor named __metadata__": (file_of(ONE.replace(b'"a"', b'"__metadata__"')), "no object of strings"),
+}
+
+
+@pytest.mark.parametrize("row", BROKEN)
+def test_a_broken_header_is_malformed(row: str, tmp_path: Path) -> None:
+    """The message says the file and what is wrong with it, in one line; the library refuses it too."""
+    blob, what = BROKEN[row]
+    path = tmp_path / "m.safetensors"
+    with pytest.raises(MalformedError, match=what) as caught:
+        read(path, blob)
+    assert str(caught.value).startswith(f"{path}: safetensors header: ")
+    assert str(caught.value).isprintable()
+    assert isinstance(seen_by_library(path, blob), str)
+
+
+@pytest.mark.parametrize("opening", [b'{"a":', b"["])
+def test_deep_nesting_is_a_limit(opening: bytes, tmp_path: Path) -> None:
+    """100,000 levels neither crash the interpreter nor raise a bare RecursionError."""
+    blob = file_of(b'{"a":' + opening * 100_000, b"")
+    with pytest.raises(LimitError, match="nested too deeply"):
+        read(tmp_path / "m.safetensors", blob)
+    assert isinstance(seen_by_library(tmp_path / "m.safetensors", blob), str)
+
+
+def test_more_dimensions_than_torch_has_are_a_limit(tmp_path: Path) -> None:
+    """The header is sound, and so says the library; the checkpoint is refused, by the tensor's name. 64 are read."""
+    path = tmp_path / "m.safetensors"
+    for rank in (64, 65):
+        blob = file_of(tensor(shape=[1] * rank))
+        assert seen_by_us(path, blob) == seen_by_library(path, blob) == (None, {"a": ("F32", [1] * rank, DATA[:4])})
+        with Source(path) as source:
+            if rank == 64:
+                assert formats.read(source).tensors["a"].shape == (1,) * rank
+            else:
+                with pytest.raises(LimitError, match=r"at a: .*expected at most 64, got 65"):
+                    formats.read(source)
+
+
+def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000,000 bytes are not too many, one more is; and at the bound itself the header is read."""
+    for length, ours, librarys in (
+        (100_000_000, "ends inside it", "invalid header length"),
+        (100_000_001, "too long", "header too large"),
+    ):
+        blob = file_of(ONE, length=length)
+        assert librarys in str(seen_by_library(tmp_path / "m", blob))
+        assert ours in str(seen_by_us(tmp_path / "m", blob))
+    for length, fits in ((len(ONE), True), (len(ONE) - 1, False)):
+        limits = dataclasses.replace(safetensors_header.LIMITS, safetensors_header=length)
+        monkeypatch.setattr(safetensors_header, "LIMITS", limits)
+        assert isinstance(seen_by_us(tmp_path / "m", file_of(ONE)), tuple) == fits
+
+
+# Sound
+
+SOUND = {
+    "plain": file_of(ONE),
+    "spaces before the brace": file_of(b" \t\r\n" + ONE),
+    "spaces after it": file_of(ONE + b" \t\r\n"),
+    "spaces everywhere": file_of(json.dumps(json.loads(ONE), indent=4).encode()),
+    **{f"data starts at 8 n + {i}": file_of(ONE + b" " * (i + -len(ONE) % 8)) for i in range(8)},
+    "nothing in it": file_of(b"{}", b""),
+    "metadata null": file_of(b'{"__metadata__":null}', b""),
+    "metadata empty": file_of(b'{"__metadata__":{}}', b""),
+    "metadata alone": file_of(b'{"__metadata__":{"format":"pt","":"","\\u00e9":"\\ud83d\\ude00"}}', b""),
+    "metadata last": file_of(ONE[:-1] + b',"__metadata__":{"a":"a"}}'),
+    "an escaped key": file_of(b'{"\\u005f_metadata__":{"a":"b"}}', b""),
+    "the empty name": file_of(ONE.replace(b'"a"', b'""')),
+    "a name with NUL, DEL and a quote": file_of(ONE.replace(b'"a"', b'"\\u0000\x7f\\""')),
+    "a name outside the BMP, in pairs": file_of(ONE.replace(b'"a"', rb'"\ud83d\ude00"')),
+    "fields in another order": file_of(b'{"a":{"data_offsets":[0,4],"shape":[1],"dtype":"F32"}}'),
+    "a scalar": file_of(tensor(shape=[])),
+    "empty tensors before, between and after": file_of(
+        json.dumps(
+            {
+                "after": {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]},
+                "y": {"dtype": "I32", "shape": [1], "data_offsets": [4, 8]},
+                "between": {"dtype": "F64", "shape": [3, 0, 2**40], "data_offsets": [4, 4]},
+                "too": {"dtype": "F4", "shape": [0], "data_offsets": [4, 4]},
+                "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                "before": {"dtype": "BOOL", "shape": [0], "data_offsets": [0, 0]},
+            }
+        ).encode(),
+        DATA[:8],
+    ),
+    "a size of 2^64 - 1 beside a 0": file_of(tensor(shape=[2**64 - 1, 0, 2**64 - 1], data_offsets=[0, 0]), b""),
+    "empty tensors alone": file_of(tensor(shape=[0], data_offsets=[0, 0]), b""),
+}
+
+
+@pytest.mark.parametrize("row", SOUND)
+def test_a_sound_header_is_read(row: str, tmp_path: Path) -> None:
+    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the entries stand in the header's order."""
+    path = tmp_path / "m.safetensors"
+    seen = seen_by_us(path, SOUND[row])
+    assert isinstance(seen, tuple), seen
+    assert seen == seen_by_library(path, SOUND[row])
+    header = read(path, SOUND[row])
+    length = int.from_bytes(SOUND[row][:8], "little")
+    assert header.data_offset == 8 + length
+    assert [e.name for e in header.entries] == [n for n in json.loads(SOUND[row][8 : 8 + length]) if n != METADATA]
+
+
+# Where we and the library differ: in no case do we read what it refuses.
+
+DIFFERENCES = {
+    "a name twice: the library takes the last, another reader may take the first": (
+        file_of(ONE[:-1] + b',"a":{"dtype":"I32","shape":[],"data_offsets":[0,4]}}'),
+        "a key stands in it twice .*'a'",
+    ),
+    "a metadata key twice: the same": (
+        file_of(b'{"__metadata__":{"k":"1","k":"2"}}', b""),
+        "a key stands in it twice .*'k'",
+    ),
+    "a field that nobody knows: the library passes over what may change the tensor's meaning": (
+        file_of(tensor(strides=[1])),
+        "does not describe a tensor .*strides",
+    ),
+    "a tensor as an array: an accident of the library's parser, in no specification": (
+        file_of(b'{"a":["F32",[1],[0,4]]}'),
+        "does not describe a tensor .*list",
+    ),
+    "a dtype as an object: the same": (file_of(tensor(dtype={"F32": None})), "unknown dtype .*dict"),
+}
+
+
+@pytest.mark.parametrize("row", DIFFERENCES)
+def test_a_known_difference_is_one(row: str, tmp_path: Path) -> None:
+    """The library reads it, we refuse it. When the library grows stricter, the row goes."""
+    blob, what = DIFFERENCES[row]
+    path = tmp_path / "m.safetensors"
+    assert isinstance(seen_by_library(path, blob), tuple)
+    with pytest.raises(MalformedError, match=what):
+        read(path, blob)
+
+
+def without_differences(blob: bytes) -> bytes:
+    """BLOB, which the library reads, with what it makes of DIFFERENCES written plainly."""
+    length = int.from_bytes(blob[:8], "little")
+    top = json.loads(blob[8 : 8 + length])  # takes the last of two keys, as the library does
+    for name in top.keys() - {METADATA}:
+        fields = top[name]
+        if isinstance(fields, list):
+            fields = dict(zip(("dtype", "shape", "data_offsets"), fields, strict=True))
+        if isinstance(fields["dtype"], dict):
+            (fields["dtype"],) = fields["dtype"]
+        top[name] = {key: value for key, value in fields.items() if key in ("dtype", "shape", "data_offsets")}
+    return file_of(json.dumps(top).encode(), blob[8 + length :])
+
+
+def pairs(blob: bytes) -> Any:
+    """The header of BLOB with every key of it, also those that stand twice."""
+    return json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")], object_pairs_hook=lambda pairs: ("{}", *pairs))
+
+
+def check_difference(path: Path, blob: bytes) -> str:
+    """Both read BLOB alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike. Which of these."""
+    ours, librarys = seen_by_us(path, blob), seen_by_library(path, blob)
+    if isinstance(librarys, str):
+        assert isinstance(ours, InputError), (blob, librarys)
+        return "refused"
+    if isinstance(ours, tuple):
+        assert ours == librarys, blob
+        return "read"
+    plain = without_differences(blob)
+    assert pairs(plain) != pairs(blob), (blob, str(ours))
+    assert seen_by_us(path, plain) == librarys, blob
+    return "different"
+
+
+# Generated headers. As a tree, an object is a tuple of pairs, so that a key can stand twice.
+
+WORDS = sorted(BY_WORD)
+NAMES = ["a", "b", "c.weight", "", "é", "😀", 'a"b', "a\\", "\x01", "\x7f", "__metadata", "dtype"]
+KEYS = ["dtype", "shape", "data_offsets", METADATA, "strides", *NAMES]
+NUMBERS = [0, 1, 4, 8, -1, -0.0, 1.0, 2**63, 2**64 - 1, 2**64, 1e300, float("nan")]
+ARRAYS = [[], [0], [1], [0, 0], [0, 4], [0, 4, 4], ["F32", [1], [0, 4]]]
+OBJECTS = [
+    (),
+    (("F32", None),),
+    (("F32", 1),),
+    (("a", "b"),),
+    (("dtype", "F32"), ("shape", [1]), ("data_offsets", [0, 4])),
+]
+JUNK: list[Any] = [None, True, "", "F32", "x", "\ud800", *NUMBERS, *ARRAYS, *OBJECTS]
+BYTES = b' \t\r\n\v\0\x01\x7f\x80\xc3\xa9\xff"{}[],:\\/u-+.eE0123456789nulltrueF'
+
+
+def sound_tree(random: Random) -> tuple[Any, int]:
+    """A header with nothing wrong in it, and the bytes of its data."""
+    items: list[tuple[str, Any]] = []
+    at = 0
+    for name in random.sample(NAMES, random.choice([0, 1, 1, 2, 2, 3])):
+        word = random.choice(WORDS)
+        shape = random.choices([0, 1, 1, 2, 3], k=random.randrange(3)) + [8] * (BY_WORD[word].packed > 1)
+        end = at + BY_WORD[word].bytes_of(prod(shape))
+        fields = [("dtype", word), ("shape", shape), ("data_offsets", [at, end])]
+        items.append((name, tuple(random.sample(fields, 3))))
+        at = end
+    if random.random() < 0.5:
+        texts = tuple((key, random.choice(NAMES)) for key in random.sample(NAMES, random.randrange(3)))
+        items.append((METADATA, random.choice([texts, texts, None])))
+    return tuple(random.sample(items, len(items))), at
+
+
+def mutated(tree: Any, random: Random) -> Any:
+    """TREE with one change in it, most often deep inside."""
+    if isinstance(tree, (tuple, list)) and random.random() < 0.95:
+        items = list(tree)
+        i = random.randrange(len(items) + 1)
+        if items[i:] and random.random() < 0.75:
+            child = items[i]
+            items[i] = (child[0], mutated(child[1], random)) if isinstance(tree, tuple) else mutated(child, random)
+            return type(tree)(items)
+        junk = (random.choice(KEYS), random.choice(JUNK)) if isinstance(tree, tuple) else random.choice(JUNK)
+        added, dropped = [*items[:i], junk, *items[i:]], [*items[:i], *items[i + 1 :]]
+        doubled = [*items, *items[i : i + 1]]
+        values = [item[1] for item in items] if isinstance(tree, tuple) else items
+        return random.choice([type(tree)(added), type(tree)(dropped), type(tree)(doubled), values])
+    if isinstance(tree, int) and random.random() < 0.7:
+        return tree + random.choice([-4, -1, 1, 4, 8, 2**32, 2**64])
+    if isinstance(tree, str) and random.random() < 0.5:
+        return random.choice([((tree, None),), random.choice(WORDS)])
+    return random.choice(JUNK)
+
+
+def spelled(tree: Any, random: Random) -> str:
+    """TREE as JSON, with spaces here and there."""
+    space = random.choice(["", "", "", " ", "\n\t"])
+    if isinstance(tree, tuple):
+        items = (f"{spelled(key, random)}:{space}{spelled(value, random)}" for key, value in tree)
+        return space + "{" + f",{space}".join(items) + "}" + space
+    if isinstance(tree, list):
+        return "[" + f"{space},".join(spelled(value, random) for value in tree) + "]"
+    return json.dumps(tree, ensure_ascii=random.random() < 0.5)
+
+
+def generated(random: Random) -> bytes:
+    """A file with a sound header and at most three changes: in its structure, in its bytes, in the data's length."""
+    tree, nbytes = sound_tree(random)
+    for _ in range(random.choice([0, 1, 1, 2])):
+        tree = mutated(tree, random)
+    header = spelled(tree, random).encode("utf-8", "surrogatepass")
+    if random.random() < 0.3:
+        i, new = random.randrange(len(header) + 1), bytes([random.choice(BYTES)])
+        header = random.choice(
+            [header[:i] + new + header[i:], header[:i] + new + header[i + 1 :], header[:i] + header[i + 1 :]]
+        )
+    nbytes, length = (n + (random.choice([-1, 1, 4]) if random.random() < 0.05 else 0) for n in (nbytes, len(header)))
+    return file_of(header, DATA[: max(nbytes, 0)], max(length, 0))
+
+
+@given(st.integers(0, 2**64))
+def test_the_library_and_we_agree_on_generated_headers(file: Path, seed: int) -> None:
+    """Read alike by both or refused by both, but for the known differences."""
+    random = Random(seed)
+    for _ in range(30):
+        check_difference(file, generated(random))
+
+
+def test_generated_headers_come_in_all_kinds(file: Path) -> None:
+    """Else the test above would show little: a good part of them is read, refused, and read by the library alone."""
+    random = Random(0)
+    kinds = Counter(check_difference(file, generated(random)) for _ in range(500))
+    assert min(kinds["read"], kinds["refused"]) > 100
+    assert kinds["different"] > 5
+
+
+# Dtypes
+
+
+def test_the_dtypes_are_the_librarys(tmp_path: Path) -> None:
+    """Every word that the library knows, and none that it does not."""
+    message = seen_by_library(tmp_path / "m", file_of(tensor(dtype="F128")))
+    assert set(re.findall(r"`(\w+)`", str(message))) == {"F128", *BY_WORD}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_dtype_has_the_librarys_size(word: str, tmp_path: Path) -> None:
+    """Eight elements take so many bytes, not one more or fewer, in the table, in the reader and in the library."""
+    path = tmp_path / "m.safetensors"
+    right = BY_WORD[word].bytes_of(8)
+    for nbytes in (right - 1, right, right + 1):
+        blob = file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), DATA[:nbytes])
+        for seen in (seen_by_us(path, blob), seen_by_library(path, blob)):
+            assert isinstance(seen, tuple) == (nbytes == right)
+
+
+@pytest.mark.parametrize("word", [word for word in WORDS if BY_WORD[word].name in BY_NAME])
+def test_a_dtype_is_the_librarys_in_torch(word: str, tmp_path: Path) -> None:
+    """The library makes a tensor of torch's dtype of that name."""
+    path = tmp_path / "m.safetensors"
+    nbytes = BY_WORD[word].bytes_of(8)
+    path.write_bytes(file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), bytes(nbytes)))
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.get_tensor("a").dtype is getattr(torch, BY_WORD[word].name)
+
+
+# Written
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(NAMES)
+names = texts.filter(lambda name: name != METADATA)
+kinds = st.tuples(st.sampled_from(WORDS), st.lists(st.sampled_from([0, 1, 2, 8]), max_size=2))
+
+
+@given(
+    st.dictionaries(texts, texts, max_size=3),
+    st.dictionaries(names, kinds, max_size=4),
+    st.randoms(use_true_random=False),
+    st.none() | st.integers(8, 20_000) | st.integers(1, 2_500).map(lambda n: 8 * n),
+)
+def test_a_written_header_is_read_as_it_was_meant(
+    file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
+) -> None:
+    """By the library and by us, in the order given; the data starts at a multiple of 8, and where LIKE allows it at its place modulo 4096."""
+    entries = {}
+    at = 0
+    for name in random.sample(list(tensors), len(tensors)):
+        word, shape = tensors[name]
+        shape = [*shape, 8] if BY_WORD[word].packed > 1 else shape
+        entries[name] = Entry(name, word, tuple(shape), at, at := at + BY_WORD[word].bytes_of(prod(shape)))
+    in_order = tuple(entries[name] for name in tensors)
+    head = header_bytes(metadata, in_order, like=like)
+    blob = head + random.randbytes(at)
+
+    assert read(file, blob) == Header(metadata, in_order, len(head))
+    assert seen_by_us(file, blob) == seen_by_library(file, blob)
+    assert len(head) % 8 == 0
+    if like is not None and like % 8 == 0:
+        assert len(head) % 4096 == like % 4096
+    assert head == header_bytes(metadata, in_order, like=like)
+
+
+def test_a_header_is_compact_and_padded_with_spaces() -> None:
+    """JSON without spaces, and at most 7 bytes more: what other writers do. The metadata stands first, in its own order."""
+    head = header_bytes({"z": "é", "a": '"'}, [Entry("x", "F32", (1, 2), 0, 8), Entry("b", "U8", (), 8, 9)])
+    text = (
+        '{"__metadata__":{"z":"é","a":"\\""},"x":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},'
+        '"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
+    ).encode()
+    assert head == file_of(text + b" " * (-len(text) % 8), b"")
+
+
+def test_a_header_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts the spaces at its end."""
+    entries = [Entry("a", "F32", (1,), 0, 4)]
+    length = len(header_bytes({}, entries)) - 8
+    for most in (length, length - 1):
+        monkeypatch.setattr(
+            safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, safetensors_header=most)
+        )
+        if most == length:
+            assert len(header_bytes({}, entries)) == 8 + length
+        else:
+            with pytest.raises(LimitError, match=f"at most {most:,} bytes, got {length:,}"):
+                header_bytes({}, entries)
