@@ -31,11 +31,12 @@ TO_CPU = Edits(to_devices("cpu"))
 class Conversion:
     """A conversion in a process under strace, its SRC, its DST in a folder of its own, and what DST may be: before, or new."""
 
-    def __init__(self, src: Path, folder: Path, before: bytes | None) -> None:
+    def __init__(self, src: Path, folder: Path, name: str, before: bytes | None) -> None:
         self.src, self.folder, self.before = src, folder, before
-        self.target, self.log = folder / "out" / "dst.pt", folder / "strace.log"
-        convert(src, folder / "new.pt", map_location="cpu")
-        self.new = (folder / "new.pt").read_bytes()
+        self.target, self.log = folder / "out" / name, folder / "strace.log"
+        self.target.parent.mkdir()
+        convert(src, self.target, map_location="cpu")
+        self.new = self.target.read_bytes()
         self.trace()  # the interpreter's own calls are the same in each later run: its modules are compiled now
         self.calls = self.write_side(self.trace()[1])
 
@@ -77,7 +78,8 @@ class Conversion:
         left = sorted(set(os.listdir(self.target.parent)) - {self.target.name})
         if fault == "signal=SIGKILL":
             assert done.returncode == -signal.SIGKILL, what
-            assert all(re.fullmatch(r"\.dst\.pt\.ckptconv-[0-9a-f]{6}\.tmp", name) for name in left), what
+            temporary = rf"\.{re.escape(self.target.name)}\.ckptconv-[0-9a-f]{{6}}\.tmp"
+            assert all(re.fullmatch(temporary, name) for name in left), what
             return
         cannot_be_removed = call == "unlink" and fault.startswith("error")
         assert not left or cannot_be_removed, what
@@ -89,13 +91,18 @@ class Conversion:
             assert done.stderr.strip().count("\n") == 0 and done.stderr.strip(), what  # click ends the ^C line
 
 
-@pytest.fixture(scope="module", params=["replace", "create"])
+@pytest.fixture(scope="module", params=["replace", "create", "to safetensors", "from safetensors"])
 def conversion(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fixtures: Path) -> Conversion:
-    """One that replaces a file, and one that makes a new one."""
+    """One that replaces a file, and others that make new ones: with threads beside the copy, and with pieces that are written last."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     folder = tmp_path_factory.mktemp("faults")
-    return Conversion(fixtures / "training.pt", folder, OLD if request.param == "replace" else None)
+    src = fixtures / "training.pt"
+    if request.param == "from safetensors":
+        convert(src, folder / "src.safetensors")
+        src = folder / "src.safetensors"
+    name = "dst.safetensors" if request.param == "to safetensors" else "dst.pt"
+    return Conversion(src, folder, name, OLD if request.param == "replace" else None)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
