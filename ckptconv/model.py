@@ -149,7 +149,7 @@ class Place:
         return "".join(reversed(segments)).removeprefix("/") or "."
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class TensorInfo:
     """A tensor as the pickle describes it. Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
 

@@ -126,7 +126,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
-    refusals = Counter(reason for reason, _ in obstacles(graph))
+    has_pickle = not checkpoint.is_state_dict
+    refusals = Counter(reason for reason, _ in obstacles(graph)) if has_pickle else Counter()
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     names = Counter(map(str, graph.globals))
     others = dict(_others(checkpoint, places))
@@ -135,7 +136,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         path=str(checkpoint.source.path),
         format=checkpoint.format,
         size=checkpoint.source.size,
-        protocol=graph.protocol if graph.opcodes else None,
+        protocol=graph.protocol if has_pickle else None,
         nbytes=sum(info.nbytes for info in untied),
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),

@@ -259,7 +259,10 @@ class _TensorReader:
             ) from None
         if info is None:
             return
-        info = replace(info, path=place.path, name=place.key, tied_to=self.first_of(info, node, place.path))
+        if id(node) in self.nodes:
+            info = replace(info)  # the same tensor in another place
+        info.path, info.name = place.path, place.key
+        info.tied_to = self.first_of(info, node, info.path)
         self.nodes.setdefault(id(node), info)
         self.tensors[info.path] = info
 
