@@ -54,6 +54,10 @@ def main(args: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
+    except OSError as error:  # of stdout: a disk that is full
+        click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        return 1
 
 
 def _say_error(error: CkptconvError) -> None:
@@ -83,7 +87,10 @@ def cli() -> None:
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Show no tensors whose name matches.")
 @click.option("--sort", type=click.Choice(["name", "size"]), help="Sort the table; else it is in the file's order.")
 @click.option(
-    "--limit", metavar="N", type=click.IntRange(min=0), help=f"Show N rows of the table (on a terminal: {_ROWS})."
+    "--limit",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help=f"Show N rows of the table, or lines of the tree (on a terminal: {_ROWS}).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show all rows of the table.")
 @_debug
@@ -93,7 +100,7 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
     for path in paths:
         try:
             summary = inspect(path)
-            summary["tensors"] = _selected(summary, view["include"], view["exclude"], view["sort"])
+            selected = _selected(summary, view["include"], view["exclude"], view["sort"])
         except CkptconvError as error:
             if debug:
                 raise
@@ -101,9 +108,9 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
             status = 1
             continue
         if as_json:
-            click.echo(json.dumps(summary))
+            click.echo(json.dumps({**summary, "tensors": selected}))
         else:
-            _show(summary, tree=view["tree"], limit=view["limit"], everything=view["everything"])
+            _show(summary, selected, tree=view["tree"], limit=view["limit"], everything=view["everything"])
     return status
 
 
@@ -126,21 +133,29 @@ def _selected(
     return sorted(tensors, key=lambda tensor: tensor["path"]) if sort else tensors
 
 
-def _show(summary: Summary, *, tree: bool, limit: int | None, everything: bool) -> None:
+def _show(summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool) -> None:
     terminal = sys.stdout.isatty()
     width = _terminal_width() if terminal else None
     for line in render.wrapped(render.facts(summary), width):
         click.echo(line)
-    tensors = summary["tensors"]
-    if limit is None and terminal and not everything:
+    if len(tensors) < len(summary["tensors"]):
+        click.echo(f"  shown         {len(tensors):,} of {len(summary['tensors']):,} tensors")
+    if everything:
+        limit = None
+    elif limit is None and terminal:
         limit = _ROWS
-    shown = tensors if everything or limit is None else tensors[:limit]
-    if shown:
+    if tensors and limit != 0:
         click.echo()
-    for line in render.tree_lines(shown) if tree else render.table_lines(shown, terminal_width=width):
+    if tree:
+        lines = list(render.tree_lines(tensors))
+        left, what = len(lines), "lines"
+    else:
+        lines = list(render.table_lines(tensors if limit is None else tensors[:limit], terminal_width=width))
+        left, what = len(tensors), "tensors"
+    for line in lines[:limit] if tree else lines:
         click.echo(line)
-    if len(shown) < len(tensors):
-        click.echo(f"  … {len(tensors) - len(shown):,} more tensors (--all shows them)")
+    if limit is not None and left > limit:
+        click.echo(f"  … {left - limit:,} more {what} (--all shows them)")
 
 
 def _terminal_width() -> int:
@@ -190,12 +205,12 @@ def _terminal_width() -> int:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
 @click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
-@click.option("-v", "--verbose", is_flag=True, help="Name every change.")
+@click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
 @_debug
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> None:
-    """Write the checkpoint SRC to DST, changed as asked.
+    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name.
 
-    The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), strip, rename, add, devices. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
     """
     src, dst = _source_and_target(paths)
     edits = Edits(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from ckptconv import formats, output
 from ckptconv.dangers import dangerous_globals
@@ -14,7 +15,7 @@ from ckptconv.edits import apply
 from ckptconv.errors import DangerousError, RefusedError, UsageError
 from ckptconv.formats import safetensors, torch_zip
 from ckptconv.graph import uncollected
-from ckptconv.locations import MapLocation, to_devices
+from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
 from ckptconv.sources import Source
 from ckptconv.targets import find_target
@@ -34,7 +35,7 @@ def convert(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
-    format: str | None = None,
+    format: Literal["pt", "safetensors"] | None = None,
     copy_tied: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -54,9 +55,12 @@ def convert(
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
+    for name, flag in (("state_dict", state_dict), ("copy_tied", copy_tied), ("force", force), ("dry_run", dry_run)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}; a part is taken with select=PATH")
     edits = Edits(
-        to_devices(map_location), select, state_dict, _listed(include), _listed(exclude),
-        _listed(strip_prefix), tuple((old, new) for old, new in rename), _listed(add_prefix),
+        to_devices(map_location), select, state_dict, _listed("include", include), _listed("exclude", exclude),
+        _listed("strip_prefix", strip_prefix), _pairs(rename), _listed("add_prefix", add_prefix),
     )  # fmt: skip
     return run(
         src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
@@ -64,8 +68,18 @@ def convert(
     )  # fmt: skip
 
 
-def _listed(words: str | Iterable[str]) -> tuple[str, ...]:
-    return (words,) if isinstance(words, str) else tuple(words)
+def _listed(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
+    found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
+    if not all(isinstance(word, str) for word in found):
+        raise TypeError(f"{name} must be a string or strings, not {words!r}")
+    return found
+
+
+def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    found = tuple(rename) if isinstance(rename, Iterable) else (rename,)
+    if not all(isinstance(pair, (tuple, list)) and [type(word) for word in pair] == [str, str] for pair in found):
+        raise TypeError(f"rename must be pairs like [('^module[.]', '')], not {rename!r}")
+    return tuple((old, new) for old, new in found)
 
 
 def run(
@@ -90,7 +104,7 @@ def run(
         if not dry_run:
             output.write(plan.file, source, replace=force, verify=verify, progress=progress)
         return Report(
-            str(source.path), str(path), plan.formats, plan.file.size, plan.changes, plan.left_behind, plan.notes,
+            str(source.path), str(path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
             time.monotonic() - started, not dry_run,
         )  # fmt: skip
 
@@ -110,19 +124,28 @@ def make_plan(
     with uncollected():
         checkpoint = formats.read(source)
         if format == "safetensors":
-            edits = replace(edits, state_dict=True)
-        changes = apply(checkpoint, edits)
-        if format == "safetensors":
-            file, left_behind, notes = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+            notes = _about_devices(checkpoint, edits)
+            changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices()))
+            layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
         else:
+            notes = []
+            changes = apply(checkpoint, edits)
             if not allow_unsafe:
                 _refuse_dangers(checkpoint)
-            file, left_behind, notes = torch_zip.layout(checkpoint, path)
-    formats_ = (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME)
+            layout = torch_zip.layout(checkpoint, path)
     return Plan(
-        formats_, file, changes, (*changes.left_behind, *left_behind, *checkpoint.unused),
-        (*checkpoint.notes, *changes.notes, *notes),
+        (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME), layout.file, changes, layout.ties,
+        (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
+        (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )  # fmt: skip
+
+
+def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
+    """What becomes of devices in a format that stores none."""
+    if edits.devices:
+        return ["no device was changed: safetensors stores none, and whoever loads it says where to"]
+    tags = sorted({storage.device for storage in checkpoint.storages.values()} - {"cpu"})
+    return [f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to"] if tags else []
 
 
 def _refuse_dangers(checkpoint: Checkpoint) -> None:

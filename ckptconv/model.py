@@ -21,6 +21,7 @@ __all__ = [
     "Gather",
     "Inflate",
     "Late",
+    "Layout",
     "LeftBehind",
     "NameChange",
     "OutFile",
@@ -189,7 +190,7 @@ class LeftBehind:
 class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
-    ``is_state_dict``: its format holds nothing else. ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
+    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses.
     """
 
@@ -205,6 +206,7 @@ class Checkpoint:
     tensor_nodes: dict[int, TensorInfo]
     byteorder: str = "little"
     is_state_dict: bool = False
+    ties: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     unused: list[LeftBehind] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -266,12 +268,23 @@ class OutFile:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What a format's writer decided: the file, what of the source it cannot hold, notes, and the ties (name, name it is tied to) that the file or its source records as texts."""
+
+    file: OutFile
+    left_behind: tuple[LeftBehind, ...] = ()
+    notes: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's."""
 
     formats: tuple[str, str]
     file: OutFile
     changes: Changes
+    ties: tuple[tuple[str, str], ...]
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
 
@@ -285,6 +298,7 @@ class Report:
     formats: tuple[str, str]
     size: int
     changes: Changes
+    ties: tuple[tuple[str, str], ...]
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
     seconds: float

@@ -30,7 +30,9 @@ def check_target(path: Path, *, replace: bool) -> None:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         if not path.parent.is_dir():
-            raise UsageError("the output's folder does not exist", where=path.parent) from None
+            raise UsageError(
+                "the output's folder does not exist", where=path.parent, hint=f"mkdir -p {path.parent}"
+            ) from None
         return
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error

@@ -64,14 +64,13 @@ def facts(summary: Summary) -> Iterator[str]:
         "tensors",
         f"{len(summary['tensors']):,} in {_count(summary['storages'], 'storage')}, {size(summary['nbytes'])} ({size(summary['stored_nbytes'])} stored)",
     )
-    stores_devices = summary["protocol"] is not None
-    for label, shares in (("dtypes", summary["dtypes"]), ("devices", summary["devices"] if stores_devices else {})):
+    for label, shares in (("dtypes", summary["dtypes"]), ("devices", summary["devices"])):
         if shares:
             yield _fact(
                 label,
                 ", ".join(f"{name} ×{share['tensors']:,} ({size(share['nbytes'])})" for name, share in shares.items()),
             )
-    if not stores_devices:
+    if summary["protocol"] is None:
         yield _fact("devices", "none stored: whoever loads it says where to")
     for found in summary["state_dicts"]:
         yield _fact(
@@ -141,7 +140,7 @@ def _row(tensor: TensorSummary) -> tuple[str, str, str, str, str]:
         printable(tensor["path"] + tied),
         tensor["dtype"] + kind,
         _shape(tensor),
-        printable(tensor["device"]),
+        printable(tensor["device"] or "-"),
         size(tensor["nbytes"]),
     )
 
@@ -232,11 +231,12 @@ def report_lines(report: Report, *, every_name: bool = False) -> Iterator[str]:
         if report.written
         else f"would write {size(report.size)}"
     )
-    yield printable(f"{report.dst}: {done}")
     old_format, new_format = report.formats
+    yield printable(f"{report.dst}: {new_format}, {done}")
     if old_format != new_format:
         yield _fact("format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
+        old = "none stored" if old_format == "safetensors" else old
         yield _fact("devices", f"{old} → {new}: {_count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name)
     if changes.unprefixed:
@@ -247,10 +247,23 @@ def report_lines(report: Report, *, every_name: bool = False) -> Iterator[str]:
             f"{_count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU: {_some(changes.rng_states)}",
         )
     yield from _left_behind_lines(report.left_behind, every_name)
+    yield from _tie_lines(report)
     if not (changes.devices or changes.names or report.left_behind or old_format != new_format):
         yield _fact("changes", "none")
     for note in report.notes:
         yield _fact("note", note)
+
+
+def _tie_lines(report: Report) -> Iterator[str]:
+    """The names that a safetensors file has as texts alone."""
+    if report.ties:
+        listed = _some(f"{name} → {first}" for name, first in report.ties)
+        if report.formats[1] == "safetensors":
+            listed = (
+                f"{_count(len(report.ties), 'name')} in the metadata alone: {listed} "
+                "(load_model reads them, load_file does not; --copy-tied writes the tensors)"
+            )
+        yield _fact("tied", listed)
 
 
 def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> Iterator[str]:
@@ -263,7 +276,8 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
         listed = ", ".join(f"{left.path} ({size(left.nbytes)})" if left.nbytes else left.path for left in shown)
         more = len(some) - len(shown)
         if more:
-            listed += f", … {more:,} more ({size(sum(left.nbytes for left in some[len(shown) :]))})"
+            rest = sum(left.nbytes for left in some[len(shown) :])
+            listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + " (-v lists all)"
         yield _fact("left behind", f"{why}: {listed}")
 
 

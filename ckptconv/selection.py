@@ -26,7 +26,7 @@ def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
     left: list[LeftBehind] = []
     if edits.select is not None:
         left += _take(checkpoint, _place_at(checkpoint, edits.select))
-    if edits.state_dict:
+    if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
         left += _take(checkpoint, _state_dict(checkpoint))
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude)
@@ -53,14 +53,27 @@ def _state_dict(checkpoint: Checkpoint) -> Place:
     if len(found) == 1:
         return next(place for place in checkpoint.places if place.node is found[0].node)
     if not found:
+        root = next((place.path for place in checkpoint.places if place.node is checkpoint.graph.root), ".")
+        tensors = _named_tensors(checkpoint)
         raise RefusedError(
-            "there is no state dict in it: no mapping of names to tensors", where=checkpoint.source.path,
-            hint=f"see what there is: ckptconv inspect {checkpoint.source.path}",
+            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
+            where=checkpoint.source.path,
+            hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there" if tensors
+            else f"see what there is: ckptconv inspect {shlex.quote(str(checkpoint.source.path))}",
         )  # fmt: skip
     raise RefusedError(
         f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,
         hint=f"for the first: --select {shlex.quote(found[0].path)}",
     )  # fmt: skip
+
+
+def _named_tensors(checkpoint: Checkpoint) -> int:
+    """How many tensors are items of the root with a string key."""
+    root = checkpoint.graph.root
+    pairs = root.pairs() if isinstance(root, (Dict, Call)) else ()
+    return sum(
+        isinstance(effect.values[i], str) and id(effect.values[i + 1]) in checkpoint.tensor_nodes for effect, i in pairs
+    )
 
 
 def _candidates(checkpoint: Checkpoint) -> str:
@@ -109,9 +122,10 @@ def _filter(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str
             searched = places if "/" in glob else named
             hits = {id(place) for place in searched if matches(glob, place.path, place.key)}
             if not hits:
+                what = "tensor" if "/" in glob else "name in a state dict"
                 raise NoMatchError(
-                    f"no tensor matches {glob!r}", where=checkpoint.source.path,
-                    hint="a glob without a slash is for names in state dicts" if "/" not in glob else None,
+                    f"no {what} matches {glob!r}", where=checkpoint.source.path,
+                    expected="something like " + (searched[0].path if searched else "a path, with a slash"),
                 )  # fmt: skip
             found |= hits
         return found
@@ -134,7 +148,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
     root = checkpoint.graph.root
-    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root), "not asked for")
+    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root), "left out as asked")
     _restrict(checkpoint, root)
     gone = {id(place) for place in unwanted}
     checkpoint.places = [place for place in checkpoint.places if id(place) not in gone]
@@ -170,6 +184,12 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     once = [place for place, _ in troubles if not is_repeated(place)]  # which of two values is meant, no glob can say
     if len(once) == len(checkpoint.tensors):
         once = []  # nothing would be left
+    if len(once) > _LISTED:
+        some = shlex.quote(glob_of(once[0].path, once[0].key))
+        return RefusedError(
+            f"{what} cannot hold {len(troubles):,} tensors: {listed}", where=checkpoint.source.path,
+            hint=f"to leave them out: --exclude GLOB, as often as it takes, such as --exclude {some}",
+        )  # fmt: skip
     globs = " ".join(f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once)
     return RefusedError(
         f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=f"to leave them out: {globs}" if globs else None

@@ -72,7 +72,7 @@ class TensorSummary(TypedDict):
     shape: list[int]
     stride: list[int]
     offset: int
-    device: str
+    device: str | None
     nbytes: int
     storage_nbytes: int | None
     requires_grad: bool
@@ -82,7 +82,7 @@ class TensorSummary(TypedDict):
 class Summary(TypedDict):
     """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
 
-    ``protocol`` is None where there is no pickle; ``metadata`` are the texts that a safetensors file has.
+    ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts that a safetensors file has.
     """
 
     schema_version: int
@@ -141,7 +141,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),
         dtypes=_dtypes(untied),
-        devices=_devices(checkpoint, untied),
+        devices=_devices(checkpoint, untied) if has_pickle else {},
         state_dicts=[_state_dict(found, checkpoint) for found in customs.state_dicts],
         ties=_ties(tensors),
         views=[
@@ -156,7 +156,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         others=others,
         metadata=checkpoint.metadata,
         notes=list(checkpoint.notes),
-        tensors=[_tensor(info) for info in tensors],
+        tensors=[_tensor(info, stores_device=has_pickle) for info in tensors],
     )
 
 
@@ -202,10 +202,10 @@ def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tensor(info: TensorInfo) -> TensorSummary:
+def _tensor(info: TensorInfo, *, stores_device: bool) -> TensorSummary:
     return TensorSummary(
         path=info.path, name=info.name, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
-        offset=info.offset, device=info.device, nbytes=info.nbytes,
+        offset=info.offset, device=info.device if stores_device else None, nbytes=info.nbytes,
         storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
     )  # fmt: skip
 
@@ -326,6 +326,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
             for (old, new), (tensors, nbytes) in changes.devices.items()
         ],
         "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
+        "ties": [list(tie) for tie in report.ties],
         "unprefixed": changes.unprefixed,
         "rng_states": changes.rng_states,
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ckptconv.errors import UsageError
@@ -14,6 +15,12 @@ _SUFFIXES = {
     "pt": (".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar"),
     "safetensors": (".safetensors",),
 }
+
+
+#: transformers' two names for one thing, the number of a shard behind it.
+_HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
+#: The stems that diffusers and peft use in both formats.
+_HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str]:
@@ -37,16 +44,20 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
 def format_of(name: str) -> str | None:
     """The format that the suffix of NAME stands for, if any."""
-    return next((format for format, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), None)
+    return next((format for format, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
 
 
 def _name_in_folder(name: str, format: str | None) -> str:
     old = format_of(name)
     if format is None or format == old:
         return name
-    stem = (
-        next((name.removesuffix(suffix) for suffix in _SUFFIXES[old] if name.endswith(suffix)), name) if old else name
-    )
+    suffix = next((suffix for suffix in _SUFFIXES[old] if name.lower().endswith(suffix)), "") if old else ""
+    stem = name[: len(name) - len(suffix)]
+    model, number = _HUB_MODEL.fullmatch(stem), ""
+    if model:
+        stem, number = model[1], model[2] or ""
     if format == "safetensors":
-        return f"{stem.replace('pytorch_model', 'model', 1) if stem.startswith('pytorch_model') else stem}.safetensors"
-    return f"pytorch_{stem}.bin" if stem.startswith("model") and old == "safetensors" else f"{stem}.pt"
+        return f"{'model' if model else stem}{number}.safetensors"
+    if model:
+        return f"pytorch_model{number}.bin"
+    return f"{stem}.bin" if stem.endswith(_HUB_BIN) else f"{stem}.pt"

@@ -700,7 +700,7 @@ def test_what_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             listed = [vars(left) for left in ckptconv.convert(src, dst).left_behind]
         assert {left["path"]: left["nbytes"] for left in listed} == {**LEFT, "model/none": 0, "model/._metadata": 0}
         whys = {left["why"] for left in listed}
-        assert whys == {"not in model", "not a tensor with a name"}
+        assert whys == {"not in model", "no tensor with a name", "the modules' versions"}
     state = shared_training()["model"]
     assert_equal(load_file(dst), {name: state[name] for name in ("layer.weight", "view", "bias")})
     assert metadata_of(dst) == {"format": "pt", "tied": "layer.weight"}
@@ -854,7 +854,7 @@ def test_a_glob_that_matches_nothing_is_a_typo(flag: str, glob: str, tmp_path: P
     for dst in ("dst.pt", "dst.safetensors"):
         flags: dict[str, Any] = {"include": ["enc.*"], "exclude": ["lone"]}
         flags[flag].append(glob)
-        with pytest.raises(NoMatchError, match="no tensor matches"):
+        with pytest.raises(NoMatchError, match=r"no (tensor|name in a state dict) matches"):
             ckptconv.convert(tmp_path / "src.pt", tmp_path / dst, **flags)
     assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
 
@@ -991,3 +991,67 @@ def test_a_filter_that_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(NoMatchError, match="no tensor would be left"):
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude="*")
+
+
+def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that become texts are named, in both directions; a device that no one can store is not said to have changed."""
+    w = torch.ones(2)
+    zoo.save({"module.w": w, "module.head": w}, tmp_path / "a.pt", ("cuda:1",))
+    st, back = str(tmp_path / "a.safetensors"), str(tmp_path / "b.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), st]) == 0
+    said = capsys.readouterr().err
+    assert "1 name in the metadata alone: module.head → module.w" in said
+    assert "--strip-prefix module. takes it off" in said
+    assert "stores no device (cuda:1 here)" in said
+    assert main(["convert", str(tmp_path / "a.pt"), st, "-f", "--to", "cuda:0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ties"] == [["module.head", "module.w"]]
+    assert report["devices"] == [] and any("no device was changed" in note for note in report["notes"])
+    assert report["formats"] == ["torch zip", "safetensors"]
+    assert main(["convert", st, back, "--to", "cuda:0"]) == 0
+    said = capsys.readouterr().err
+    assert "none stored → cuda:0" in said and "module.head → module.w" in said
+    summary = ckptconv.inspect(st)
+    assert summary["devices"] == {} and {tensor["device"] for tensor in summary["tensors"]} == {None}
+    assert main(["inspect", st]) == 0
+    assert "cpu" not in capsys.readouterr().out
+
+
+def test_a_selected_mapping_need_not_be_a_state_dict(tmp_path: Path) -> None:
+    """Tensors beside an epoch: the refusal says how, and the rest is left behind, named."""
+    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
+    torch.save({"a": torch.ones(2), "epoch": 3, "part": {"b": torch.zeros(1), "lr": 0.1}}, src)
+    with pytest.raises(RefusedError, match=r"no state dict in it.*--select \. takes the 1 tensors"):
+        ckptconv.convert(src, dst)
+    report = ckptconv.convert(src, dst, select=".")
+    assert_equal(load_file(dst), {"a": torch.ones(2)})
+    assert [left.path for left in report.left_behind] == ["epoch", "part"]
+    report = ckptconv.convert(src, dst, select="part", force=True)
+    assert_equal(load_file(dst), {"b": torch.zeros(1)})
+    assert [left.path for left in report.left_behind] == ["a", "epoch", "part/lr"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rename": ("ab", "cd")}, {"rename": "a"}, {"rename": [("a", 3)]}, {"strip_prefix": [3]}, {"include": 3},
+        {"exclude": b"x"}, {"state_dict": "model"}, {"copy_tied": "no"},
+    ],
+)  # fmt: skip
+def test_arguments_of_wrong_types(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """A TypeError that names the argument; a string is not a list of its letters, nor true."""
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **wrong)
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_a_command_in_an_error_is_never_cut(tmp_path: Path) -> None:
+    """Where it would be too long, it says how it goes; all names stand in the error all the same."""
+    torch.save(
+        {f"layer_{i:03}.weight": torch.eye(2).to_sparse() for i in range(100)} | {"w": torch.ones(1)}, tmp_path / "a.pt"
+    )
+    with pytest.raises(RefusedError) as caught:
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert all(f"layer_{i:03}.weight (sparse)" in str(caught.value) for i in range(100))
+    assert str(caught.value).endswith("such as --exclude layer_000.weight")

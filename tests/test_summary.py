@@ -158,13 +158,13 @@ def test_report_lines_group_names() -> None:
     changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
     changes.unprefixed = 2
     changes.rng_states = ["rng"]
-    report = Report("a", "b", ("x", "x"), 10, changes, (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
+    report = Report("a", "b", ("x", "x"), 10, changes, (), (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
     short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
     assert sum("→" in line for line in short) == 1
     assert sum("→" in line for line in long) == 3
     for words in ("2 more in m", "2 names without", "1 state of", "unused: data/3 (5 B)", "a note", "0.50 s"):
         assert any(words in line for line in short)
-    assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), 0.0, False)))
+    assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
 
 
 def summary_change(path: str, old: str, new: str) -> Any:

@@ -413,8 +413,8 @@ def test_planning_twice_gives_the_same_pieces(make: Make) -> None:
     path = make(pickle_of(tensor(storage("5"))), {"data/5": bytes(16), "data/6": b""})
     with Source(path) as source:
         checkpoint = formats.read(source)
-        first, second = (formats.torch_zip.layout(checkpoint, path)[0] for _ in range(2))
-        fresh = formats.torch_zip.layout(formats.read(source), path)[0]
+        first, second = (formats.torch_zip.layout(checkpoint, path).file for _ in range(2))
+        fresh = formats.torch_zip.layout(formats.read(source), path).file
     assert first == second == fresh
 
 

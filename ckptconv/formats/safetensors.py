@@ -20,7 +20,7 @@ from ckptconv.formats.joined import joined
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Gather, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
+from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item
 from ckptconv.selection import cannot_hold, left_behind_at
 from ckptconv.sources import Source
@@ -64,6 +64,7 @@ def read(source: Source) -> Checkpoint:
     container = Container(header.data_offset)
     checkpoint = checkpoint_of(NAME, source, _graph(header.entries, ties), container, spans.get, str(source.path))
     checkpoint.is_state_dict = True
+    checkpoint.ties = ties
     checkpoint.metadata = {key: value for key, value in metadata.items() if key not in ties}
     return checkpoint
 
@@ -122,10 +123,8 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
 # Writing
 
 
-def layout(
-    checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False
-) -> tuple[OutFile, list[LeftBehind], list[str]]:
-    """The file that CHECKPOINT, a state dict by now, becomes at PATH, what it cannot take along, and notes.
+def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
+    """The file that CHECKPOINT, a state dict by now, becomes at PATH, and what it cannot take along.
 
     COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot hold.
     """
@@ -154,7 +153,8 @@ def layout(
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
     sums = [s.data for s in storages if isinstance(s.data, Span) and s.data.crc32 is not None]
     file = OutFile(path, joined([header, *pieces]), len(header) + at, tuple(sums))
-    return file, left_behind, _notes(taken)
+    ties = tuple((name, metadata[name]) for name in taken if name not in written)
+    return Layout(file, tuple(left_behind), tuple(_notes(taken)), ties)
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:
@@ -175,7 +175,12 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     if troubles:
         raise cannot_hold(checkpoint, NAME, troubles)
     kept = [info.storage for info in taken.values()]
-    return taken, left_behind_at(checkpoint, others, kept, "not a tensor with a name")
+    versions = [place for place in others if place.segment == "/._metadata"]
+    rest = [place for place in others if place.segment != "/._metadata"]
+    return taken, [
+        *left_behind_at(checkpoint, rest, kept, "no tensor with a name"),
+        *left_behind_at(checkpoint, versions, kept, "the modules' versions"),
+    ]
 
 
 def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> str | None:
@@ -250,9 +255,9 @@ def _piece(info: TensorInfo, byteorder: str) -> Piece:
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:
     """What the format cannot say of the tensors that it holds."""
     notes = []
-    tags = sorted({info.device for info in taken.values()} - {"cpu"})
-    if tags:
-        notes.append(f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to")
+    for wrapper in ("module.", "_orig_mod."):
+        if taken and all(name.startswith(wrapper) for name in taken):
+            notes.append(f"every name starts with {wrapper}: --strip-prefix {wrapper} takes it off")
     plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
     if plain:
         notes.append(f"safetensors stores no requires_grad: {plain:,} parameters become plain tensors")

@@ -120,7 +120,7 @@ class _Reader:
     def count(self, digits: str) -> int:
         """A number that counts something: no sign, below 2^64."""
         if digits[0] == "-" or len(digits) > 20 or int(digits) >= _COUNT_END:
-            self.fail("a number counts nothing", expected="0 to 2^64 - 1", got=digits)
+            self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)
         return int(digits)
 
     def number(self, digits: str) -> NoReturn:

@@ -39,7 +39,7 @@ from ckptconv.formats.zip_archive import (
 )
 from ckptconv.graph import Tuple
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Inflate, Late, LeftBehind, OutFile, Piece, Span
+from ckptconv.model import Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
 from ckptconv.pickles import emit, parse
 from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.selection import cannot_hold
@@ -216,10 +216,10 @@ def _byteorder(source: Source, note: bytes | None) -> str:
 # Writing
 
 
-def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[LeftBehind], list[str]]:
-    """The file that CHECKPOINT, edited, becomes at PATH, what of its container cannot come along, and notes. Raises RefusedError."""
+def layout(checkpoint: Checkpoint, path: Path) -> Layout:
+    """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along. Raises RefusedError."""
     if isinstance(checkpoint.container, Container):
-        return _rewritten(checkpoint, checkpoint.container, path), [], []
+        return Layout(_rewritten(checkpoint, checkpoint.container, path))
     troubles = [
         (place, info.dtype)
         for place in checkpoint.places
@@ -232,7 +232,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> tuple[OutFile, list[LeftBehind
         for key, text in checkpoint.metadata.items()
         if key != "format"
     ]
-    return _written(checkpoint, path), left_behind, []
+    return Layout(_written(checkpoint, path), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
 
 
 def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutFile:
