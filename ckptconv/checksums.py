@@ -31,8 +31,12 @@ class Sums:
         self._threads = [threading.Thread(target=self._run, name="ckptconv-sums", daemon=True) for _ in range(count)]
 
     def __enter__(self) -> Sums:
-        for thread in self._threads:
-            thread.start()
+        for i, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: who asks for the results computes them
+                del self._threads[i:]
+                break
         return self
 
     def __exit__(
@@ -48,7 +52,8 @@ class Sums:
             raise self._error
 
     def results(self) -> Sequence[int]:
-        """All checksums, in the order of the spans; waits for them. Raises as :meth:`check` does."""
+        """All checksums, in the order of the spans; helps to compute what is left. Raises as :meth:`check` does."""
+        self._run()
         for thread in self._threads:
             thread.join()
         self.check()

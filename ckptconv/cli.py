@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -236,9 +237,8 @@ def _source_and_target(paths: tuple[str, ...]) -> tuple[str, str]:
     if len(paths) == 2:
         return paths[0], paths[1]
     if len(paths) == 1:
-        raise UsageError(
-            f"no output given: ckptconv convert {paths[0]} OUT --to cpu (in place: {paths[0]} {paths[0]} --force)"
-        )
+        src = shlex.quote(paths[0])
+        raise UsageError(f"no output given: ckptconv convert {src} OUT --to cpu (in place: {src} {src} --force)")
     raise UsageError(
         "convert takes one input and one output", expected="ckptconv convert SRC DST", got=f"{len(paths)} paths"
     )

@@ -65,13 +65,15 @@ class Customs:
     optimizers: list[NamedOptimizer]
     rng_states: list[TensorInfo]
     rng_storages: set[Storage]
+    root: str
 
     def main(self) -> list[StateDict]:
         """The state dict that is meant when nobody says which, alone in a list; several or none where that is not clear.
 
         The only one (as the root always is: there are none inside it), else the one under a usual name.
         """
-        usual = [found for found in self.state_dicts if found.path in _MAIN_NAMES]
+        above = "" if self.root == "." else self.root + "/"
+        usual = [found for found in self.state_dicts if found.path.removeprefix(above) in _MAIN_NAMES]
         return usual if len(usual) == 1 else self.state_dicts
 
 
@@ -83,7 +85,8 @@ def strings_of(mapping: Object) -> dict[str, Value]:
 def read_customs(checkpoint: Checkpoint) -> Customs:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
-    return Customs(reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages)
+    root = checkpoint.places[0].path if checkpoint.places else "."
+    return Customs(reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, root)
 
 
 class _Reader:

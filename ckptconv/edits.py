@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
 
@@ -99,7 +100,7 @@ class _NameEditor:
                 raise NoMatchError("no state dict to add a prefix to", where=self.where)
             raise NoMatchError(
                 "several state dicts could be meant: " + ", ".join(found.path for found in main), where=self.where,
-                hint=f"to prefix the names of all of them: --rename '^' {prefix}",
+                hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
             )  # fmt: skip
         keys = set(main[0].names())
         served = [found for found in self.customs.state_dicts if set(found.names()) == keys]

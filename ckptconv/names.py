@@ -75,8 +75,10 @@ def parse_path(path: str) -> list[str]:
 
 
 def matches(glob: str, path: str, name: str | None) -> bool:
-    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name. ``*`` crosses dots and slashes."""
-    return fnmatchcase(path if "/" in glob or name is None else name, glob)
+    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name. ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes."""
+    if "/" in glob or name is None:
+        return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
+    return fnmatchcase(name, glob)
 
 
 def glob_of(path: str, name: str | None) -> str:

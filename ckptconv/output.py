@@ -52,6 +52,7 @@ def write(file: OutFile, source: Source, *, replace: bool, verify: bool, progres
     check_target(file.path, replace=replace)
     folder = file.path.parent
     temporary = folder / f".{_short(file.path.name)}.ckptconv-{os.urandom(3).hex()}.tmp"
+    transfer = Transfer(file)
     ours = True
     try:
         with _as_output_error(file.path):
@@ -63,8 +64,8 @@ def write(file: OutFile, source: Source, *, replace: bool, verify: bool, progres
             try:
                 _keep_mode(fd, file.path)
                 _forget(file.path, source)
-                _reserve(fd, file, source)
-                with Transfer(file) as transfer:
+                _reserve(fd, file, source, beside=transfer.inflated_bytes)
+                with transfer:
                     transfer.fill(fd, progress)
                     os.fsync(fd)
                     if verify:
@@ -120,15 +121,16 @@ def _forget(target: Path, source: Source) -> None:
                 os.close(fd)
 
 
-def _reserve(fd: int, file: OutFile, source: Source) -> None:
-    """Make sure of the space before the first byte, unless blocks will be shared."""
+def _reserve(fd: int, file: OutFile, source: Source, beside: int) -> None:
+    """Make sure of the space before the first byte, unless blocks will be shared. BESIDE: what is needed for a while beside the file."""
     if min(source.size, file.size) >= BLOCK and linux.share_block(source.fd, fd, BLOCK):
         return
+    needed = file.size + beside
     try:
         if linux.fallocate(fd, file.size):
-            return
+            needed = beside
         space = os.fstatvfs(fd)
-        if space.f_bavail * space.f_frsize >= file.size:
+        if space.f_bavail * space.f_frsize >= needed:
             return
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -137,7 +139,7 @@ def _reserve(fd: int, file: OutFile, source: Source) -> None:
     raise OutputError(
         "too little free space",
         where=file.path,
-        expected=f"{file.size:,} bytes",
+        expected=f"{needed:,} bytes",
         got=f"{space.f_bavail * space.f_frsize:,} bytes",
     )
 

@@ -10,8 +10,8 @@ from ckptconv.errors import NoMatchError, RefusedError
 from ckptconv.graph import Call, Dict, Object, PersistentId, Value, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
-from ckptconv.places import is_item, is_repeated, item_segments
-from ckptconv.vocabulary import free_order, places_in
+from ckptconv.places import is_repeated, item_segments
+from ckptconv.vocabulary import places_in, restrict
 
 __all__ = ["cannot_hold", "left_behind_at", "select"]
 
@@ -53,7 +53,7 @@ def _state_dict(checkpoint: Checkpoint) -> Place:
     if len(found) == 1:
         return next(place for place in checkpoint.places if place.node is found[0].node)
     if not found:
-        root = next((place.path for place in checkpoint.places if place.node is checkpoint.graph.root), ".")
+        root = checkpoint.places[0].path if checkpoint.places else "."
         tensors = _named_tensors(checkpoint)
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
@@ -101,7 +101,7 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
         f"not in {place.path}",
     )
     checkpoint.graph.discarded = []
-    _restrict(checkpoint, place.node)
+    restrict(checkpoint, place)
     return left
 
 
@@ -142,18 +142,19 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
     for place in unwanted:
         mapping = place.parent.node if place.parent else None
-        if not isinstance(mapping, (Dict, Call)) or not is_item(place):
+        if not isinstance(mapping, (Dict, Call)) or place.segment not in item_segments(mapping):
             raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
         by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
+    again = [place for place in checkpoint.places if id(place.node) in by_mapping]
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
-    root = checkpoint.graph.root
-    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root), "left out as asked")
-    _restrict(checkpoint, root)
-    gone = {id(place) for place in unwanted}
-    checkpoint.places = [place for place in checkpoint.places if id(place) not in gone]
-    for place in unwanted:
-        checkpoint.tensors.pop(place.path, None)
+    root = checkpoint.places[0]
+    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root.node), "left out as asked")
+    named = {place.path for place in unwanted}
+    for place in again:  # a mapping that stands in two places loses its items in both
+        paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
+        left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
+    restrict(checkpoint, root)
     if not checkpoint.tensors:
         raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
     return left
@@ -180,20 +181,22 @@ def _remove(mapping: Object, segments: set[str]) -> None:
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
     """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
-    listed = ", ".join(f"{place.path} ({trouble})" for place, trouble in troubles)
-    once = [place for place, _ in troubles if not is_repeated(place)]  # which of two values is meant, no glob can say
-    if len(once) == len(checkpoint.tensors):
+    of_source: dict[int, list[Place]] = {}  # names may have been edited since
+    for place in checkpoint.places:
+        of_source.setdefault(id(place.node), []).append(place)
+    listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
+    once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
+    if len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
         once = []  # nothing would be left
-    if len(once) > _LISTED:
-        some = shlex.quote(glob_of(once[0].path, once[0].key))
-        return RefusedError(
-            f"{what} cannot hold {len(troubles):,} tensors: {listed}", where=checkpoint.source.path,
-            hint=f"to leave them out: --exclude GLOB, as often as it takes, such as --exclude {some}",
-        )  # fmt: skip
-    globs = " ".join(f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once)
-    return RefusedError(
-        f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=f"to leave them out: {globs}" if globs else None
-    )  # fmt: skip
+    globs = [f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once]
+    hint = f"to leave them out: {' '.join(globs)}" if globs else None
+    if len(globs) > _LISTED:
+        what, hint = (
+            f"{what} cannot hold {len(troubles):,} tensors",
+            f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}",
+        )
+        return RefusedError(f"{what}: {listed}", where=checkpoint.source.path, hint=hint)
+    return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
 
 
 # Both
@@ -222,21 +225,3 @@ def _storages(checkpoint: Checkpoint, root: Value) -> list[Storage]:
     """The storages that ROOT leads to, each once."""
     by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
     return list(dict.fromkeys(by_node[id(node)] for node in walk([root]) if isinstance(node, PersistentId)))
-
-
-def _restrict(checkpoint: Checkpoint, root: Value) -> None:
-    """Make ROOT the root, and keep of the checkpoint's index what it still leads to."""
-    graph = checkpoint.graph
-    graph.root = root
-    reached = {id(node) for node in walk([*graph.discarded, root])}
-    graph.globals = [node for node in graph.globals if id(node) in reached]
-    graph.calls = [node for node in graph.calls if id(node) in reached]
-    graph.references = [node for node in graph.references if id(node) in reached]
-    free_order(graph)
-    checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
-    checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
-    checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
-    checkpoint.places = [place for place in checkpoint.places if id(place.node) in reached]
-    checkpoint.tensor_nodes = {key: info for key, info in checkpoint.tensor_nodes.items() if key in reached}
-    kept = {place.path for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes}
-    checkpoint.tensors = {path: info for path, info in checkpoint.tensors.items() if path in kept}

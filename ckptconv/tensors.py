@@ -68,14 +68,14 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(box: _Box, stride: tuple[int, ...], itemsize: int) -> Iterator[_Box]:
-    """BOX in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension whose elements lie farthest apart."""
+    """BOX in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches farthest."""
     todo = [box]
     while todo:
         starts, sizes = todo.pop()
         if _packed(sizes, stride, itemsize) <= _TILE:
             yield starts, sizes
             continue
-        dimension = max((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
+        dimension = max((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: (sizes[d] - 1) * stride[d])
         todo += _cut(starts, sizes, dimension)[::-1]
 
 

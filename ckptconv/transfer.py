@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ class Transfer:
 
     def __init__(self, file: OutFile) -> None:
         self.file = file
+        if any(isinstance(piece, Gather) for piece in file.pieces):
+            _import_tensors()
         self.sums = Sums(file.sums)
         self.inflated: dict[int, Span] = {}
 
@@ -48,6 +51,16 @@ class Transfer:
         self.sums.__exit__(kind, error, trace)
         for span in self.inflated.values():
             os.close(span.source.fd)
+
+    @property
+    def inflated_bytes(self) -> int:
+        """What has to be inflated into a file of its own, because parts of it are needed."""
+        needed = {
+            id(p.of): p.of.length
+            for p in self.file.pieces
+            if isinstance(p, (Part, Gather)) and isinstance(p.of, Inflate)
+        }
+        return sum(needed.values())
 
     def fill(self, fd: int, progress: Progress | None) -> None:
         """Write everything to FD. Raises OSError, OutputError, and what reading raises."""
@@ -145,6 +158,15 @@ class Transfer:
                 _write_all(spool.fd, at, chunk)
                 at += len(chunk)
         return self.inflated[id(data)]
+
+
+def _import_tensors() -> None:
+    """Import torch while there is no output yet, Ctrl-C waiting: torch does not stand being interrupted there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        import ckptconv.tensors  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _copy(fd: int, at: int, span: Span) -> Iterator[int]:

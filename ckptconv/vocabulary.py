@@ -6,20 +6,21 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import TypeGuard
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.graph import Call, Dict, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global
+from ckptconv.graph import Call, Dict, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, is_global, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
+from ckptconv.ordering import forget_order
 from ckptconv.places import find_places
 from ckptconv.sources import Source
 
-__all__ = ["checkpoint_of", "every_place", "free_order", "places_in", "torch_device"]
+__all__ = ["OtherDType", "attributes", "checkpoint_of", "every_place", "places_in", "restrict", "torch_device"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 #: The position of the device among the arguments of those rebuild functions that have one.
@@ -66,25 +67,63 @@ def checkpoint_of(
     storages: dict[str, Storage] = {}
     references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in _device_arguments(call)]
-    reader = _TensorReader({id(r.node): r.storage for r in references}, where)
+    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where)
+    return Checkpoint(name, source, graph, container, storages, references, arguments, places, tensors, nodes)
+
+
+def restrict(checkpoint: Checkpoint, root: Place) -> None:
+    """Make what stands at ROOT the whole checkpoint. Paths stay those of the source."""
+    graph = checkpoint.graph
+    graph.root = root.node
+    reached = {id(node) for node in walk([*graph.discarded, root.node])}
+    graph.globals = [node for node in graph.globals if id(node) in reached]
+    graph.calls = [node for node in graph.calls if id(node) in reached]
+    graph.references = [node for node in graph.references if id(node) in reached]
+    forget_order(graph)
+    checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
+    checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
+    checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
+    checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
+        root, checkpoint.references, str(checkpoint.source.path)
+    )
+
+
+def _index(
+    root: Place, references: list[Reference], where: str
+) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
+    """The places from ROOT on, and the tensors by path and by node."""
+    reader = _TensorReader({id(each.node): each.storage for each in references}, where)
     places = []
-    for place in find_places(graph.root, _leaf(reader.nodes), where):
+    for place in find_places(root, _leaf(reader.nodes), where):
         if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
             places.append(place)
             reader.visit(place)
-    return Checkpoint(
-        name, source, graph, container, storages, references, arguments, places, reader.tensors, reader.nodes
-    )  # fmt: skip
+    return places, reader.tensors, reader.nodes
+
+
+class OtherDType(Global):
+    """A dtype that safetensors has and torch has not. No pickle can say it: the parser makes plain globals."""
+
+    __slots__ = ()
 
 
 def every_place(checkpoint: Checkpoint) -> list[Place]:
     """The places of CHECKPOINT, those of atoms too."""
-    return list(find_places(checkpoint.graph.root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+    root = checkpoint.places[0] if checkpoint.places else checkpoint.graph.root
+    return list(find_places(root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+
+
+def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
+    """What stands in TENSORS as their attributes."""
+    having = {id(node) for node in tensors if isinstance(node, Call) and _leaf(checkpoint.tensor_nodes)(node)}
+    if not having:
+        return []
+    return [each for each in every_place(checkpoint) if each.parent is not None and id(each.parent.node) in having]
 
 
 def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
     """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among them."""
-    root = next(place for place in checkpoint.places if place.node is checkpoint.graph.root)
+    root = checkpoint.places[0]
     leaf: Callable[[Node], list[Value] | None] = lambda node: None if id(node) in opened else []  # noqa: E731
     for place in find_places(root, leaf, str(checkpoint.source.path)):
         if id(place.node) not in opened:
@@ -103,34 +142,6 @@ def _leaf(tensors: Mapping[int, TensorInfo]) -> Callable[[Node], list[Value] | N
         return args[3:4] + built if has_state else built
 
     return leaf
-
-
-def free_order(graph: Graph) -> None:
-    """Forget when GRAPH's references were made and the calls that only make a tensor of one: they commute with everything.
-
-    For a part of a checkpoint, whose tensors may have been made where they stood first, outside of it.
-    """
-    free: set[int] = set()
-    for reference in graph.references:
-        reference.order = None
-        free.add(id(reference))
-    for call in graph.calls:
-        empty = (
-            is_global(call.callable, "collections.OrderedDict") and isinstance(call.args, Tuple) and not call.args.items
-        )
-        if empty or (
-            is_global(call.callable, *_STRIDED, *_PARAMETER) and all(_is_plain(arg, free) for arg in _args(call))
-        ):
-            call.order = None
-            if not call.effects:
-                free.add(id(call))
-
-
-def _is_plain(arg: Value, free: set[int]) -> bool:
-    """Whether an argument says the same whenever it is made."""
-    if isinstance(arg, Tuple):
-        return not any(isinstance(item, Node) for item in arg.items)
-    return not isinstance(arg, Node) or isinstance(arg, Global) or id(arg) in free
 
 
 # Storages
@@ -392,8 +403,8 @@ def _at(args: list[Value], index: int) -> Value:
 def _dtype(node: Value) -> DType:
     if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
         return BY_NAME[node.name]
-    if isinstance(node, Global) and node.module == "safetensors" and node.name in BY_WORD:
-        return BY_WORD[node.name]  # one that torch has not, so that only our reader of safetensors says it
+    if isinstance(node, OtherDType):
+        return BY_WORD[node.name]
     raise _Bad("a tensor has no dtype that is known", got=node if isinstance(node, Global) else type(node).__name__)
 
 

@@ -596,7 +596,7 @@ def test_a_name_that_is_set_twice(tmp_path: Path) -> None:
     """Which of the two is meant is not guessed; without the first one it is what torch loads, the last."""
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({"model": Twice()}, src)
-    with pytest.raises(RefusedError, match="a second tensor of that name"):
+    with pytest.raises(RefusedError, match="a second value of that name"):
         ckptconv.convert(src, dst)
     ckptconv.convert(src, dst, exclude="model/w")
     assert_equal(load_file(dst), torch.load(src, weights_only=False)["model"])
@@ -955,7 +955,7 @@ def test_no_glob_is_printed_for_one_of_two_values(tmp_path: Path) -> None:
             return OrderedDict, (), {"_metadata": {}}, None, iter([("w", w), ("w", v)])
 
     torch.save(Twice(), tmp_path / "src.pt")
-    with pytest.raises(RefusedError, match="second tensor of that name") as caught:
+    with pytest.raises(RefusedError, match="second value of that name") as caught:
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
     assert caught.value.hint is None
 

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Container as Container_
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
-from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value
+from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
-from ckptconv.places import is_item
+from ckptconv.places import is_item, is_repeated
 from ckptconv.selection import cannot_hold, left_behind_at
 from ckptconv.sources import Source
-from ckptconv.vocabulary import checkpoint_of, places_in
+from ckptconv.vocabulary import OtherDType, attributes, checkpoint_of, places_in
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 
@@ -103,12 +105,12 @@ def _tensor(graph: Graph, entry: Entry, key: str, words: dict[str, Global]) -> C
     elements = prod(shape) if typed else entry.end - entry.start
     storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", elements]))
     graph.references.append(storage)
-    stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    stride = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1] if shape else []
     hooks = Call("REDUCE", word("collections", "OrderedDict"), Tuple([]))
     args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
     if typed:
         return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v2"), Tuple(args))
-    args.append(word("torch" if dtype.name in BY_NAME else "safetensors", dtype.name))
+    args.append(word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name))
     return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v3"), Tuple(args))
 
 
@@ -163,18 +165,25 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
         raise RefusedError("a safetensors file holds names and their tensors", where=checkpoint.source.path)
     taken: dict[str, TensorInfo] = {}
     others: list[Place] = []
+    tensors: list[Place] = []
     troubles: list[tuple[Place, str]] = []
     for place in places_in(checkpoint, {id(checkpoint.graph.root)}):
         info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
-        if info is None or not is_item(place):
+        if is_item(place) and is_repeated(place):
+            troubles.append((place, "a second value of that name"))
+        elif info is None or not is_item(place):
             others.append(place)
         elif trouble := _trouble(place, info, taken):
             troubles.append((place, trouble))
         elif place.key is not None:
             taken[place.key] = info
+            tensors.append(place)
     if troubles:
         raise cannot_hold(checkpoint, NAME, troubles)
+    others += attributes(checkpoint, [place.node for place in tensors])
     kept = [info.storage for info in taken.values()]
+    if not taken and any(isinstance(node, PersistentId) for node in walk([place.node for place in others])):
+        raise RefusedError("none of its tensors stands under a name", where=checkpoint.source.path)
     versions = [place for place in others if place.segment == "/._metadata"]
     rest = [place for place in others if place.segment != "/._metadata"]
     return taken, [
@@ -193,7 +202,7 @@ def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> st
     if not is_text(place.key):
         return "its name is no text"
     if place.key in taken:
-        return "a second tensor of that name"
+        return "a second value of that name"
     if info.kind != "strided" or info.storage is None:
         return info.kind
     if dtype is None or dtype.word is None:

@@ -88,6 +88,12 @@ class _Reader:
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
             self.fail("it is no JSON object", expected="{", got=start or "nothing")
+        brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
+        if brackets > LIMITS.header_brackets + 2 or quotes > LIMITS.header_quotes:
+            raise LimitError(
+                "the header describes too much", where=self.source.path,
+                expected="at most a million tensors", got=f"{brackets:,} brackets and {quotes:,} quotation marks",
+            )  # fmt: skip
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:

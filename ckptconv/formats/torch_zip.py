@@ -258,12 +258,13 @@ def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutF
 
 def _written(checkpoint: Checkpoint, path: Path) -> OutFile:
     """An archive as torch writes it, its records' checksums computed on the way."""
+    names = _renumber(checkpoint)
     writer = _Writer(_root_name(path), checked=True)
     writer.pickle(_pickle_pieces(checkpoint, None), like=0)
     writer.record("byteorder", checkpoint.byteorder.encode())
     for key, storage in checkpoint.storages.items():
         assert isinstance(storage.data, Span)  # zips alone deflate
-        writer.storage(f"data/{key}", storage.data)
+        writer.storage(names[f"data/{key}"], storage.data)
     writer.record("version", b"3\n")
     return writer.finish(path)
 
@@ -274,7 +275,7 @@ def _root_name(path: Path) -> str:
         path.stem.encode()
     except UnicodeEncodeError:
         return "archive"
-    return path.stem
+    return "archive" if path.stem in (".", "..") or "\\" in path.stem else path.stem
 
 
 def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
