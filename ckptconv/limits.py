@@ -37,6 +37,8 @@ class Limits:
     #: A tensor in a header takes 3 brackets and 8 quotation marks; more of either than a million tensors have is refused before anything is made of them.
     header_brackets: int = 3_000_000
     header_quotes: int = 10_000_000
+    #: Commas beyond those of the ranks that torch allows: in texts.
+    header_commas: int = 5_000_000
     #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger of the two counts.
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16

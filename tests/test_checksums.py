@@ -114,3 +114,16 @@ def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path)
     with pytest.raises(OutputError, match="bug"):
         output.write(file, source, replace=False, verify=False)
     assert not (tmp_path / "target").exists()
+
+
+def test_a_system_that_gives_no_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the sums computes them."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Sums([span(source, 0, 5), span(source, 3, 4_000_000)]) as sums:
+        assert list(sums.results()) == [zlib.crc32(DATA[:5]), zlib.crc32(DATA[3:4_000_000])]
+    with Sums([span(source, 0, 5, 1)]) as sums, pytest.raises(MalformedError):
+        sums.results()

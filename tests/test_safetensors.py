@@ -1055,3 +1055,114 @@ def test_a_command_in_an_error_is_never_cut(tmp_path: Path) -> None:
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
     assert all(f"layer_{i:03}.weight (sparse)" in str(caught.value) for i in range(100))
     assert str(caught.value).endswith("such as --exclude layer_000.weight")
+
+
+def converted(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> tuple[Path, list[str]]:
+    """The conversion of MADE, and the paths of what it left behind."""
+    torch.save(made, folder / "made.pt")
+    report = ckptconv.convert(folder / "made.pt", folder / f"out.{suffix}", force=True, **edits)
+    return folder / f"out.{suffix}", [left.path for left in report.left_behind]
+
+
+def test_what_is_selected_is_all_that_there_is(tmp_path: Path) -> None:
+    """Names and globs do not reach what stands outside, though it be the same object."""
+    a, b = torch.ones(2), torch.zeros(3)
+    with pytest.raises(NoMatchError, match=r"a/\*"):
+        converted({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*")
+    inner = {"module.q": b}
+    outer: OrderedDict[str, Any] = OrderedDict({"w": a, "m._extra_state": inner})
+    outer._metadata = {"": {}}  # type: ignore[attr-defined]
+    made = {"x": {"E": inner, "n": 1}, "D": outer}
+    with pytest.raises(NoMatchError, match=r"no name starts with 'module\.'"):
+        converted(made, tmp_path, select="D", strip_prefix="module")
+    assert converted(made, tmp_path, "safetensors", select="D")[1] == ["x", "D/m._extra_state", "D/._metadata"]
+    ema = {"ema": {"model": {"w": a}, "shadow": {"w": b}}}
+    assert converted(ema, tmp_path, "safetensors", select="ema")[1] == ["ema/shadow"]
+
+
+def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Checkpoints, and the part of each to take, whose objects were made elsewhere first, in another order."""
+    a, b = torch.ones(2), torch.zeros(3)
+    model, ema, one, two = {"w": a}, {"w": b}, {"lr": 1}, {"lr": 2}
+    z = [torch.randn(2, dtype=torch.complex64).conj() for _ in range(2)]
+    first, second = OrderedDict(w=a), OrderedDict(w=b)
+    first._metadata = second._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    return {
+        "all": ({"model": model, "ema": ema, "part": {"ema": ema, "model": model}}, {"select": "part"}),
+        "plain": ({"x": {"a": one, "b": two}, "part": {"b": two, "a": one, "t": a}}, {"select": "part"}),
+        "conj": ({"opt": [z[0]], "model": {"b": z[1], "a": z[0]}}, {"state_dict": True}),
+        "exclude": ({"x": {"a": z[0], "b": z[1]}, "y": {"c": z[0]}}, {"exclude": "x/a"}),
+        "metadata": ({"a": first, "b": second}, {"select": "b"}),
+        "device": ({"a": [torch.device("cpu")] * 2, "b": {"w": a, "d": torch.device("cpu")}}, {"select": "b"}),
+    }
+
+
+@pytest.mark.parametrize("name", parts())
+def test_a_part_is_as_loadable_as_the_whole(name: str, tmp_path: Path) -> None:
+    """Whatever order the part has its objects in, torch's safe loader takes it, and finds what the whole had there."""
+    made, edits = parts()[name]
+    out, _ = converted(made, tmp_path, **edits)
+    expected = torch.load(tmp_path / "made.pt")
+    if name == "exclude":
+        del expected["x"]["a"]
+    else:
+        expected = expected[edits.get("select", "model")]
+    assert_same(torch.load(out), expected)
+
+
+def test_attributes_of_tensors_are_named(tmp_path: Path) -> None:
+    """They stay behind, with their bytes."""
+    x = torch.ones(4)
+    x.scale, x.k = torch.ones(100), 5  # type: ignore[attr-defined]
+    torch.save({"x": x}, tmp_path / "src.pt")
+    left = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors").left_behind
+    assert [(each.path, each.nbytes) for each in left] == [("x/.scale", 400), ("x/.k", 0)]
+
+
+def test_a_mapping_in_two_places_loses_its_items_in_both(tmp_path: Path) -> None:
+    """And the report says so."""
+    state = {"w": torch.ones(1), "v": torch.ones(2)}
+    assert converted({"model": state, "ema": state}, tmp_path, exclude="model/w")[1] == ["model/w", "ema/w"]
+
+
+def test_hints_speak_of_the_sources_names(tmp_path: Path) -> None:
+    """Globs see the names before the edits, so that is what the hint says; a tensor at the root has a path with a slash too."""
+    torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, tmp_path / "src.pt")
+    with pytest.raises(RefusedError) as caught:
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", strip_prefix="module")
+    assert str(caught.value.hint).endswith("--exclude module.bad")
+    mixed = {"epoch": 1, "w": torch.ones(1), "model": {"w": torch.ones(2)}}
+    assert converted(mixed, tmp_path, exclude="./w")[1] == ["w"]
+
+
+def test_elements_that_no_key_names_are_not_dropped(tmp_path: Path) -> None:
+    """What cannot be taken out is not said to have been."""
+    with pytest.raises(RefusedError, match="only what has a key"):
+        converted({"m": {"l": [torch.ones(1)]}, "w": {"a": torch.ones(1)}}, tmp_path, exclude="m/l*")
+
+
+@pytest.mark.parametrize("name", ["..pt", "...pt", "a\\b.pt"])
+def test_the_folder_in_the_archive_leads_nowhere(name: str, tmp_path: Path) -> None:
+    """Whatever the target is called, unpacking the zip writes below it."""
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / name)
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        assert all(not {"..", ".", ""} & set(entry.split("/")) and "\\" not in entry for entry in archive.namelist())
+    assert_equal(torch.load(tmp_path / name), {"a": torch.ones(1)})
+
+
+def test_a_pickle_cannot_say_what_torch_has_not(tmp_path: Path) -> None:
+    """The 6-bit dtypes of safetensors are no words of a pickle."""
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        records = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+    dtype = b"csafetensors\nF6_E2M3\n"
+    records["data.pkl"] = records["data.pkl"].replace(b"rebuild_tensor_v2", b"rebuild_tensor_v3")
+    at = records["data.pkl"].rindex(b"t")  # the tuple of arguments
+    records["data.pkl"] = records["data.pkl"][:at] + dtype + records["data.pkl"][at:]
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        for name, data in records.items():
+            archive.writestr(f"a/{name}", data)
+    with pytest.raises(MalformedError, match="no dtype that is known"):
+        ckptconv.inspect(tmp_path / "b.pt")

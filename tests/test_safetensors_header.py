@@ -536,3 +536,18 @@ def test_a_header_that_no_reader_would_take_is_not_written(monkeypatch: pytest.M
         else:
             with pytest.raises(LimitError, match=f"at most {most:,} bytes, got {length:,}"):
                 header_bytes({}, entries)
+
+
+@pytest.mark.parametrize("field", ["header_brackets", "header_quotes", "header_commas"])
+def test_a_header_that_describes_too_much_is_refused_before_it_is_parsed(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few megabytes of brackets, texts or numbers would become gigabytes of objects."""
+    monkeypatch.setattr(
+        safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, rank=0, **{field: 1})
+    )
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("parsed"))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(file_of(ONE))
+    with Source(path) as source, pytest.raises(LimitError, match="more than a million tensors"):
+        read_header(source)

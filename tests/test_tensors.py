@@ -156,3 +156,20 @@ def test_only_this_module_imports_torch() -> None:
         if re.search(r"^ *(import|from) torch\b", code, re.MULTILINE):
             importing.add(path.name)
     assert importing == {"tensors.py"}
+
+
+def test_overlapping_rows_are_read_a_few_times_and_not_a_million(
+    storage: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dimensions with one stride: each block reads little more than it spans."""
+    monkeypatch.setattr(tensors, "_BLOCK", 2048)
+    monkeypatch.setattr(tensors, "_TILE", 2048)
+    monkeypatch.setattr(tensors, "_GAP", 64)
+    reads: list[int] = []
+    original = Source.read_into
+    monkeypatch.setattr(
+        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
+    )
+    view = view_of("uint8", (400, 400), (63, 63))
+    assert gathered(storage, view) == by_torch(storage, view)
+    assert len(reads) < 10_000 and sum(reads) < 400 * 60_000

@@ -88,12 +88,13 @@ class _Reader:
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
             self.fail("it is no JSON object", expected="{", got=start or "nothing")
-        brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
-        if brackets > LIMITS.header_brackets + 2 or quotes > LIMITS.header_quotes:
-            raise LimitError(
-                "the header describes too much", where=self.source.path,
-                expected="at most a million tensors", got=f"{brackets:,} brackets and {quotes:,} quotation marks",
-            )  # fmt: skip
+        brackets, quotes, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b'"'), raw.count(b",")
+        if (
+            brackets > LIMITS.header_brackets
+            or quotes > LIMITS.header_quotes
+            or commas > LIMITS.header_commas + LIMITS.rank * brackets
+        ):
+            raise LimitError("the header describes more than a million tensors could need", where=self.source.path)
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
