@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType"]
+__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "dtype_called"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,8 @@ BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}
 #: By safetensors' word, counted in safetensors' elements.
 BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}
+
+
+def dtype_called(name: str) -> DType:
+    """The dtype that torch calls NAME, else the one that safetensors alone has."""
+    return BY_NAME.get(name) or BY_WORD[name]

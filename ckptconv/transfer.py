@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import tempfile
 import zlib
 from collections.abc import Iterator
 from types import TracebackType
@@ -148,6 +147,8 @@ class Transfer:
         if isinstance(data, Span):
             return data
         if id(data) not in self.inflated:
+            import tempfile  # which costs every other conversion a megabyte
+
             spool = Readable()
             spool.path = data.of.source.path
             with tempfile.TemporaryFile(dir=self.file.path.parent) as file:

@@ -16,7 +16,7 @@ from math import prod
 from operator import mul
 from pathlib import Path
 
-from ckptconv.dtypes import BY_NAME, BY_WORD, DType
+from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
@@ -194,7 +194,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
 
 def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> str | None:
     """Why the format cannot hold the tensor INFO at PLACE, beside those TAKEN already."""
-    dtype = BY_NAME.get(info.dtype) or BY_WORD.get(info.dtype)
+    dtype = dtype_called(info.dtype)
     if place.key is None:
         return "its key is no string"
     if place.key == METADATA:
@@ -205,7 +205,7 @@ def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> st
         return "a second value of that name"
     if info.kind != "strided" or info.storage is None:
         return info.kind
-    if dtype is None or dtype.word is None:
+    if dtype.word is None:
         return info.dtype
     if info.dtype == _PACKED and not info.shape:
         return f"a scalar of {_PACKED}"
@@ -233,7 +233,7 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
     """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay whole."""
-    dtype = BY_NAME.get(info.dtype) or BY_WORD[info.dtype]
+    dtype = dtype_called(info.dtype)
     assert info.storage is not None
     at = info.storage.data.offset if as_it_is and isinstance(info.storage.data, Span) else 0
     return (-dtype.itemsize if dtype.packed == 1 else 0, at)
@@ -243,13 +243,13 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     """INFO's dtype and shape as safetensors counts them."""
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
-    return (BY_NAME.get(info.dtype) or BY_WORD[info.dtype]).word or "", info.shape
+    return dtype_called(info.dtype).word or "", info.shape
 
 
 def _piece(info: TensorInfo, byteorder: str) -> Piece:
     """The elements of INFO in row-major order, little-endian."""
     assert info.storage is not None
-    dtype, data = BY_NAME.get(info.dtype) or BY_WORD[info.dtype], info.storage.data
+    dtype, data = dtype_called(info.dtype), info.storage.data
     swapped = byteorder == "big" and dtype.itemsize > 1 and dtype.name in BY_NAME
     if swapped or info.conj or info.neg or not info.contiguous:
         return Gather(
