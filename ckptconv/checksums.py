@@ -11,7 +11,7 @@ from types import TracebackType
 from ckptconv.errors import MalformedError
 from ckptconv.model import Span
 
-__all__ = ["Sums"]
+__all__ = ["Sums", "check_crc32", "crc32_of"]
 
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
@@ -83,9 +83,20 @@ class Sums:
             chunk = buffer[: min(_CHUNK, span.length - at)]
             span.source.read_into(span.offset + at, chunk)
             crc32 = zlib.crc32(chunk, crc32)
-        if span.crc32 is not None and crc32 != span.crc32:
-            raise MalformedError(
-                "the record is damaged: its checksum is wrong", where=f"{span.source.path} at byte {span.offset}",
-                expected=f"{span.crc32:08x}", got=f"{crc32:08x}",
-            )  # fmt: skip
+        check_crc32(span.crc32, crc32, f"{span.source.path} at byte {span.offset}")
         return crc32
+
+
+def crc32_of(span: Span, start: int = 0) -> int:
+    """The CRC-32 of SPAN, continued from START, here and now."""
+    for at in range(0, span.length, _CHUNK):
+        start = zlib.crc32(span.source.read(span.offset + at, min(_CHUNK, span.length - at)), start)
+    return start
+
+
+def check_crc32(expected: int | None, found: int, where: str) -> None:
+    """Raise MalformedError unless a checksum is what it should be, where that is known."""
+    if expected is not None and found != expected:
+        raise MalformedError(
+            "the record is damaged: its checksum is wrong", where=where, expected=f"{expected:08x}", got=f"{found:08x}"
+        )

@@ -10,11 +10,11 @@ import errno
 import os
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from ckptconv import linux
-from ckptconv.checksums import Sums
+from ckptconv.checksums import Sums, check_crc32
 from ckptconv.errors import MalformedError, OutputError
 from ckptconv.model import Gather, Inflate, Late, OutFile, Part, Piece, Progress, Span
 from ckptconv.sources import Readable
@@ -35,8 +35,7 @@ class Transfer:
 
     def __init__(self, file: OutFile) -> None:
         self.file = file
-        if any(isinstance(piece, Gather) for piece in file.pieces):
-            _import_tensors()
+        self.gather = _gather() if any(isinstance(piece, Gather) for piece in file.pieces) else None
         self.sums = Sums(file.sums)
         self.inflated: dict[int, Span] = {}
 
@@ -132,9 +131,8 @@ class Transfer:
         elif isinstance(piece, Part):
             yield from _read(self._part(piece))
         elif isinstance(piece, Gather):
-            from ckptconv.tensors import gather
-
-            yield from gather(piece, self._whole(piece.of))
+            assert self.gather is not None
+            yield from self.gather(piece, self._whole(piece.of))
         else:
             yield piece.make(self.sums.results())
 
@@ -161,13 +159,14 @@ class Transfer:
         return self.inflated[id(data)]
 
 
-def _import_tensors() -> None:
-    """Import torch while there is no output yet, Ctrl-C waiting: torch does not stand being interrupted there."""
+def _gather() -> Callable[[Gather, Span], Iterator[memoryview]]:
+    """What writes views out, with torch imported for it: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        import ckptconv.tensors  # noqa: F401
+        from ckptconv.tensors import gather
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return gather
 
 
 def _copy(fd: int, at: int, span: Span) -> Iterator[int]:
@@ -224,13 +223,7 @@ def _inflate(piece: Inflate) -> Iterator[bytes]:
                 break
     if length != piece.length or not inflater.eof:
         raise wrong_size
-    if piece.crc32 is not None and crc32 != piece.crc32:
-        raise MalformedError(
-            "the record is damaged: its checksum is wrong",
-            where=where,
-            expected=f"{piece.crc32:08x}",
-            got=f"{crc32:08x}",
-        )
+    check_crc32(piece.crc32, crc32, where)
 
 
 def _write_all(fd: int, at: int, data: bytes | memoryview) -> None:

@@ -124,7 +124,10 @@ def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
 def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
     """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among them."""
     root = checkpoint.places[0]
-    leaf: Callable[[Node], list[Value] | None] = lambda node: None if id(node) in opened else []  # noqa: E731
+
+    def leaf(node: Node) -> list[Value] | None:
+        return None if id(node) in opened else []
+
     for place in find_places(root, leaf, str(checkpoint.source.path)):
         if id(place.node) not in opened:
             yield place

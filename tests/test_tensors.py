@@ -28,6 +28,20 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
         yield source
 
 
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each read, as they come."""
+    lengths: list[int] = []
+    original = Source.read_into
+
+    def counted(self: Source, offset: int, buffer: memoryview) -> None:
+        lengths.append(len(buffer))
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(Source, "read_into", counted)
+    return lengths
+
+
 def gathered(source: Source, view: Gather) -> bytes:
     return b"".join(bytes(chunk) for chunk in tensors.gather(view, Span(source, 3, source.size - 3)))
 
@@ -113,28 +127,20 @@ def test_negation_keeps_nans(storage: Source) -> None:
     assert gathered(storage, both) == bytes(b ^ 0x80 * (i % 8 == 3) for i, b in enumerate(plain))
 
 
-def test_a_chunk_is_never_larger_than_a_block(storage: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_never_larger_than_a_block(
+    storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory does not grow with the view, nor with how far apart its elements lie."""
     monkeypatch.setattr(tensors, "_BLOCK", 1024)
     monkeypatch.setattr(tensors, "_TILE", 512)
-    reads: list[int] = []
-    original = Source.read_into
-    monkeypatch.setattr(
-        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
-    )
     view = view_of("float32", (100, 120), (1, 130))
     sizes = [len(chunk) for chunk in tensors.gather(view, Span(storage, 0, storage.size))]
     assert max(sizes) <= 1024 and sum(sizes) == view.length
     assert max(reads) <= 512
 
 
-def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, reads: list[int]) -> None:
     """A column of a narrow matrix is one read; of a wide one, a read for each element; dimensions that overlap are read once."""
-    reads: list[int] = []
-    original = Source.read_into
-    monkeypatch.setattr(
-        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
-    )
 
     def reads_of(view: Gather) -> list[int]:
         reads.clear()
@@ -159,17 +165,12 @@ def test_only_this_module_imports_torch() -> None:
 
 
 def test_overlapping_rows_are_read_a_few_times_and_not_a_million(
-    storage: Source, monkeypatch: pytest.MonkeyPatch
+    storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dimensions with one stride: each block reads little more than it spans."""
     monkeypatch.setattr(tensors, "_BLOCK", 2048)
     monkeypatch.setattr(tensors, "_TILE", 2048)
     monkeypatch.setattr(tensors, "_GAP", 64)
-    reads: list[int] = []
-    original = Source.read_into
-    monkeypatch.setattr(
-        Source, "read_into", lambda self, offset, buffer: (reads.append(len(buffer)), original(self, offset, buffer))[1]
-    )
     view = view_of("uint8", (400, 400), (63, 63))
     assert gathered(storage, view) == by_torch(storage, view)
     assert len(reads) < 10_000 and sum(reads) < 400 * 60_000

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats.joined import joined
@@ -174,18 +175,7 @@ def _inflated(source: Source, member: Member, where: str, checked: bool) -> byte
 
 
 def _check_crc(source: Source, member: Member, where: str) -> None:
-    crc32, at, end = 0, member.data_offset, member.data_offset + member.size
-    while at < end:
-        chunk = source.read(at, min(1 << 20, end - at))
-        crc32 = zlib.crc32(chunk, crc32)
-        at += len(chunk)
-    if crc32 != member.crc32:
-        raise MalformedError(
-            "the record is damaged: its checksum is wrong",
-            where=where,
-            expected=f"{member.crc32:08x}",
-            got=f"{crc32:08x}",
-        )
+    check_crc32(member.crc32, crc32_of(Span(source, member.data_offset, member.size)), where)
 
 
 def _note(source: Source, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
@@ -340,7 +330,7 @@ class _Writer:
         crc32 = 0
         if self.checked:
             for piece in pieces:
-                crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else _crc_of(piece, crc32)
+                crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else crc32_of(piece, crc32)
         end = self.at + self.bare_header(PICKLE, size) + size
         self.header(PICKLE, crc32, size, _padding(end, like, _BLOCK))
         for piece in pieces:
@@ -388,12 +378,6 @@ class _Writer:
 
 def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
     return [replace(entry, crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
-
-
-def _crc_of(span: Span, crc32: int) -> int:
-    for at in range(0, span.length, 1 << 20):
-        crc32 = zlib.crc32(span.source.read(span.offset + at, min(1 << 20, span.length - at)), crc32)
-    return crc32
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
