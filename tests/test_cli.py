@@ -301,3 +301,15 @@ def test_unsafe_is_refused_and_carried_inert(tmp_path: Path, capsys: pytest.Capt
     assert main(["inspect", str(out)]) == 0
     assert "DANGEROUS" in capsys.readouterr().out
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
+    """One line says that the result could not be written, and the exit status does."""
+    command = [sys.executable, "-m", "ckptconv", "inspect", str(fixtures / "cpu.pt")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ckptconv: cannot write to standard output: No space left on device\n",
+    )
