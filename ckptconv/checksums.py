@@ -53,7 +53,8 @@ class Sums:
 
     def results(self) -> Sequence[int]:
         """All checksums, in the order of the spans; helps to compute what is left. Raises as :meth:`check` does."""
-        self._run()
+        if self._next < len(self._spans):
+            self._run()
         for thread in self._threads:
             thread.join()
         self.check()

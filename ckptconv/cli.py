@@ -52,11 +52,9 @@ def main(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("ckptconv: interrupted", err=True)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 1
-    except OSError as error:  # of stdout: a disk that is full
-        click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
+    except OSError as error:  # of standard output: a disk that is full, or nobody who reads on
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
 

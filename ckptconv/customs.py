@@ -85,8 +85,9 @@ def strings_of(mapping: Object) -> dict[str, Value]:
 def read_customs(checkpoint: Checkpoint) -> Customs:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
-    root = checkpoint.places[0].path if checkpoint.places else "."
-    return Customs(reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, root)
+    return Customs(
+        reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, checkpoint.root.path
+    )  # fmt: skip
 
 
 class _Reader:

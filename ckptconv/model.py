@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptconv.sources import Readable, Source
 
 __all__ = [
+    "BLOCK",
     "Changes",
     "Checkpoint",
     "DeviceArgument",
@@ -90,6 +91,9 @@ class Late:
     length: int
     make: Callable[[Sequence[int]], bytes]
 
+
+#: Bytes of a block that filesystems share between files, where both places agree modulo this.
+BLOCK = 4096
 
 #: What an output file is made of, in order.
 Piece: TypeAlias = "bytes | Span | Inflate | Part | Gather | Late"
@@ -176,6 +180,11 @@ class TensorInfo:
     conj: bool = False
     neg: bool = False
 
+    @property
+    def view(self) -> tuple[object, ...]:
+        """What it shows of which storage: two tensors are tied if this is equal."""
+        return id(self.storage), self.offset, self.shape, self.stride, self.dtype, self.conj, self.neg
+
 
 @dataclass(frozen=True)
 class LeftBehind:
@@ -210,6 +219,11 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     unused: list[LeftBehind] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def root(self) -> Place:
+        """Where the checkpoint itself stands: in a selected part, below the source's root."""
+        return self.places[0] if self.places else Place(None, "", self.graph.root, 0)
 
 
 @dataclass(frozen=True)

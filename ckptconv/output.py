@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ckptconv import linux
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.model import OutFile, Progress
+from ckptconv.model import BLOCK, OutFile, Progress
 from ckptconv.sources import Source
-from ckptconv.transfer import BLOCK, Transfer
+from ckptconv.transfer import Transfer
 
 __all__ = ["check_target", "write"]
 

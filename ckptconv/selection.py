@@ -53,7 +53,7 @@ def _state_dict(checkpoint: Checkpoint) -> Place:
     if len(found) == 1:
         return next(place for place in checkpoint.places if place.node is found[0].node)
     if not found:
-        root = checkpoint.places[0].path if checkpoint.places else "."
+        root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
@@ -140,15 +140,20 @@ def _filter(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str
 
 def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
+    segments_of: dict[int, set[str]] = {}
     for place in unwanted:
         mapping = place.parent.node if place.parent else None
-        if not isinstance(mapping, (Dict, Call)) or place.segment not in item_segments(mapping):
-            raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
-        by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
+        if isinstance(mapping, (Dict, Call)):
+            if id(mapping) not in segments_of:  # once: a mapping can have as many items as there are places
+                segments_of[id(mapping)] = set(item_segments(mapping))
+            if place.segment in segments_of[id(mapping)]:
+                by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
+                continue
+        raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
     again = [place for place in checkpoint.places if id(place.node) in by_mapping]
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
-    root = checkpoint.places[0]
+    root = checkpoint.root
     left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root.node), "left out as asked")
     named = {place.path for place in unwanted}
     for place in again:  # a mapping that stands in two places loses its items in both
@@ -191,11 +196,8 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     globs = [f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once]
     hint = f"to leave them out: {' '.join(globs)}" if globs else None
     if len(globs) > _LISTED:
-        what, hint = (
-            f"{what} cannot hold {len(troubles):,} tensors",
-            f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}",
-        )
-        return RefusedError(f"{what}: {listed}", where=checkpoint.source.path, hint=hint)
+        listed = f"{len(troubles):,} tensors: {listed}"
+        hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
     return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
 
 

@@ -16,17 +16,14 @@ from types import TracebackType
 from ckptconv import linux
 from ckptconv.checksums import Sums, check_crc32
 from ckptconv.errors import MalformedError, OutputError
-from ckptconv.model import Gather, Inflate, Late, OutFile, Part, Piece, Progress, Span
+from ckptconv.model import BLOCK, Gather, Inflate, Late, OutFile, Part, Piece, Progress, Span
 from ckptconv.sources import Readable
 
-__all__ = ["BLOCK", "Transfer"]
+__all__ = ["Transfer"]
 
-BLOCK = 4096  # bytes; what filesystems share
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BUFFER = 4 << 20  # bytes held where the kernel cannot copy
-_BEHIND = (
-    8 << 20
-)  # bytes after which writing to disk is started: a call for each small tensor would cost more than it gives
+_BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 

@@ -109,8 +109,7 @@ class OtherDType(Global):
 
 def every_place(checkpoint: Checkpoint) -> list[Place]:
     """The places of CHECKPOINT, those of atoms too."""
-    root = checkpoint.places[0] if checkpoint.places else checkpoint.graph.root
-    return list(find_places(root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+    return list(find_places(checkpoint.root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
 
 
 def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
@@ -123,12 +122,11 @@ def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
 
 def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
     """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among them."""
-    root = checkpoint.places[0]
 
     def leaf(node: Node) -> list[Value] | None:
         return None if id(node) in opened else []
 
-    for place in find_places(root, leaf, str(checkpoint.source.path)):
+    for place in find_places(checkpoint.root, leaf, str(checkpoint.source.path)):
         if id(place.node) not in opened:
             yield place
 
@@ -282,12 +280,7 @@ class _TensorReader:
 
     def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
         """The path of an earlier tensor that is the same: the same storage, offset, shape, stride and dtype."""
-        if info.storage is not None and info.nbytes:
-            key: tuple[object, ...] = (
-                id(info.storage), info.offset, info.shape, info.stride, info.dtype, info.conj, info.neg,
-            )  # fmt: skip
-        else:
-            key = (id(node),)
+        key = info.view if info.storage is not None and info.nbytes else (id(node),)
         first = self.same.setdefault(key, path)
         return None if first == path else first
 

@@ -173,7 +173,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
             troubles.append((place, "a second value of that name"))
         elif info is None or not is_item(place):
             others.append(place)
-        elif trouble := _trouble(place, info, taken):
+        elif trouble := _trouble(place, info):
             troubles.append((place, trouble))
         elif place.key is not None:
             taken[place.key] = info
@@ -192,8 +192,8 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     ]
 
 
-def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> str | None:
-    """Why the format cannot hold the tensor INFO at PLACE, beside those TAKEN already."""
+def _trouble(place: Place, info: TensorInfo) -> str | None:
+    """Why the format cannot hold the tensor INFO at PLACE."""
     dtype = dtype_called(info.dtype)
     if place.key is None:
         return "its key is no string"
@@ -201,8 +201,6 @@ def _trouble(place: Place, info: TensorInfo, taken: dict[str, TensorInfo]) -> st
         return "the name is reserved"
     if not is_text(place.key):
         return "its name is no text"
-    if place.key in taken:
-        return "a second value of that name"
     if info.kind != "strided" or info.storage is None:
         return info.kind
     if dtype.word is None:
@@ -222,8 +220,7 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
     first: dict[tuple[object, ...], str] = {}
     written: dict[str, TensorInfo] = {}
     for name, info in taken.items():
-        same = (id(info.storage), info.offset, info.shape, info.stride, info.dtype, info.conj, info.neg)
-        kept = first.setdefault(same, name) if info.nbytes else name
+        kept = first.setdefault(info.view, name) if info.nbytes else name
         if kept == name or name in metadata:
             written[name] = info
         else:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.limits import LIMITS
+from ckptconv.model import BLOCK
 from ckptconv.sources import Source
 
 __all__ = ["Entry", "Header", "header_bytes", "is_text", "read_header"]
@@ -30,7 +31,6 @@ _LENGTH = 8  # bytes of the integer in front
 _FIELDS = ("dtype", "shape", "data_offsets")
 _SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
 _ALIGNMENT = 8
-_BLOCK = 4096  # blocks of this size can be shared between files
 _COUNT_END = 1 << 64  # the library counts in 64 bits
 
 
@@ -200,7 +200,7 @@ def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: in
     for entry in entries:
         top[entry.name] = {"dtype": entry.word, "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
     text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
-    wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, _BLOCK)
+    wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, BLOCK)
     text += b" " * ((wanted - _LENGTH - len(text)) % modulus)
     if len(text) > LIMITS.safetensors_header:
         raise LimitError(

@@ -40,7 +40,7 @@ from ckptconv.formats.zip_archive import (
 )
 from ckptconv.graph import Tuple
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
+from ckptconv.model import BLOCK, Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
 from ckptconv.pickles import emit, parse
 from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.selection import cannot_hold
@@ -55,7 +55,6 @@ _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _LONGEST_NOTE = 64
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
-_BLOCK = 4096  # blocks of this size can be shared between files
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +103,18 @@ def read(source: Source) -> Checkpoint:
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
-        if name.startswith("data/") and not name.endswith("/") and name not in used
+        if _is_storage(name) and name not in used
     ]
     if not checked:
         checkpoint.notes.append("the file has no checksums, so damage to it cannot be seen")
     _note(source, names, "version", checked)
     checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))
     return checkpoint
+
+
+def _is_storage(name: str) -> bool:
+    """Whether the record NAME holds a storage, and is no folder."""
+    return name.startswith("data/") and not name.endswith("/")
 
 
 def _refuse_others(source: Source, names: dict[str, Member]) -> None:
@@ -228,8 +232,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
     members = container.archive.names()
-    dropped = {name for name in members if name.startswith("data/") and name[5:] not in checkpoint.storages}
-    dropped = {name for name in dropped if not name.endswith("/")}
+    dropped = {name for name in members if _is_storage(name) and name[5:] not in checkpoint.storages}
     names = _renumber(checkpoint) if dropped else {}
     kept = [
         (names.get(name, name), member)
@@ -332,7 +335,7 @@ class _Writer:
             for piece in pieces:
                 crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else crc32_of(piece, crc32)
         end = self.at + self.bare_header(PICKLE, size) + size
-        self.header(PICKLE, crc32, size, _padding(end, like, _BLOCK))
+        self.header(PICKLE, crc32, size, _padding(end, like, BLOCK))
         for piece in pieces:
             self.add(piece)
 
@@ -354,14 +357,14 @@ class _Writer:
         """A record of the source: as it stands where that is possible, else under a header of our own."""
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED
-        if same and aligned and (self.at - member.header_offset) % _BLOCK == 0:
+        if same and aligned and (self.at - member.header_offset) % BLOCK == 0:
             self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
             self.add(Span(source, member.header_offset, member.end - member.header_offset))
             return
         data = member.data(source, checked=self.checked)
         start = self.at + self.bare_header(name, member.size)
         keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
-        padding = _padding(start, member.data_offset, _BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
+        padding = _padding(start, member.data_offset, BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
         self.header(name, member.crc32, member.size, padding)
         if member.size:
             self.add(data)
