@@ -8,6 +8,7 @@ CkptconvError
 │   ├── UnsupportedError    it is sound, but not something that this version handles
 │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
 │   └── InputChangedError   it changed while it was being read
+├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        doing it would lose data or surprise somebody
 │   ├── TargetExistsError   the output is there already
 │   ├── CollisionError      two names would become one
@@ -23,6 +24,7 @@ __all__ = [
     "CkptconvError",
     "CollisionError",
     "DangerousError",
+    "DeviceUnavailable",
     "InputChangedError",
     "InputError",
     "LimitError",
@@ -121,6 +123,10 @@ class DangerousError(InputError):
 
 class InputChangedError(InputError):
     """The input's size, modification time or identity changed while it was being read."""
+
+
+class DeviceUnavailable(CkptconvError):
+    """Tensors would go to a device that torch does not have here: the tags, and the argument that sends them elsewhere."""
 
 
 class RefusedError(CkptconvError):

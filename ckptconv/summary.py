@@ -79,6 +79,18 @@ class TensorSummary(TypedDict):
     tied_to: str | None
 
 
+class Finding(TypedDict):
+    """Something to know before loading the file, in a line, and the command that mends it, if one does.
+
+    ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
+    """
+
+    kind: str
+    blocks: bool
+    text: str
+    command: str | None
+
+
 class Summary(TypedDict):
     """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
 
@@ -89,6 +101,9 @@ class Summary(TypedDict):
     path: str
     format: str
     size: int
+    loads_here: bool
+    findings: list[Finding]
+    remedy: str | None
     protocol: int | None
     nbytes: int
     stored_nbytes: int
@@ -136,6 +151,9 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         path=str(checkpoint.source.path),
         format=checkpoint.format,
         size=checkpoint.source.size,
+        loads_here=True,
+        findings=[],
+        remedy=None,
         protocol=graph.protocol if has_pickle else None,
         nbytes=sum(info.nbytes for info in untied),
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),

@@ -160,7 +160,7 @@ def _gather() -> Callable[[Gather, Span], Iterator[memoryview]]:
     """What writes views out, with torch imported for it: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from ckptconv.tensors import gather
+        from ckptconv.tensors.gathering import gather
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return gather

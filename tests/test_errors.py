@@ -27,7 +27,7 @@ def test_tree_is_the_one_in_the_docstring() -> None:
     above: dict[int, str] = {}
     drawn = {}
     for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"^([│ ├└─]*)(\w+Error)\b", line)
+        match = re.match(r"^([│ ├└─]*)(\w+Error|DeviceUnavailable)\b", line)
         if match:
             depth = len(match[1]) // 4
             above[depth] = match[2]

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv import tensors
 from ckptconv.dtypes import BY_NAME
 from ckptconv.model import Gather, Span
 from ckptconv.sources import Source
+from ckptconv.tensors import gathering
 
 DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")
 
@@ -43,7 +43,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gathered(source: Source, view: Gather) -> bytes:
-    return b"".join(bytes(chunk) for chunk in tensors.gather(view, Span(source, 3, source.size - 3)))
+    return b"".join(bytes(chunk) for chunk in gathering.gather(view, Span(source, 3, source.size - 3)))
 
 
 def by_torch(source: Source, view: Gather) -> bytes:
@@ -104,9 +104,9 @@ def views(draw: st.DrawFn) -> Gather:
 def test_torch_gathers_the_same(storage: Source, view: Gather, block: int, tile: int, gap: int) -> None:
     """Every view comes out as torch's `contiguous()` has it, in as many blocks and tiles as may be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "_BLOCK", block)
-        patch.setattr(tensors, "_TILE", tile)
-        patch.setattr(tensors, "_GAP", gap)
+        patch.setattr(gathering, "_BLOCK", block)
+        patch.setattr(gathering, "_TILE", tile)
+        patch.setattr(gathering, "_GAP", gap)
         ours, theirs = gathered(storage, view), by_torch(storage, view)
     if view.conj or view.neg:  # torch keeps the payload of a NaN in a vector, and loses it at its end
         numbers = numbers_of(theirs, view.dtype)
@@ -131,10 +131,10 @@ def test_a_chunk_is_never_larger_than_a_block(
     storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory does not grow with the view, nor with how far apart its elements lie."""
-    monkeypatch.setattr(tensors, "_BLOCK", 1024)
-    monkeypatch.setattr(tensors, "_TILE", 512)
+    monkeypatch.setattr(gathering, "_BLOCK", 1024)
+    monkeypatch.setattr(gathering, "_TILE", 512)
     view = view_of("float32", (100, 120), (1, 130))
-    sizes = [len(chunk) for chunk in tensors.gather(view, Span(storage, 0, storage.size))]
+    sizes = [len(chunk) for chunk in gathering.gather(view, Span(storage, 0, storage.size))]
     assert max(sizes) <= 1024 and sum(sizes) == view.length
     assert max(reads) <= 512
 
@@ -153,24 +153,24 @@ def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, re
     assert reads_of(view_of("uint8", (8, 7), (4900, 4800))) == [7 * 4900 + 6 * 4800 + 1]
 
 
-def test_only_this_module_imports_torch() -> None:
-    """No other module of the package names torch in an import."""
-    package = Path(tensors.__file__).parent
+def test_only_this_package_imports_torch() -> None:
+    """No module outside of it names torch in an import."""
+    package = Path(gathering.__file__).parent.parent
     importing = set()
     for path in package.rglob("*.py"):
         code = path.read_text().replace("if TYPE_CHECKING:\n    import torch\n", "")
         if re.search(r"^ *(import|from) torch\b", code, re.MULTILINE):
-            importing.add(path.name)
-    assert importing == {"tensors.py"}
+            importing.add(path.parent.name)
+    assert importing == {"tensors"}
 
 
 def test_overlapping_rows_are_read_a_few_times_and_not_a_million(
     storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dimensions with one stride: each block reads little more than it spans."""
-    monkeypatch.setattr(tensors, "_BLOCK", 2048)
-    monkeypatch.setattr(tensors, "_TILE", 2048)
-    monkeypatch.setattr(tensors, "_GAP", 64)
+    monkeypatch.setattr(gathering, "_BLOCK", 2048)
+    monkeypatch.setattr(gathering, "_TILE", 2048)
+    monkeypatch.setattr(gathering, "_GAP", 64)
     view = view_of("uint8", (400, 400), (63, 63))
     assert gathered(storage, view) == by_torch(storage, view)
     assert len(reads) < 10_000 and sum(reads) < 400 * 60_000

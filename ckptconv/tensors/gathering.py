@@ -1,6 +1,6 @@
-"""What needs numbers and not only bytes: the only module that imports torch.
+"""Write strided views out in row-major order, in bounded memory.
 
-:func:`gather` writes strided views out in row-major order, in bounded memory. A view's rows can lie far apart (a transposed weight's elements are a row of the storage
+A view's rows can lie far apart (a transposed weight's elements are a row of the storage
 away from one another), so each block of the output is filled from tiles: stretches of the storage that are read at once, because what lies
 between their elements costs less to read than another call.
 """
