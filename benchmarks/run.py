@@ -38,6 +38,26 @@ from safetensors.torch import load_file
 torch.save({f"module.{name}": tensor for name, tensor in load_file(sys.argv[1]).items()}, sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
+LOAD = """
+import sys, ckptconv
+ckptconv.load(sys.argv[1], "cpu")
+"""
+TORCH_LOAD = """
+import sys, torch
+checkpoint = torch.load(sys.argv[1], "cpu", mmap=sys.argv[2] == "mmap")
+checkpoint["module.layers.7.weight"].sum()
+"""
+LOAD_ONE = """
+import sys, ckptconv
+with ckptconv.open(sys.argv[1]) as file:
+    file.load("module.layers.7.weight").sum()
+"""
+MADE = f"""
+import os, sys, torch, ckptconv
+state = {{f"layers.{{i}}.weight": torch.ones(int(sys.argv[2]) // 4 // {TENSORS}) for i in range({TENSORS})}}
+"""
+SAVE = "ckptconv.save(state, sys.argv[1])"
+TORCH_SAVE = "torch.save(state, sys.argv[1]); os.fsync(os.open(sys.argv[1], os.O_RDONLY))"
 MAKE = f"""
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
@@ -75,6 +95,8 @@ def main() -> None:
         from_safetensors(Path(folder), size, runs)
         gather(Path(folder), size // 2, runs)
         inspect(Path(folder), size, runs)
+        load(Path(folder), size, runs)
+        save(Path(folder), size // 2, runs)
         share_blocks(Path(folder), size // 2)
 
 
@@ -96,42 +118,67 @@ def convert(folder: Path, size: int, runs: int) -> None:
 
 def to_safetensors(folder: Path, size: int, runs: int) -> None:
     """SIZE bytes of weights from torch's format to safetensors, beside copying the file and beside what torch and the library do."""
-    src, dst = folder / "src.pt", folder / "dst.safetensors"
-    commands = {
-        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--strip-prefix", "module."),
-        "`cp` + `sync`": copy(src, dst),
-        "`torch.load(mmap=True)` + `save_file` + `sync`": python(TO_SAFETENSORS + PEAK, src, dst),
-    }
-    print_table(f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`", commands, runs, unit="`cp` + `sync`")
-    dst.unlink()
+    title, rival = (
+        f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`",
+        "`torch.load(mmap=True)` + `save_file` + `sync`",
+    )
+    beside(
+        title, folder / "src.pt", folder / "dst.safetensors", ["--strip-prefix", "module."], rival, TO_SAFETENSORS, runs
+    )
 
 
 def from_safetensors(folder: Path, size: int, runs: int) -> None:
     """The same weights back."""
-    src, dst = folder / "src.safetensors", folder / "dst.pt"
+    src = folder / "src.safetensors"
     subprocess.run(python(TO_SAFETENSORS, folder / "src.pt", src), check=True)
-    commands = {
-        "`ckptconv convert`": ckptconv(
-            "convert", "-q", "--force", src, dst, "--to", "cuda:0", "--add-prefix", "module."
-        ),
-        "`cp` + `sync`": copy(src, dst),
-        "`load_file` + `torch.save` + `sync`": python(FROM_SAFETENSORS + PEAK, src, dst),
-    }
-    print_table(f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", commands, runs, unit="`cp` + `sync`")
+    title, rival = f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", "`load_file` + `torch.save` + `sync`"
+    beside(title, src, folder / "dst.pt", ["--to", "cuda:0", "--add-prefix", "module."], rival, FROM_SAFETENSORS, runs)
     src.unlink()
-    dst.unlink()
 
 
 def gather(folder: Path, size: int, runs: int) -> None:
     """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share storages."""
-    src, dst = make(folder / "views.pt", size, MAKE_VIEWS), folder / "views.safetensors"
-    commands = {
-        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--strip-prefix", "module."),
-        "`cp` + `sync`": copy(src, dst),
-        "`torch.load(mmap=True)` + `contiguous()` + `save_file` + `sync`": python(TO_SAFETENSORS + PEAK, src, dst),
-    }
-    print_table(f"{size / GIB:g} GiB of views: `.pt` → `.safetensors`", commands, runs, unit="`cp` + `sync`")
+    src = make(folder / "views.pt", size, MAKE_VIEWS)
+    title, rival = (
+        f"{size / GIB:g} GiB of views: `.pt` → `.safetensors`",
+        "`torch.load(mmap=True)` + `contiguous()` + `save_file` + `sync`",
+    )
+    beside(title, src, folder / "views.safetensors", ["--strip-prefix", "module."], rival, TO_SAFETENSORS, runs)
     src.unlink()
+
+
+def beside(title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str, runs: int) -> None:
+    """A conversion, copying the file, and CODE, which does the same in Python."""
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`cp` + `sync`": copy(src, dst),
+        rival: python(code + PEAK, src, dst),
+    }
+    print_table(title, commands, runs, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def load(folder: Path, size: int, runs: int) -> None:
+    """All tensors of SIZE bytes, and one of them, in a fresh process each."""
+    src = folder / "src.pt"
+    commands = {
+        '`ckptconv.load(path, "cpu")`': python(LOAD + PEAK, src),
+        '`torch.load(path, "cpu")`': python(TORCH_LOAD + PEAK, src, "read"),
+        "one tensor: `ckptconv.open(path)` + `load(name)`": python(LOAD_ONE + PEAK, src),
+        "one tensor: `torch.load(path, mmap=True)[name]`": python(TORCH_LOAD + PEAK, src, "mmap"),
+    }
+    print_table(f"{size / GIB:g} GiB in memory", commands, runs, unit='`torch.load(path, "cpu")`')
+
+
+def save(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes of tensors from memory to disk; making them is in each figure."""
+    dst = folder / "saved.pt"
+    commands = {
+        "`ckptconv.save`": python(MADE + SAVE + PEAK, dst, size),
+        "`torch.save` + `sync`": python(MADE + TORCH_SAVE + PEAK, dst, size),
+        "making the tensors": python(MADE + PEAK, dst, size),
+    }
+    print_table(f"{size / GIB:g} GiB from memory", commands, runs, unit="`torch.save` + `sync`")
     dst.unlink()
 
 

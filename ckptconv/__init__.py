@@ -1,9 +1,79 @@
-"""ckptconv: change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices."""
+"""ckptconv: change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
+
+On files: :func:`convert`, :func:`inspect`, :func:`open` (single tensors), :func:`load`, :func:`save`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
+:func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.conversion import convert
-from ckptconv.errors import CkptconvError
-from ckptconv.model import Report
+from ckptconv.errors import (
+    CkptconvError,
+    CollisionError,
+    DangerousError,
+    DeviceUnavailable,
+    InputChangedError,
+    InputError,
+    LimitError,
+    MalformedError,
+    NoMatchError,
+    OutputError,
+    RefusedError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptconv.files import CheckpointFile, load, open, save
+from ckptconv.locations import MapLocation
+from ckptconv.model import Report, TensorInfo
+from ckptconv.state_dicts import add_prefix, strip_prefix
 from ckptconv.summary import Summary, inspect
 
+if TYPE_CHECKING:
+    from ckptconv.tensors.moving import devices, remap
+
 __version__ = "0.1.0"
-__all__ = ["CkptconvError", "Report", "Summary", "convert", "inspect"]
+__all__ = [
+    "CheckpointFile",
+    "CkptconvError",
+    "CollisionError",
+    "DangerousError",
+    "DeviceUnavailable",
+    "InputChangedError",
+    "InputError",
+    "LimitError",
+    "MalformedError",
+    "MapLocation",
+    "NoMatchError",
+    "OutputError",
+    "RefusedError",
+    "Report",
+    "Summary",
+    "TargetExistsError",
+    "TensorInfo",
+    "UnsupportedError",
+    "UsageError",
+    "add_prefix",
+    "convert",
+    "devices",
+    "inspect",
+    "load",
+    "open",
+    "remap",
+    "save",
+    "strip_prefix",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What cannot be without torch, imported when it is first asked for: that takes a second or two."""
+    if name in ("devices", "remap"):
+        from ckptconv.tensors import moving
+
+        globals()[name] = found = getattr(moving, name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -91,7 +91,7 @@ def cli() -> None:
     type=click.IntRange(min=0),
     help=f"Show N rows of the table, or lines of the tree (on a terminal: {_ROWS}).",
 )
-@click.option("--all", "everything", is_flag=True, help="Show all rows of the table.")
+@click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
 @_debug
 def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: Any) -> int:
     """Show what is in a checkpoint, without loading it."""
@@ -109,7 +109,10 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
         if as_json:
             click.echo(json.dumps({**summary, "tensors": selected}))
         else:
-            _show(summary, selected, tree=view["tree"], limit=view["limit"], everything=view["everything"])
+            _show(
+                summary, selected, tree=view["tree"], limit=view["limit"], everything=view["everything"],
+                by_size=view["sort"] == "size",
+            )  # fmt: skip
     return status
 
 
@@ -129,32 +132,34 @@ def _selected(
     ]
     if sort == "size":
         return sorted(tensors, key=lambda tensor: -tensor["nbytes"])
-    return sorted(tensors, key=lambda tensor: tensor["path"]) if sort else tensors
+    return sorted(tensors, key=lambda tensor: render.natural(tensor["path"])) if sort else tensors
 
 
-def _show(summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool) -> None:
-    terminal = sys.stdout.isatty()
-    width = _terminal_width() if terminal else None
-    for line in render.wrapped(render.facts(summary), width):
-        click.echo(line)
-    if len(tensors) < len(summary["tensors"]):
-        click.echo(f"  shown         {len(tensors):,} of {len(summary['tensors']):,} tensors")
+def _show(
+    summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool, by_size: bool
+) -> None:
+    look = _look(sys.stdout)
     if everything:
         limit = None
-    elif limit is None and terminal:
+    elif limit is None and look.width is not None:
         limit = _ROWS
+    for line in render.facts(summary, look, shown=len(tensors)):
+        click.echo(line, color=look.colour)
     if tensors and limit != 0:
         click.echo()
-    if tree:
-        lines = list(render.tree_lines(tensors))
-        left, what = len(lines), "lines"
-    else:
-        lines = list(render.table_lines(tensors if limit is None else tensors[:limit], terminal_width=width))
-        left, what = len(tensors), "tensors"
-    for line in lines[:limit] if tree else lines:
-        click.echo(line)
-    if limit is not None and left > limit:
-        click.echo(f"  … {left - limit:,} more {what} (--all shows them)")
+    draw = render.tree_lines if tree else render.table_lines
+    for line in draw(tensors, look, limit=limit, fold=not everything, by_size=by_size):
+        click.echo(line, color=look.colour)
+
+
+def _look(stream: TextIO) -> render.Look:
+    """What STREAM can show."""
+    terminal = stream.isatty()
+    return render.Look(
+        width=_terminal_width() if terminal else None,
+        colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+        unicode=(stream.encoding or "").lower().startswith("utf"),
+    )
 
 
 def _terminal_width() -> int:
@@ -225,10 +230,9 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:
         stream = sys.stderr if report.written else sys.stdout
-        for line in render.wrapped(
-            render.report_lines(report, every_name=verbose), _terminal_width() if stream.isatty() else None
-        ):
-            click.echo(line, file=stream)
+        look = _look(stream)
+        for line in render.report_lines(report, look, every_name=verbose):
+            click.echo(line, file=stream, color=look.colour)
 
 
 def _source_and_target(paths: tuple[str, ...]) -> tuple[str, str]:

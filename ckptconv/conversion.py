@@ -17,10 +17,10 @@ from ckptconv.formats import safetensors, torch_zip
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
-from ckptconv.sources import Source
+from ckptconv.sources import Readable, Source
 from ckptconv.targets import find_target
 
-__all__ = ["convert", "make_plan", "run"]
+__all__ = ["convert", "edits_from", "make_plan", "report_of", "run", "strings"]
 
 
 def convert(
@@ -55,12 +55,10 @@ def convert(
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
-    for name, flag in (("state_dict", state_dict), ("copy_tied", copy_tied), ("force", force), ("dry_run", dry_run)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {flag!r}; a part is taken with select=PATH")
-    edits = Edits(
-        to_devices(map_location), select, state_dict, _listed("include", include), _listed("exclude", exclude),
-        _listed("strip_prefix", strip_prefix), _pairs(rename), _listed("add_prefix", add_prefix),
+    _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run)
+    edits = edits_from(
+        map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
+        strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
     )  # fmt: skip
     return run(
         src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
@@ -68,7 +66,32 @@ def convert(
     )  # fmt: skip
 
 
-def _listed(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
+def edits_from(
+    *,
+    map_location: MapLocation | None = None,
+    state_dict: bool = False,
+    select: str | None = None,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    strip_prefix: str | Iterable[str] = (),
+    rename: Iterable[tuple[str, str]] = (),
+    add_prefix: str | Iterable[str] = (),
+) -> Edits:
+    """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
+    _check_flags(state_dict=state_dict)
+    return Edits(
+        to_devices(map_location), select, state_dict, strings("include", include), strings("exclude", exclude),
+        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix),
+    )  # fmt: skip
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}; a part is taken with select=PATH")
+
+
+def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
     found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
     if not all(isinstance(word, str) for word in found):
         raise TypeError(f"{name} must be a string or strings, not {words!r}")
@@ -100,17 +123,25 @@ def run(
     with Source(src) as source:
         path, format = find_target(source.path, dst, format)
         _check_target(source, path, force=force)
-        plan = make_plan(source, path, edits, format=format, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
+        with uncollected():
+            plan = make_plan(
+                formats.read(source), path, edits, format=format, copy_tied=copy_tied, allow_unsafe=allow_unsafe
+            )
         if not dry_run:
             output.write(plan.file, source, replace=force, verify=verify, progress=progress)
-        return Report(
-            str(source.path), str(path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
-            time.monotonic() - started, not dry_run,
-        )  # fmt: skip
+        return report_of(plan, source, seconds=time.monotonic() - started, written=not dry_run)
+
+
+def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool) -> Report:
+    """What was done, or would be, by PLAN on SOURCE."""
+    return Report(
+        str(source.path), str(plan.file.path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
+        seconds, written,
+    )  # fmt: skip
 
 
 def make_plan(
-    source: Source,
+    checkpoint: Checkpoint,
     path: Path,
     edits: Edits,
     *,
@@ -118,21 +149,19 @@ def make_plan(
     copy_tied: bool = False,
     allow_unsafe: bool = False,
 ) -> Plan:
-    """Everything about the output, before a byte of it is written."""
+    """Everything about the output, before a byte of it is written. CHECKPOINT is edited."""
     if copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
-    with uncollected():
-        checkpoint = formats.read(source)
-        if format == "safetensors":
-            notes = _about_devices(checkpoint, edits)
-            changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices()))
-            layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
-        else:
-            notes = []
-            changes = apply(checkpoint, edits)
-            if not allow_unsafe:
-                _refuse_dangers(checkpoint)
-            layout = torch_zip.layout(checkpoint, path)
+    notes: list[str] = []
+    if format == "safetensors":
+        notes = _about_devices(checkpoint, edits)
+        changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices()))
+        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+    else:
+        changes = apply(checkpoint, edits)
+        if not allow_unsafe:
+            _refuse_dangers(checkpoint)
+        layout = torch_zip.layout(checkpoint, path)
     return Plan(
         (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME), layout.file, changes, layout.ties,
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),

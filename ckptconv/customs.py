@@ -105,7 +105,7 @@ class _Reader:
         self.certain = {
             id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
         }
-        self.hinted = {id(p.node) for p in self.candidates if any(_has_rng_word(a.key) for a in _upwards(p))}
+        self.hinted = {id(p.node) for p in self.candidates if any(has_rng_word(a.key) for a in _upwards(p))}
         self.rng_mappings: dict[
             int, bool
         ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
@@ -187,7 +187,7 @@ def _upwards(place: Place) -> Iterator[Place]:
         at = at.parent
 
 
-def _has_rng_word(key: str | None) -> bool:
+def has_rng_word(key: str | None) -> bool:
     if key is None:
         return False
     return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))

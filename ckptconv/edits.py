@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ckptconv.customs import Customs, NamedOptimizer, StateDict, read_customs
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 from ckptconv.graph import Call, Dict, Effect, Global, Object, Tuple, Value
 from ckptconv.locations import Devices
 from ckptconv.model import Changes, Checkpoint, DeviceArgument, Edits, NameChange, Storage
-from ckptconv.names import normal_prefix
+from ckptconv.names import ancestors, modules_without, normal_prefix, prefixes_of
 from ckptconv.selection import select
 
-__all__ = ["apply"]
+__all__ = ["apply", "retag"]
 
 _SHOWN = 5  # names or prefixes in an error
 
@@ -26,7 +26,8 @@ def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
     customs = read_customs(checkpoint)
     _NameEditor(checkpoint, customs, changes).run(edits)
     if edits.devices:
-        _retag(checkpoint, customs, edits.devices, changes)
+        retag(checkpoint, edits.devices, customs.rng_storages, changes)
+        changes.rng_states = [info.path for info in customs.rng_states if info.storage and info.storage.device == "cpu"]
     return changes
 
 
@@ -147,7 +148,7 @@ def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
 
 def _prefixes(names: list[str]) -> str:
     """The first segments that NAMES have, the most frequent first."""
-    counts = Counter(name.split(".")[0] + "." for name in names if "." in name)
+    counts = prefixes_of(names)
     if not counts:
         return "no prefixes" if names else "no state dict"
     shown = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(_SHOWN))
@@ -158,14 +159,9 @@ def _prefixes(names: list[str]) -> str:
 
 
 def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
-    """Take PREFIX off module paths. The wrapper's own entries go: its place is taken by what it wrapped."""
-    wrapped = prefix[:-1]
+    """Take PREFIX off module paths."""
     keys = {effect.values[i] for effect, i in metadata.pairs() if isinstance(effect.values[i], str)}
-    gone = set() if wrapped not in keys else {""} if keep_ancestors else _ancestors(wrapped)
-    _rename_keys(
-        metadata,
-        lambda path: None if path in gone else "" if path == wrapped else path.removeprefix(prefix),
-    )
+    _rename_keys(metadata, modules_without(prefix, keys, keep_ancestors=keep_ancestors))
 
 
 def _add_to_metadata(metadata: Object, prefix: str) -> None:
@@ -177,7 +173,7 @@ def _add_to_metadata(metadata: Object, prefix: str) -> None:
         first, at = pairs[0]
         if first.opcode == "SETITEM":
             first.opcode = "SETITEMS"
-        for ancestor in sorted(_ancestors(wrapped), reverse=True):
+        for ancestor in sorted(ancestors(wrapped), reverse=True):
             first.values[at:at] = [ancestor, _version_one()]
     else:
         _rename_keys(metadata, lambda path: prefix + path)
@@ -188,12 +184,6 @@ def _version_one() -> Dict:
     version = Dict()
     version.add(Effect("SETITEM", ["version", 1], None))
     return version
-
-
-def _ancestors(path: str) -> set[str]:
-    """The module paths above PATH, the outermost being ''."""
-    segments = path.split(".")
-    return {".".join(segments[:n]) for n in range(len(segments))}
 
 
 def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
@@ -217,14 +207,14 @@ def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
 # Devices
 
 
-def _retag(checkpoint: Checkpoint, customs: Customs, devices: Devices, changes: Changes) -> None:
-    """Send storages, and the devices of rebuild calls, where DEVICES says."""
+def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
+    """Send storages, and the devices of rebuild calls, where DEVICES says; CHANGES gains what that is. RNG_STORAGES hold states of random generators."""
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}
     counts: Counter[Storage] = Counter(info.storage for info in checkpoint.tensors.values() if info.storage)
     seen_tags = {storage.device for storage in checkpoint.storages.values()}
     for storage in checkpoint.storages.values():
-        new = devices.new_tag(storage.device, rng=storage in customs.rng_storages)
+        new = devices.new_tag(storage.device, rng=storage in rng_storages)
         if new != storage.device:
             new_tags[storage] = tags.setdefault(new, new)
             _count(changes, storage.device, new, counts[storage], storage.nbytes)
@@ -240,7 +230,6 @@ def _retag(checkpoint: Checkpoint, customs: Customs, devices: Devices, changes: 
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             _count(changes, argument.device, new, 1, 0)
-    changes.rng_states = [info.path for info in customs.rng_states if info.storage and info.storage.device == "cpu"]
     for rule in devices.rules:
         if not any(rule.matches(tag) for tag in seen_tags):
             changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")

@@ -31,7 +31,7 @@ _REFUSED = {
 }
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 
-MapLocation: TypeAlias = "str | torch.device | Mapping[str, str] | Callable[[str], str]"
+MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] | Callable[[str], str]"
 
 
 @dataclass(frozen=True)

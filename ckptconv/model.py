@@ -11,7 +11,7 @@ from ckptconv.graph import Call, Graph, PersistentId, Value
 from ckptconv.locations import Devices
 
 if TYPE_CHECKING:
-    from ckptconv.sources import Readable, Source
+    from ckptconv.sources import Readable
 
 __all__ = [
     "BLOCK",
@@ -199,12 +199,12 @@ class LeftBehind:
 class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
-    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
+    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``pickle`` the bytes of the pickle where they do not stand in the source as they are, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses.
     """
 
     format: str
-    source: Source
+    source: Readable
     graph: Graph
     container: object
     storages: dict[str, Storage]
@@ -213,6 +213,7 @@ class Checkpoint:
     places: list[Place]
     tensors: dict[str, TensorInfo]
     tensor_nodes: dict[int, TensorInfo]
+    pickle: bytes | None = None
     byteorder: str = "little"
     is_state_dict: bool = False
     ties: dict[str, str] = field(default_factory=dict)

@@ -20,12 +20,24 @@ would be a segment's second use in one place (a key that is set twice) has ``\\2
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 
 from ckptconv.errors import UsageError, printable
 from ckptconv.graph import Node, Tuple, Value
 
-__all__ = ["escaped", "glob_of", "key_segment", "matches", "normal_prefix", "parse_path"]
+__all__ = [
+    "ancestors",
+    "escaped",
+    "glob_of",
+    "key_segment",
+    "matches",
+    "modules_without",
+    "normal_prefix",
+    "parse_path",
+    "prefixes_of",
+]
 
 _LONGEST_LITERAL = 80
 _SEGMENT = re.compile(
@@ -97,3 +109,27 @@ def normal_prefix(prefix: str) -> str:
             hint="for anything else: --rename REGEX REPLACEMENT",
         )
     return dotted
+
+
+def prefixes_of(names: Iterable[str]) -> Counter[str]:
+    """The first segments that NAMES have, with their dots, and how many have each."""
+    return Counter(name.split(".")[0] + "." for name in names if "." in name)
+
+
+# The keys of _metadata are module paths: the names' without their last segments, '' for the outermost module.
+
+
+def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors: bool) -> Callable[[str], str | None]:
+    """What a module path, one of MODULES, becomes without PREFIX; None: it goes. The wrapper's own entries go, because its place is taken by what it wrapped.
+
+    KEEP_ANCESTORS: names without the prefix stay beside it, and so do the modules around it but for the outermost.
+    """
+    wrapped = prefix[:-1]
+    gone = set() if wrapped not in modules else {""} if keep_ancestors else ancestors(wrapped)
+    return lambda path: None if path in gone else "" if path == wrapped else path.removeprefix(prefix)
+
+
+def ancestors(path: str) -> set[str]:
+    """The module paths above PATH, the outermost being ''."""
+    segments = path.split(".")
+    return {".".join(segments[:n]) for n in range(len(segments))}

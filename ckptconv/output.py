@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptconv import linux
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.model import BLOCK, OutFile, Progress
-from ckptconv.sources import Source
+from ckptconv.sources import Readable
 from ckptconv.transfer import Transfer
 
 __all__ = ["check_target", "write"]
@@ -44,7 +44,7 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise TargetExistsError("the output exists", where=path, hint="--force replaces it")
 
 
-def write(file: OutFile, source: Source, *, replace: bool, verify: bool, progress: Progress | None = None) -> None:
+def write(file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None) -> None:
     """Write FILE, whose ranges come from SOURCE. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
     REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
@@ -106,7 +106,7 @@ def _keep_mode(fd: int, target: Path) -> None:
             os.fchmod(fd, stat.S_IMODE(mode))
 
 
-def _forget(target: Path, source: Source) -> None:
+def _forget(target: Path, source: Readable) -> None:
     """Give back the memory that caches the file to be replaced, as truncating it would: the new one needs as much.
 
     Measured in a virtual machine, where memory that no one has used lately is slow to get: 2 GiB in 1.4 s instead of 7 s.
@@ -121,7 +121,7 @@ def _forget(target: Path, source: Source) -> None:
                 os.close(fd)
 
 
-def _reserve(fd: int, file: OutFile, source: Source, beside: int) -> None:
+def _reserve(fd: int, file: OutFile, source: Readable, beside: int) -> None:
     """Make sure of the space before the first byte, unless blocks will be shared. BESIDE: what is needed for a while beside the file."""
     if min(source.size, file.size) >= BLOCK and linux.share_block(source.fd, fd, BLOCK):
         return

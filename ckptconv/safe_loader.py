@@ -74,9 +74,9 @@ _LONG = "an integer of more than 255 bytes"
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
 
 
-def is_allowed(node: Global, protocol: int) -> bool:
-    """Whether the unpickler takes NODE. Below protocol 3 it is Python 2's name that is meant, as pickle maps it."""
-    return imported_name(node, protocol) in ALLOWED
+def is_allowed(node: Global) -> bool:
+    """Whether the unpickler takes NODE. Whatever the protocol, it maps Python 2's names first."""
+    return imported_name(node, 2) in ALLOWED
 
 
 def refused_opcodes(graph: Graph) -> list[str]:
@@ -94,33 +94,43 @@ def obstacles(graph: Graph) -> Iterator[tuple[str, Value]]:
     if _is_long(graph.root):
         yield _LONG, graph.root
     for node in walk([*graph.discarded, graph.root]):
-        yield from ((reason, node) for reason in _node_obstacles(node, graph.protocol))
+        yield from ((reason, node) for reason in _node_obstacles(node))
     for value in graph.discarded:
         if isinstance(value, Node):
             yield "a call whose result is thrown away", value
 
 
-def _node_obstacles(node: Node, protocol: int) -> Iterator[str]:
+def _node_obstacles(node: Node) -> Iterator[str]:
     if isinstance(node, Global):
-        if not is_allowed(node, protocol):
+        if not is_allowed(node):
             yield str(node)
     elif isinstance(node, Call):
-        yield from _call_obstacles(node, protocol)
+        yield from _call_obstacles(node)
     elif isinstance(node, FrozenSet):
         yield "a frozenset"
     elif isinstance(node, Extension):
         yield "an extension code"
     elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
         yield "a long byte string"
+    elif isinstance(node, Py2String) and not _is_utf8(node.data):
+        yield "a byte string of Python 2 that is no UTF-8"
     if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
         yield _LONG
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_long(value: Value) -> bool:
     return type(value) is int and (value if value >= 0 else ~value).bit_length() > _LONGEST_INT
 
 
-def _call_obstacles(call: Call, protocol: int) -> Iterator[str]:
+def _call_obstacles(call: Call) -> Iterator[str]:
     function = call.callable
     if not isinstance(function, Global) or call.kind not in ("REDUCE", "NEWOBJ"):
         yield "an object made in a way that only pickle knows"
@@ -129,5 +139,5 @@ def _call_obstacles(call: Call, protocol: int) -> Iterator[str]:
             fits = is_global(function, *_MAPPINGS)
         else:
             fits = effect.opcode == "BUILD" and is_global(function, *_BUILDABLE)
-        if not fits and isinstance(function, Global) and is_allowed(function, protocol):
+        if not fits and isinstance(function, Global) and is_allowed(function):
             yield f"{effect.opcode} on the result of {function}"

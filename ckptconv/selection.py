@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 
 from ckptconv.customs import read_customs
-from ckptconv.errors import NoMatchError, RefusedError
+from ckptconv.errors import NoMatchError, RefusedError, printable
 from ckptconv.graph import Call, Dict, Object, PersistentId, Value, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
@@ -37,9 +37,10 @@ def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
 
 
 def _place_at(checkpoint: Checkpoint, path: str) -> Place:
-    for place in checkpoint.places:
-        if place.path == path:
-            return place
+    for written in (str, printable):  # as it is, or as ``inspect`` shows it
+        for place in checkpoint.places:
+            if written(place.path) == path:
+                return place
     raise NoMatchError(
         f"neither an object nor a tensor stands at {path}",
         where=checkpoint.source.path,

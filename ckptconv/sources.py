@@ -10,7 +10,9 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
+from ckptconv.commands import shell
 from ckptconv.errors import InputChangedError, InputError
+from ckptconv.folders import folder_error, name_like
 
 __all__ = ["Readable", "Source"]
 
@@ -18,10 +20,11 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class Readable:
-    """An open file, read by position. ``path`` is for messages."""
+    """An open file, read by position. ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes."""
 
     path: Path
     fd: int
+    size: int
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
@@ -50,6 +53,13 @@ class Readable:
             offset += done
             buffer = buffer[done:]
 
+    def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - what is in memory alone is no file
+        """Whether OTHER is this very file, under whatever name."""
+        return False
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if it is not what it was when it was opened."""
+
     def _unreadable(self, error: OSError, offset: int) -> InputError:
         return InputError(f"cannot be read: {error.strerror}", where=f"{self.path} at byte {offset}")
 
@@ -67,11 +77,15 @@ class Source(Readable):
         self.path = Path(path)
         try:
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
+            if stat.S_ISDIR(mode):
+                raise folder_error(self.path)
             if not stat.S_ISREG(mode):
                 raise InputError(f"{_kind(mode)} and not a file", where=self.path)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=self.path) from error
+            near = name_like(self.path) if isinstance(error, FileNotFoundError) else None
+            hint = f"is it {shell(near)}?" if near else None
+            raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
         self._stat = os.fstat(self.fd)

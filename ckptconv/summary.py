@@ -12,6 +12,8 @@ from typing import Any, TypedDict
 from ckptconv import formats
 from ckptconv.customs import StateDict, read_customs
 from ckptconv.dangers import dangerous_globals
+from ckptconv.diagnosis import Finding, diagnose
+from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.graph import (
     Blob,
     ByteArray,
@@ -37,7 +39,7 @@ from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Source
 from ckptconv.vocabulary import every_place, torch_device
 
-__all__ = ["SCHEMA_VERSION", "Summary", "inspect", "report_as_dict", "summarize"]
+__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "report_as_dict", "summarize"]
 
 SCHEMA_VERSION = 1
 _LONGEST_VALUE = 60  # characters
@@ -77,18 +79,6 @@ class TensorSummary(TypedDict):
     storage_nbytes: int | None
     requires_grad: bool
     tied_to: str | None
-
-
-class Finding(TypedDict):
-    """Something to know before loading the file, in a line, and the command that mends it, if one does.
-
-    ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
-    """
-
-    kind: str
-    blocks: bool
-    text: str
-    command: str | None
 
 
 class Summary(TypedDict):
@@ -131,18 +121,20 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
     """
     with Source(path) as source, uncollected():
-        return summarize(formats.read(source))
+        return summarize(formats.read(source), this_machine())
 
 
-def summarize(checkpoint: Checkpoint) -> Summary:
-    """The summary of CHECKPOINT."""
+def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
+    """The summary of CHECKPOINT, to be loaded on MACHINE."""
     customs = read_customs(checkpoint)
     places = every_place(checkpoint)
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
-    refusals = Counter(reason for reason, _ in obstacles(graph)) if has_pickle else Counter()
+    refused = list(obstacles(graph)) if has_pickle else []
+    diagnosis = diagnose(checkpoint, customs, machine, refused)
+    refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     names = Counter(map(str, graph.globals))
     others = dict(_others(checkpoint, places))
@@ -151,9 +143,9 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         path=str(checkpoint.source.path),
         format=checkpoint.format,
         size=checkpoint.source.size,
-        loads_here=True,
-        findings=[],
-        remedy=None,
+        loads_here=diagnosis.loads_here,
+        findings=diagnosis.findings,
+        remedy=diagnosis.remedy,
         protocol=graph.protocol if has_pickle else None,
         nbytes=sum(info.nbytes for info in untied),
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptconv.errors import UsageError
 
-__all__ = ["TARGET_FORMATS", "find_target"]
+__all__ = ["TARGET_FORMATS", "find_target", "format_of", "suffix_of"]
 
 TARGET_FORMATS = ("pt", "safetensors")
 _SUFFIXES = {
@@ -47,12 +47,18 @@ def format_of(name: str) -> str | None:
     return next((format for format, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
 
 
+def suffix_of(name: str) -> str:
+    """The suffix of NAME that stands for a format, as it is spelled there; empty if there is none."""
+    every = [suffix for suffixes in _SUFFIXES.values() for suffix in suffixes]
+    known = next((suffix for suffix in every if name.lower().endswith(suffix)), "")
+    return name[len(name) - len(known) :]
+
+
 def _name_in_folder(name: str, format: str | None) -> str:
     old = format_of(name)
     if format is None or format == old:
         return name
-    suffix = next((suffix for suffix in _SUFFIXES[old] if name.lower().endswith(suffix)), "") if old else ""
-    stem = name[: len(name) - len(suffix)]
+    stem = name[: len(name) - len(suffix_of(name))]
     model, number = _HUB_MODEL.fullmatch(stem), ""
     if model:
         stem, number = model[1], model[2] or ""

@@ -9,20 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import zlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ckptconv import linux
-from ckptconv.checksums import Sums, check_crc32
-from ckptconv.errors import MalformedError, OutputError
+from ckptconv import linux, ranges
+from ckptconv.checksums import Sums
+from ckptconv.errors import OutputError
 from ckptconv.model import BLOCK, Gather, Inflate, Late, OutFile, Part, Piece, Progress, Span
 from ckptconv.sources import Readable
 
 __all__ = ["Transfer"]
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
-_BUFFER = 4 << 20  # bytes held where the kernel cannot copy
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
@@ -122,11 +120,11 @@ class Transfer:
         if isinstance(piece, bytes):
             yield piece
         elif isinstance(piece, Span):
-            yield from _read(piece)
+            yield from ranges.read(piece)
         elif isinstance(piece, Inflate):
-            yield from _inflate(piece)
+            yield from ranges.inflated(piece)
         elif isinstance(piece, Part):
-            yield from _read(self._part(piece))
+            yield from ranges.read(self._part(piece))
         elif isinstance(piece, Gather):
             assert self.gather is not None
             yield from self.gather(piece, self._whole(piece.of))
@@ -150,7 +148,7 @@ class Transfer:
                 spool.fd = os.dup(file.fileno())
             self.inflated[id(data)] = Span(spool, 0, data.length)
             at = 0
-            for chunk in _inflate(data):
+            for chunk in ranges.inflated(data):
                 _write_all(spool.fd, at, chunk)
                 at += len(chunk)
         return self.inflated[id(data)]
@@ -186,41 +184,10 @@ def _copy(fd: int, at: int, span: Span) -> Iterator[int]:
                 by_kernel = False
                 continue
         else:
-            done = min(length, _BUFFER)
+            done = min(length, ranges.BUFFER)
             _write_all(fd, at, span.source.read(offset, done))
         offset, at, left = offset + done, at + done, left - done
         yield done
-
-
-def _read(span: Span) -> Iterator[bytes]:
-    for at in range(0, span.length, _BUFFER):
-        yield span.source.read(span.offset + at, min(_BUFFER, span.length - at))
-
-
-def _inflate(piece: Inflate) -> Iterator[bytes]:
-    """The inflated bytes, checked against the length and the checksum that the archive promises."""
-    inflater = zlib.decompressobj(-15)
-    length = crc32 = 0
-    where = f"{piece.of.source.path} at byte {piece.of.offset}"
-    wrong_size = MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
-    for chunk in _read(piece.of):
-        while True:  # bytes can wait inside the inflater when it has taken the whole chunk
-            try:
-                data = inflater.decompress(chunk, _BUFFER)
-            except zlib.error as error:
-                raise MalformedError("a deflated record is damaged", where=where, got=error) from error
-            chunk = inflater.unconsumed_tail
-            length += len(data)
-            crc32 = zlib.crc32(data, crc32)
-            if length > piece.length or inflater.unused_data:
-                raise wrong_size
-            if data:
-                yield data
-            elif not chunk:
-                break
-    if length != piece.length or not inflater.eof:
-        raise wrong_size
-    check_crc32(piece.crc32, crc32, where)
 
 
 def _write_all(fd: int, at: int, data: bytes | memoryview) -> None:

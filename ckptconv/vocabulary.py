@@ -18,7 +18,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, DeviceArgument, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.ordering import forget_order
 from ckptconv.places import find_places
-from ckptconv.sources import Source
+from ckptconv.sources import Readable
 
 __all__ = ["OtherDType", "attributes", "checkpoint_of", "every_place", "places_in", "restrict", "torch_device"]
 
@@ -54,7 +54,7 @@ _REBUILDERS = frozenset(
 
 def checkpoint_of(
     name: str,
-    source: Source,
+    source: Readable,
     graph: Graph,
     container: object,
     record: Callable[[str], Span | Inflate | None],

@@ -20,7 +20,7 @@ import pytest
 import torch
 from judge import assert_same
 
-from ckptconv import convert, linux, output, transfer
+from ckptconv import convert, linux, output, ranges
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -412,7 +412,7 @@ def test_where_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in small buffers too."""
-    monkeypatch.setattr(transfer, "_BUFFER", 1000)
+    monkeypatch.setattr(ranges, "BUFFER", 1000)
     monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
     assert write(source, target) == target.read_bytes()
     monkeypatch.delattr(os, "copy_file_range")
@@ -533,11 +533,11 @@ def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any)
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and still holds bytes."""
-    monkeypatch.setattr(transfer, "_BUFFER", 1000)
+    monkeypatch.setattr(ranges, "BUFFER", 1000)
     noise = source.path.read_bytes()
     for size in range(1, 6000, 7):
         for data in (bytes(size), noise[:size]):
-            assert b"".join(transfer._inflate(deflated(source, data))) == data
+            assert b"".join(ranges.inflated(deflated(source, data))) == data
 
 
 def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
@@ -550,7 +550,7 @@ def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
 @pytest.mark.parametrize("wrong", ["longer", "shorter", "checksum", "truncated", "trailing", "trailing far", "damaged"])
 def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is not what the archive promises, however that is, is no output."""
-    monkeypatch.setattr(transfer, "_BUFFER", 1000)
+    monkeypatch.setattr(ranges, "BUFFER", 1000)
     data = bytes(5000)
     good = deflated(source, data)
     span, size = good.of, good.of.length

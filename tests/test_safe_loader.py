@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
+from ckptconv.errors import MalformedError
 from ckptconv.graph import Graph
 from ckptconv.pickles import emit, parse
 from ckptconv.safe_loader import ALLOWED, can_be_made_loadable, obstacles, refused_opcodes
@@ -95,3 +98,58 @@ def test_a_popped_call_is_an_obstacle() -> None:
     """A call whose result is thrown away cannot be said without POP."""
     graph = graph_of(b"\x80\x02ctorch\nSize\n)\x85R0N.")
     assert [reason for reason, _ in obstacles(graph)] == ["a call whose result is thrown away"]
+
+
+# Generated pickles: the simulation against torch's unpickler
+
+
+CALLED = [b"collections\nOrderedDict", b"collections\nCounter", b"torch\nSize", b"torch\ndevice", b"__builtin__\nset", b"builtins\nset", b"__builtin__\nbytearray",
+          b"__builtin__\ncomplex", b"__builtin__\ndict", b"__builtin__\nlist", b"copy_reg\n_reconstructor", b"UserDict\nUserDict", b"argparse\nNamespace", b"os\ngetcwd",
+          b"torch\nTensor", b"torch.nn.parameter\nParameter"]  # fmt: skip
+ATOMS = [b"N", b"\x88", b"K\x01", b"J\xff\xff\xff\xff", b"G" + bytes(8), b"X\x01\x00\x00\x00a", b"U\x01a", b"U\x02\xc3\xa4", b"U\x01\xff", b"\x8a\x01\x07", b"I7\n", b"L7L\n",
+         b"S'a'\n", b"Va\n", b"\x8c\x01a", b"C\x01a", b"T\x01\x00\x00\x00a", b"]", b")", b"}", b"\x8f", b"(l", b"(d", b"(t", b"ctorch\nfloat32\n", b"c__builtin__\nset\n",
+         b"cos\ngetcwd\n", b"\x82\x01"]  # fmt: skip
+#: What is done to the value on top of the stack: an opcode and its operands.
+DONE = [b"K\x01K\x02s", b"(K\x01K\x02u", b"(u", b"K\x01a", b"(K\x01e", b"}X\x01\x00\x00\x00aK\x01sb", b"0N", b"2\x85\x85", b"\x85", b"q\x00h\x00\x86", b"(K\x01\x90", b"\x94", b"p5\n"]  # fmt: skip
+
+
+@st.composite
+def pickles(draw: st.DrawFn) -> bytes:
+    """A pickle of a value, made by a call or not, to which something may be done; inside another, maybe."""
+    header = draw(st.sampled_from([b"\x80\x02", b"\x80\x02", b"\x80\x03", b"\x80\x04", b""]))
+    body = b""
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            value = (
+                b"c"
+                + draw(st.sampled_from(CALLED))
+                + b"\n"
+                + draw(st.sampled_from([b")R", b")R", b")\x81", b"K\x02\x85R"]))
+            )
+        else:
+            value = draw(st.sampled_from(ATOMS))
+        value += b"".join(draw(st.lists(st.sampled_from(DONE), max_size=2)))
+        body = b"(" + body + value + b"t" if body else value
+    return header + body + b"."
+
+
+@given(data=pickles())
+@settings(max_examples=600)
+@example(data=b"\x80\x03c__builtin__\nset\n)R.")
+@example(data=b"\x80\x02U\x01\xff.")
+@example(data=b"\x80\x02c__builtin__\nset\n)RK\x01K\x02s.")
+def test_simulation_is_torchs_unpickler(data: bytes) -> None:
+    """Opcodes, what BUILD and SETITEM may be done to, Python 2's names: refused is what torch's unpickler refuses, and what it loads is not."""
+    try:
+        graph = graph_of(data)
+    except MalformedError:
+        return
+    refused = bool(list(obstacles(graph)) or refused_opcodes(graph))
+    try:
+        loads(data)
+    except (pickle.UnpicklingError, UnicodeDecodeError):
+        assert refused
+    except (TypeError, AttributeError, ValueError, RuntimeError, IndexError):
+        pass  # a call with arguments that it does not take: no loader could make it
+    else:
+        assert not refused

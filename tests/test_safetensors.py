@@ -26,9 +26,10 @@ from torch import nn
 from torch.utils.serialization import config
 
 import ckptconv
-from ckptconv import selection, tensors
+from ckptconv import selection
 from ckptconv.cli import main
 from ckptconv.errors import CollisionError, MalformedError, NoMatchError, RefusedError, UsageError
+from ckptconv.tensors import gathering
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(
@@ -217,9 +218,9 @@ def test_random_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever view of whatever storage, whatever stretches it is read and written in."""
     chance = random.Random(5)
     for _ in range(12):
-        monkeypatch.setattr(tensors, "_BLOCK", chance.choice([64, 1024, tensors._BLOCK]))
-        monkeypatch.setattr(tensors, "_TILE", chance.choice([64, 512, tensors._TILE]))
-        monkeypatch.setattr(tensors, "_GAP", chance.choice([0, 16, tensors._GAP]))
+        monkeypatch.setattr(gathering, "_BLOCK", chance.choice([64, 1024, gathering._BLOCK]))
+        monkeypatch.setattr(gathering, "_TILE", chance.choice([64, 512, gathering._TILE]))
+        monkeypatch.setattr(gathering, "_GAP", chance.choice([0, 16, gathering._GAP]))
         state = {f"{i}.{name}": view for i in range(10) for name, view in some_views(chance).items()}
         torch.save(state, tmp_path / "src.pt")
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", force=True)

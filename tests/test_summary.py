@@ -15,7 +15,7 @@ import torch
 import ckptconv
 from ckptconv import summary
 from ckptconv.model import Changes, LeftBehind, Report
-from ckptconv.render import report_lines, size, tree_lines
+from ckptconv.render import Look, report_lines, size, tree_lines
 from ckptconv.summary import inspect
 
 
@@ -175,10 +175,14 @@ def summary_change(path: str, old: str, new: str) -> Any:
 
 def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
     """A root that is a tensor; nesting and module names become levels, tied bytes count once."""
-    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"])) == [".  float32 3 cpu 12 B"]
+    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"], Look())) == [
+        ".  float32 3 cpu 12 B"
+    ]
     w = torch.ones(2)
     tree = list(
-        tree_lines(inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"])
+        tree_lines(
+            inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"], Look()
+        )
     )
     assert tree[0] == "m/  3 tensors, 8 B"
     assert tree[1] == "  a.  2 tensors, 8 B"

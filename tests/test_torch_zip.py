@@ -197,7 +197,7 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(tmp_path: Path, devices: 
     path = tmp_path / "m.pt"
     torch.save({f"w{i}": torch.full((100 * i,), float(i)) for i in range(30)}, path)
     with Source(path) as source:
-        file = make_plan(source, tmp_path / "out.pt", Edits(devices=to_devices(devices))).file
+        file = make_plan(formats.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).file
     head, tail, directory = file.pieces
     assert isinstance(head, bytes) and isinstance(tail, Span) and isinstance(directory, bytes)
     assert (len(head) - tail.offset) % 4096 == 0
@@ -571,7 +571,7 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("word/document.xml", "<x/>")
-    with pytest.raises(UnsupportedError, match=r"none of torch's .*FOLDER/data\.pkl"):
+    with pytest.raises(UnsupportedError, match=r"none of torch's: word/document\.xml .*FOLDER/data\.pkl"):
         read(path)
 
 
@@ -579,13 +579,12 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
     ("head", "what", "hint"),
     [
         (b"", "the file is empty", "download or copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer", "git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer", "lfs pull"),
         (b"<!doctype HTML><html>", "an HTML page", "download the file itself"),
         (b"\n  <html>", "an HTML page", "download the file itself"),
         (b"GGUF\x03\0\0\0", "a GGUF file", "gguf"),
         (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "h5py"),
-        (b"hello", "no checkpoint that this version reads", ""),
-        (b"PK", "no checkpoint that this version reads", ""),
+        (b"\x00\x01\xfe\xff", "no checkpoint that this version reads", ""),
     ],
 )
 def test_other_files_are_named_in_plain_words(tmp_path: Path, head: bytes, what: str, hint: str) -> None:
@@ -604,7 +603,7 @@ def test_a_legacy_file_is_named(tmp_path: Path) -> None:
     torch.save(OBJECT, path, _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedError, match=r"before 1\.6") as caught:
         read(path)
-    assert caught.value.hint == "load it with torch and save it again"
+    assert "torch.save(torch.load(" in str(caught.value.hint)
 
 
 def test_bytes_behind_the_pickle_are_malformed(make: Make) -> None:

@@ -27,6 +27,12 @@ RNG_SIZES = (5056, 16)
 
 def save(obj: Any, path: Any, tags: Sequence[str] = TAGS, **kwargs: Any) -> None:
     """``torch.save`` with TAGS on the storages in turn; further arguments are those of ``torch.save``."""
+    with tagging(tags):
+        torch.save(obj, path, **kwargs)
+
+
+def tagging(tags: Sequence[str] = TAGS) -> Any:
+    """A context in which storages that are saved get TAGS in turn."""
     given: dict[int, str] = {}
     turn = itertools.cycle(tags)
 
@@ -36,8 +42,7 @@ def save(obj: Any, path: Any, tags: Sequence[str] = TAGS, **kwargs: Any) -> None
             given[key] = next(turn)
         return given[key]
 
-    with mock.patch("torch.serialization.location_tag", tag):
-        torch.save(obj, path, **kwargs)
+    return mock.patch("torch.serialization.location_tag", tag)
 
 
 # Classes that objects of the zoo have

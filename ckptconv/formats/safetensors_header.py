@@ -31,6 +31,7 @@ _LENGTH = 8  # bytes of the integer in front
 _FIELDS = ("dtype", "shape", "data_offsets")
 _SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
 _ALIGNMENT = 8
+_AGAIN = "download or copy it again"
 _COUNT_END = 1 << 64  # the library counts in 64 bits
 
 
@@ -64,8 +65,10 @@ class _Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        raise MalformedError(what, where=f"{self.source.path}: safetensors header", expected=expected, got=got)
+    def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
+        raise MalformedError(
+            what, where=f"{self.source.path}: safetensors header", expected=expected, got=got, hint=hint
+        )
 
     def header(self) -> Header:
         """All of it."""
@@ -77,11 +80,14 @@ class _Reader:
             self.fail("it is too long", expected=f"at most {LIMITS.safetensors_header:,} bytes", got=length)
         data_offset = _LENGTH + length
         if data_offset > size:
-            self.fail("the file ends inside it", expected=f"{data_offset:,} bytes", got=f"{size:,}")
+            self.fail(
+                f"the file ends inside it: {data_offset - size:,} bytes of it are missing, and all tensors",
+                expected=f"{data_offset:,} bytes", got=f"{size:,}", hint=_AGAIN,
+            )  # fmt: skip
         top = self.parsed(self.source.read(_LENGTH, length))
         metadata = self.metadata(top.pop(METADATA, None))
         entries = tuple(self.entry(name, value) for name, value in top.items())
-        self.check_data(entries, size - data_offset)
+        self.check_data(entries, size, data_offset)
         return Header(metadata, entries, data_offset)
 
     def parsed(self, raw: bytes) -> dict[str, Any]:
@@ -168,18 +174,21 @@ class _Reader:
             self.fail(f"{entry.name!r} does not fill whole bytes", got=f"{entry.word} of shape {entry.shape}")
         return bits // 8
 
-    def check_data(self, entries: Iterable[Entry], nbytes: int) -> None:
-        """Every byte must belong to exactly one tensor."""
+    def check_data(self, entries: Iterable[Entry], size: int, data_offset: int) -> None:
+        """Every byte of the file's SIZE from DATA_OFFSET on must belong to exactly one tensor."""
         at = 0
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
             if entry.start != at:
                 self.fail(f"the data has a hole or an overlap at {entry.name!r}", expected=at, got=entry.start)
             at = entry.end
-        if at != nbytes:
-            missing = (
-                f"{at - nbytes:,} bytes are missing" if at > nbytes else f"{nbytes - at:,} bytes follow its tensors"
-            )
-            self.fail(f"the data has another length than its tensors: {missing}", expected=at, got=nbytes)
+        whole = data_offset + at
+        if whole > size:
+            self.fail(
+                f"the file was cut short: {whole - size:,} bytes are missing of {whole:,}",
+                expected=f"{whole:,} bytes", got=f"{size:,}", hint=_AGAIN,
+            )  # fmt: skip
+        if whole < size:
+            self.fail(f"{size - whole:,} bytes follow the last tensor", expected=f"{whole:,} bytes", got=f"{size:,}")
 
 
 def _are_counts(value: Any) -> bool:

@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.joined import joined
+from ckptconv.formats.other_zips import cut_short, refuse_other_zips
 from ckptconv.formats.zip_archive import (
     STORED,
     UTF8,
     Archive,
+    EndMissing,
     Member,
     NewEntry,
     central_directory,
@@ -42,12 +44,13 @@ from ckptconv.graph import Tuple
 from ckptconv.limits import LIMITS
 from ckptconv.model import BLOCK, Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
 from ckptconv.pickles import emit, parse
+from ckptconv.ranges import inflated
 from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.selection import cannot_hold
-from ckptconv.sources import Source
+from ckptconv.sources import Readable, Source
 from ckptconv.vocabulary import checkpoint_of
 
-__all__ = ["NAME", "Container", "layout", "looks_like", "read"]
+__all__ = ["NAME", "archived", "layout", "looks_like", "read"]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
@@ -55,14 +58,6 @@ _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _LONGEST_NOTE = 64
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
-
-
-@dataclass(frozen=True, eq=False)
-class Container:
-    """What the reader keeps for the writer: the archive, and the pickle's bytes where they had to be inflated."""
-
-    archive: Archive
-    inflated_pickle: bytes | None
 
 
 def looks_like(head: bytes) -> bool:
@@ -75,19 +70,21 @@ def looks_like(head: bytes) -> bool:
 
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
-    archive = read_archive(source)
+    try:
+        archive = read_archive(source, lambda names: refuse_other_zips(source, names))
+    except EndMissing as error:
+        raise cut_short(source) from error
     names = archive.names()
-    _refuse_others(source, names)
     _check_case(source, names)
     checked = archive.has_checksums
     member = names[PICKLE]
     where = f"{source.path}: {PICKLE}"
-    inflated = None
+    pickle = None
     if member.method != STORED:
-        inflated = _inflated(source, member, where, checked)
+        pickle = _inflated(source, member, where, checked)
     elif checked:
         _check_crc(source, member, where)
-    fetch, start, size = _reader(source, member, inflated)
+    fetch, start, size = _reader(source, member, pickle)
     graph, end = parse(fetch, start + size, where=where, offset=start)
     if end != start + size:
         raise MalformedError(
@@ -98,7 +95,8 @@ def read(source: Source) -> Checkpoint:
         found = names.get(f"data/{key}")
         return found.data(source, checked=checked) if found else None
 
-    checkpoint = checkpoint_of(NAME, source, graph, Container(archive, inflated), record, where)
+    checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
+    checkpoint.pickle = pickle
     used = {f"data/{key}" for key in checkpoint.storages}
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
@@ -117,25 +115,6 @@ def _is_storage(name: str) -> bool:
     return name.startswith("data/") and not name.endswith("/")
 
 
-def _refuse_others(source: Source, names: dict[str, Member]) -> None:
-    """Other formats are zips as well."""
-    if "constants.pkl" in names or "attributes.pkl" in names:
-        raise UnsupportedError(
-            "a TorchScript archive, which holds a program and not only weights", where=source.path,
-            hint="load it with torch.jit.load(path, map_location='cpu')",
-        )  # fmt: skip
-    if "archive_format" in names:
-        raise UnsupportedError(
-            "a .pt2 archive (torch.export), which holds a program",
-            where=source.path,
-            hint="load it with torch.export.load",
-        )
-    if PICKLE not in names:
-        raise UnsupportedError(
-            "a zip archive, but none of torch's", where=source.path, expected=f"a member FOLDER/{PICKLE}"
-        )
-
-
 def _check_case(source: Source, names: dict[str, Member]) -> None:
     """torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
@@ -146,11 +125,11 @@ def _check_case(source: Source, names: dict[str, Member]) -> None:
             )
 
 
-def _reader(source: Source, member: Member, inflated: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
+def _reader(source: Source, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
     """How to read the pickle, where it starts and how long it is."""
-    if inflated is None:
+    if pickle is None:
         return source.read, member.data_offset, member.size
-    return (lambda offset, length: inflated[offset : offset + length]), 0, len(inflated)
+    return (lambda offset, length: pickle[offset : offset + length]), 0, len(pickle)
 
 
 def _inflated(source: Source, member: Member, where: str, checked: bool) -> bytes:
@@ -161,21 +140,13 @@ def _inflated(source: Source, member: Member, where: str, checked: bool) -> byte
             "a deflated record is too large", where=where, expected=f"at most {most:,} bytes",
             got=f"{member.size:,} from {member.stored_size:,}",
         )  # fmt: skip
-    inflater = zlib.decompressobj(-15)
-    try:
-        data = inflater.decompress(source.read(member.data_offset, member.stored_size), member.size + 1)
-    except zlib.error as error:
-        raise MalformedError("a deflated record is damaged", where=where, got=error) from error
-    if (
-        len(data) != member.size
-        or not inflater.eof
-        or inflater.unused_data
-        or (checked and zlib.crc32(data) != member.crc32)
-    ):
-        raise MalformedError(
-            "a deflated record is damaged", where=where, expected=f"{member.size} bytes and their checksum"
+    return b"".join(
+        inflated(
+            Inflate(
+                Span(source, member.data_offset, member.stored_size), member.size, member.crc32 if checked else None
+            )
         )
-    return data
+    )
 
 
 def _check_crc(source: Source, member: Member, where: str) -> None:
@@ -212,7 +183,7 @@ def _byteorder(source: Source, note: bytes | None) -> str:
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along. Raises RefusedError."""
-    if isinstance(checkpoint.container, Container):
+    if isinstance(checkpoint.container, Archive):
         return Layout(_rewritten(checkpoint, checkpoint.container, path))
     troubles = [
         (place, info.dtype)
@@ -226,12 +197,12 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         for key, text in checkpoint.metadata.items()
         if key != "format"
     ]
-    return Layout(_written(checkpoint, path), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
+    return Layout(_written(checkpoint, path, checked=True), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
 
 
-def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutFile:
+def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
-    members = container.archive.names()
+    members = archive.names()
     dropped = {name for name in members if _is_storage(name) and name[5:] not in checkpoint.storages}
     names = _renumber(checkpoint) if dropped else {}
     kept = [
@@ -239,8 +210,8 @@ def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutF
         for name, member in members.items()
         if name not in _LAYOUT_RECORDS and name not in dropped
     ]
-    pickle = _pickle_pieces(checkpoint, container.inflated_pickle)
-    writer = _Writer(container.archive.root, checked=container.archive.has_checksums)
+    pickle = _pickle_pieces(checkpoint)
+    writer = _Writer(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
@@ -249,14 +220,18 @@ def _rewritten(checkpoint: Checkpoint, container: Container, path: Path) -> OutF
     return writer.finish(path)
 
 
-def _written(checkpoint: Checkpoint, path: Path) -> OutFile:
-    """An archive as torch writes it, its records' checksums computed on the way."""
+def archived(checkpoint: Checkpoint) -> OutFile:
+    """CHECKPOINT as torch's loader reads it, whatever container it came in: an archive of its storages alone, without checksums, at which torch does not look."""
+    return _written(checkpoint, Path("archive"), checked=False)
+
+
+def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
+    """An archive as torch writes it. CHECKED: its records get checksums, computed on the way."""
     names = _renumber(checkpoint)
-    writer = _Writer(_root_name(path), checked=True)
-    writer.pickle(_pickle_pieces(checkpoint, None), like=0)
+    writer = _Writer(_root_name(path), checked=checked)
+    writer.pickle(_pickle_pieces(checkpoint), like=0)
     writer.record("byteorder", checkpoint.byteorder.encode())
     for key, storage in checkpoint.storages.items():
-        assert isinstance(storage.data, Span)  # zips alone deflate
         writer.storage(names[f"data/{key}"], storage.data)
     writer.record("version", b"3\n")
     return writer.finish(path)
@@ -281,16 +256,16 @@ def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
     return {f"data/{old}": f"data/{new}" for old, new in keys.items()}
 
 
-def _pickle_pieces(checkpoint: Checkpoint, inflated: bytes | None) -> list[bytes | Span]:
-    """The pickle, its blobs as ranges of the source, or of the source's pickle where that had to be INFLATED."""
+def _pickle_pieces(checkpoint: Checkpoint) -> list[bytes | Span]:
+    """The pickle, its blobs as ranges of the source, or as bytes where the source's pickle is in memory."""
     pieces: list[bytes | Span] = []
     for part in emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph)):
         if isinstance(part, bytes):
             pieces.append(part)
-        elif inflated is None:
+        elif checkpoint.pickle is None:
             pieces.append(Span(checkpoint.source, part.offset, part.length))
         else:
-            pieces.append(inflated[part.offset : part.offset + part.length])
+            pieces.append(checkpoint.pickle[part.offset : part.offset + part.length])
     return pieces
 
 
@@ -341,19 +316,22 @@ class _Writer:
 
     def record(self, name: str, data: bytes) -> None:
         """A small record of our own."""
-        self.header(name, zlib.crc32(data), len(data), 0)
+        self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(data)
 
-    def storage(self, name: str, data: Span) -> None:
+    def storage(self, name: str, data: Span | Inflate) -> None:
         """The bytes of a storage that come from another container, with or without a checksum."""
-        crc32 = data.crc32 if data.crc32 is not None else data if data.length else 0
+        crc32: int | Span = 0
+        if self.checked and data.length:
+            assert isinstance(data, Span)  # zips alone deflate
+            crc32 = data if data.crc32 is None else data.crc32
         self.header(
             name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
         )  # fmt: skip
         if data.length:
             self.add(data)
 
-    def member(self, name: str, member: Member, source: Source) -> None:
+    def member(self, name: str, member: Member, source: Readable) -> None:
         """A record of the source: as it stands where that is possible, else under a header of our own."""
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED

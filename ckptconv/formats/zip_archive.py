@@ -18,15 +18,16 @@ looks names up like that). A folder holds no bytes: torch would hand out memory 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 from ckptconv.model import Inflate, Span
-from ckptconv.sources import Source
+from ckptconv.sources import Readable, Source
 
-__all__ = ["Archive", "Member", "central_directory", "local_header", "read_archive"]
+__all__ = ["Archive", "EndMissing", "Member", "central_directory", "first_member", "local_header", "read_archive"]
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -35,8 +36,10 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
+LOCAL_SIZE, CENTRAL_SIZE, END_SIZE = _LOCAL.size, _CENTRAL.size, _END.size
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
+LONGEST_END = END_SIZE + _ONES16  # with a comment
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
 UTF8 = 1 << 11
@@ -59,7 +62,7 @@ class Member(NamedTuple):
     data_offset: int
     end: int
 
-    def data(self, source: Source, *, checked: bool) -> Span | Inflate:
+    def data(self, source: Readable, *, checked: bool) -> Span | Inflate:
         """Its bytes, inflated where they are deflated. CHECKED: the archive has checksums."""
         crc32 = self.crc32 if checked else None
         if self.method == STORED:
@@ -80,11 +83,20 @@ class Archive:
         return {member.name[len(self.root) + 1 :]: member for member in self.members}
 
 
-def read_archive(source: Source) -> Archive:
-    """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError."""
+class EndMissing(MalformedError):
+    """What starts as a zip archive has no end: it was cut short."""
+
+
+def read_archive(source: Source, refuse: Callable[[list[str]], None] | None = None) -> Archive:
+    """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError.
+
+    REFUSE is shown the names first: what is another kind of zip is said before what is wrong with it.
+    """
     count, directory, start = _read_end(source)
     window = _Window(source)
     entries = _read_directory(window, count, directory, start)
+    if refuse:
+        refuse([entry.name for entry in entries])
     entries.sort(key=lambda entry: entry.header_offset)
     members = []
     at = 0
@@ -105,6 +117,28 @@ def read_archive(source: Source) -> Archive:
     _check_names(source, members)
     root = members[0].name.split("/")[0]
     return Archive(root, tuple(members), any(member.crc32 for member in members))
+
+
+class FirstMember(NamedTuple):
+    """What the local header at the start of a file says."""
+
+    name: str
+    method: int
+    data_offset: int
+
+
+def first_member(source: Readable) -> FirstMember | None:
+    """The member at the start of SOURCE by its local header alone, for a file that has no directory; None where even that is cut or damaged."""
+    if source.size < _LOCAL.size:
+        return None
+    signature, _, _, method, *_, n_name, n_extra = _LOCAL.unpack(source.read(0, _LOCAL.size))
+    data_offset = _LOCAL.size + n_name + n_extra
+    if signature != LOCAL or data_offset > source.size:
+        return None
+    try:
+        return FirstMember(source.read(_LOCAL.size, n_name).decode(), method, data_offset)
+    except UnicodeDecodeError:
+        return None
 
 
 class _Window:
@@ -133,17 +167,17 @@ def _bad(source: Source, offset: int, what: str, expected: object = None, got: o
 
 def _read_end(source: Source) -> tuple[int, int, int]:
     """The number of members, and the size and offset of the central directory."""
-    tail_offset = max(0, source.size - _END.size - _ONES16)
+    tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
     at = tail.rfind(END)  # as torch does, whatever the comment's length
     if at < 0 or len(tail) - at < _END.size:
-        raise MalformedError(
+        raise EndMissing(
             "a zip archive without its end", where=source.path, expected="a central directory",
             hint="the file was cut short: download or copy it again",
         )  # fmt: skip
     offset = tail_offset + at
     if not _reaches_end(tail, at):
-        raise _bad(source, offset, "the zip archive's end is not the end of the file")
+        raise _bad(source, offset, f"the zip archive's end is not the end of the file{_difference(tail, at)}")
     other = tail.find(END)
     while other < at:
         if _reaches_end(tail, other):
@@ -174,6 +208,12 @@ def _reaches_end(tail: bytes, at: int) -> bool:
     """Whether the end at AT and its comment fill TAIL."""
     comment = int.from_bytes(tail[at + _END.size - 2 : at + _END.size], "little")
     return at + _END.size + comment == len(tail)
+
+
+def _difference(tail: bytes, at: int) -> str:
+    """By how many bytes the end at AT and its comment miss the end of TAIL."""
+    behind = len(tail) - at - _END.size - int.from_bytes(tail[at + _END.size - 2 : at + _END.size], "little")
+    return f": {behind:,} bytes follow it" if behind > 0 else f": {-behind:,} bytes of its comment are missing"
 
 
 def _read_zip64_end(source: Source, end: int) -> list[int] | None:

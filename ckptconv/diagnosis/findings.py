@@ -1,0 +1,159 @@
+"""What a finding is made of: a complaint in words, the flags that cure it, and the command line that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+from ckptconv.commands import shell
+from ckptconv.customs import Customs, NamedOptimizer, StateDict
+from ckptconv.diagnosis.machine import Machine
+from ckptconv.errors import printable
+from ckptconv.graph import Node, PersistentId, walk
+from ckptconv.model import Checkpoint, Storage
+from ckptconv.targets import format_of, suffix_of
+
+__all__ = [
+    "SHOWN",
+    "Below",
+    "Complaint",
+    "Cure",
+    "Diagnosis",
+    "Finding",
+    "Scope",
+    "command",
+    "count",
+    "finding",
+    "some",
+    "together",
+]
+
+SHOWN = 3  # words of a list, unknown classes that get a line each
+
+
+class Finding(TypedDict):
+    """Something to know before loading the file, in a line, and the command that mends it, if one does.
+
+    ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
+    """
+
+    kind: str
+    blocks: bool
+    text: str
+    command: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command can mend, where there are several."""
+
+    findings: list[Finding]
+    remedy: str | None
+
+    @property
+    def loads_here(self) -> bool:
+        """Whether ``torch.load`` would take the file on that machine."""
+        return not any(finding["blocks"] for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS). The output is the source's name with SUFFIX behind it."""
+
+    suffix: str
+    part: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    to_cpu: bool = False
+    maps: dict[str, str] = field(default_factory=dict)
+    format: str | None = None
+
+    def flags(self) -> list[str]:
+        maps = [] if self.to_cpu else [word for old, new in self.maps.items() for word in ("--map", f"{old}={new}")]
+        return [*self.part, *self.names, *(("--to", "cpu") if self.to_cpu else ()), *maps]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    kind: str
+    text: str
+    cure: Cure | None = None
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part."""
+
+    checkpoint: Checkpoint
+    customs: Customs
+    machine: Machine
+    reach: set[int] | None = None
+
+    @cached_property
+    def storages(self) -> list[Storage]:
+        """Its storages, each once."""
+        used = (
+            each.storage for each in self.checkpoint.references if self.reach is None or id(each.node) in self.reach
+        )
+        return list(dict.fromkeys(used))
+
+    def named(self) -> Sequence[StateDict | NamedOptimizer]:
+        """Where names are; in a file of optimizers alone, theirs."""
+        if self.reach is None:
+            return self.customs.state_dicts or self.customs.optimizers
+        return [found for found in self.customs.state_dicts if id(found.node) in self.reach]
+
+
+class Below:
+    """Which storages parts lead to. What stands in two parts counts for the first, because looking again and again could take forever."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.by_node = {id(each.node): each.storage for each in checkpoint.references}
+        self.seen: set[int] = set()
+
+    def storages(self, node: Node) -> list[Storage]:
+        nodes = walk([node], self.seen)
+        return list(dict.fromkeys(self.by_node[id(each)] for each in nodes if isinstance(each, PersistentId)))
+
+    def nbytes(self, node: Node) -> int:
+        return sum(storage.nbytes for storage in self.storages(node))
+
+
+def finding(checkpoint: Checkpoint, complaint: Complaint) -> Finding:
+    line = command(checkpoint, complaint.cure) if complaint.cure else None
+    return Finding(kind=complaint.kind, blocks=complaint.blocks, text=complaint.text, command=line)
+
+
+def together(cures: list[Cure]) -> Cure:
+    """All of CURES at once; of two that send one tag somewhere the later is heard."""
+    return Cure(
+        "-fixed",
+        part=tuple(word for cure in cures for word in cure.part),
+        names=tuple(word for cure in cures for word in cure.names),
+        to_cpu=any(cure.to_cpu for cure in cures),
+        maps={old: new for cure in cures for old, new in cure.maps.items()},
+    )
+
+
+def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
+    """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
+    path = checkpoint.source.path
+    format = cure.format or ("safetensors" if checkpoint.is_state_dict else "pt")
+    suffix = suffix_of(path.name)
+    target = path.name[: len(path.name) - len(suffix)] + cure.suffix
+    target += suffix if suffix and format_of(path.name) == format else f".{format}"
+    line = shell("ckptconv", "convert", path, Path(target), *cure.flags())
+    return line if printable(line) == line else None
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def some(words: Sequence[str]) -> str:
+    """WORDS, or the first of them and how many more."""
+    more = f" and {len(words) - SHOWN:,} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more

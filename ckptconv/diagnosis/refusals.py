@@ -1,0 +1,154 @@
+"""What torch's safe loader refuses in a checkpoint: where each of it stands, and which part loads without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptconv.customs import Customs
+from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, count, some
+from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
+from ckptconv.model import Checkpoint
+from ckptconv.pickles.imports import imported_name
+from ckptconv.places import is_item
+from ckptconv.safe_loader import refused_opcodes
+
+__all__ = ["Part", "Refused", "opcodes", "refusals"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH."""
+
+    node: Node
+    path: str | None
+    nbytes: int
+
+
+def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Complaint], Node | None]:
+    """A complaint for each thing REFUSED, the cure with the last, and what the cure takes."""
+    found = Refused(scope.checkpoint, refused)
+    part = found.loadable_part(scope.customs)
+    texts = []
+    for word, paths in list(found.where.items())[:SHOWN]:
+        more = f" and {count(len(paths) - 1, 'more place')}" if len(paths) > 1 else ""
+        texts.append(f"torch.load(weights_only=True) refuses {word}, at {paths[0]}{more}")
+    if len(found.where) > SHOWN:
+        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
+    cure, last = _cure(scope.checkpoint, part)
+    complaints = [Complaint("code", text, blocks=True) for text in texts]
+    complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
+    return complaints, part.node if part else None
+
+
+def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
+    if part is None:
+        return None, "no part of it loads alone: load it where that code is installed, and save model.state_dict()"
+    if part.path is None:
+        return Cure("-weights", part=("--state-dict",)), "the state dict alone loads"
+    total = sum(storage.nbytes for storage in checkpoint.storages.values())
+    text = f"{part.path} alone loads ({part.nbytes:,} of {total:,} bytes)"
+    return Cure("-part", part=("--select", part.path)), text
+
+
+class Refused:
+    """What is in the way of torch's safe loader: REFUSED is what :func:`ckptconv.safe_loader.obstacles` gives for CHECKPOINT, or some of it."""
+
+    def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
+        self.checkpoint = checkpoint
+        self.nodes = [node for _, node in refused]
+        self.uses = _Uses(checkpoint)
+        #: Each global's name or reason, and the paths at which it stands.
+        self.where: dict[str, list[str]] = {}
+        for reason, node in refused:
+            word = imported_name(node, 2) if isinstance(node, Global) else reason
+            self.where.setdefault(word, []).extend(self.uses.of(node))
+
+    def loadable_part(self, customs: Customs) -> Part | None:
+        """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
+        tainted = self.uses.above(self.nodes)
+        main = customs.main()
+        below = Below(self.checkpoint)
+        if len(main) == 1 and id(main[0].node) not in tainted:
+            return Part(main[0].node, None, below.nbytes(main[0].node))
+        state_dicts: list[tuple[str, Node]] = [
+            (f.path, f.node) for f in customs.state_dicts if id(f.node) not in tainted
+        ]
+        others = state_dicts or _other_parts(self.checkpoint, tainted)
+        largest = max(
+            (Part(node, path, below.nbytes(node)) for path, node in others), key=lambda part: part.nbytes, default=None
+        )
+        enough = 0 if state_dicts else sum(storage.nbytes for storage in self.checkpoint.storages.values()) // 2
+        return largest if largest and largest.nbytes > enough else None
+
+
+class _Uses:
+    """Which node of a graph stands in which."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        graph = checkpoint.graph
+        self.root = graph.root
+        self.users: dict[int, list[Node]] = {}
+        for node in walk([graph.root, *graph.discarded]):
+            for child in children(node):
+                if isinstance(child, Node):
+                    self.users.setdefault(id(child), []).append(node)
+        self.places = {id(place.node): place for place in reversed(checkpoint.places)}
+
+    def of(self, node: Value) -> list[str]:
+        """Where NODE stands: the path of each place; what is called stands where its call does."""
+        users = self.users.get(id(node), [])
+        if not isinstance(node, Global) or not users:
+            return [self.path(node)]
+        return [self.path(user if isinstance(user, Call) and user.callable is node else node) for user in users]
+
+    def path(self, node: Value) -> str:
+        """Where NODE stands, or what it is a part of."""
+        climbed: set[int] = set()
+        while id(node) not in self.places:
+            users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
+            if not users:
+                return "." if node is self.root else "what is made and thrown away"
+            climbed.add(id(node))
+            node = users[0]
+        return self.places[id(node)].path
+
+    def above(self, nodes: Iterable[Value]) -> set[int]:
+        """The ids of NODES and of all that they stand in."""
+        found: set[int] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if id(node) not in found:
+                found.add(id(node))
+                todo += self.users.get(id(node), [])
+        return found
+
+
+def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[tuple[str, Node]]:
+    """The outermost parts that are not TAINTED, each an item of something that is itself an item."""
+    items: dict[int, bool] = {}
+    found: list[tuple[str, Node]] = []
+    for place in checkpoint.places:
+        parent = place.parent
+        items[id(place)] = parent is None or (items[id(parent)] and is_item(place))
+        if parent is None or not items[id(place)] or id(parent.node) not in tainted or id(place.node) in tainted:
+            continue
+        if isinstance(place.node, (Dict, List, Call)):
+            found.append((place.path, place.node))
+    return found
+
+
+def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
+    """A pickle that only has to be written in another way."""
+    graph = checkpoint.graph
+    unknown = refused_opcodes(graph)
+    if unknown:
+        text = (
+            f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {graph.protocol} uses"
+        )
+    elif graph.protocol > 2:
+        text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
+    else:
+        return []
+    return [Complaint("opcodes", text, Cure("-loadable"), blocks=bool(unknown))]

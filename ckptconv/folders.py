@@ -1,0 +1,232 @@
+"""What a folder is that was given in place of a file: whose it is, by the names in it, and what to type instead.
+
+Looks at names, a bounded number of them, and into small files that stand where a checkpoint should, for they may be Git LFS pointers. Sources for the names: ``torch/distributed/checkpoint/filesystem.py``
+and ``format_utils.py`` of torch 2.13, ``deepspeed/utils/zero_to_fp32.py``, transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptconv.commands import shell
+from ckptconv.errors import InputError, UnsupportedError
+
+__all__ = ["CHECKPOINT_SUFFIXES", "LFS", "folder_error", "name_like"]
+
+LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
+_MOST = 5000  # names that are looked at
+_POINTER = 1024  # bytes: Git LFS's own bound on a pointer
+_SHOWN = 3  # names that are listed
+#: The names that transformers, peft and diffusers give to a whole model, the better format first.
+_MODELS = (
+    "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
+    "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
+)  # fmt: skip
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.safetensors|\.bin)")
+_ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
+
+
+class _Folder(NamedTuple):
+    """A folder, and the names in it; those of folders end in a slash."""
+
+    path: Path
+    names: frozenset[str]
+
+    def has(self, *names: str) -> bool:
+        """Whether all of NAMES are there."""
+        return self.names.issuperset(names)
+
+    def any(self, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, name) for name in self.names)
+
+
+class _Answer(NamedTuple):
+    """What a folder is, and the next step."""
+
+    what: str
+    hint: str
+
+
+def folder_error(path: Path) -> InputError:
+    """The error that says what the folder PATH is, and what to type instead."""
+    try:
+        folder = _Folder(path, frozenset(_names(path)))
+        answer = next(answer for row in _ROWS if (answer := row(folder)))
+    except OSError as error:
+        return InputError(f"a folder and not a file, which cannot be listed: {error.strerror}", where=path)
+    return UnsupportedError(f"a folder and not a file: {answer.what}", where=path, hint=answer.hint)
+
+
+def name_like(path: Path) -> Path | None:
+    """A path beside PATH, which is missing, with nearly its name, if there is one."""
+    try:
+        names = [name.rstrip("/") for name in _names(path.parent)]
+    except (OSError, ValueError):
+        return None
+    near = get_close_matches(path.name, sorted(names), n=1, cutoff=0.75)
+    return path.with_name(near[0]) if near else None
+
+
+def _names(path: Path) -> Iterator[str]:
+    with os.scandir(path) as entries:
+        for entry, _ in zip(entries, range(_MOST), strict=False):
+            yield f"{entry.name}/" if entry.is_dir() else entry.name
+
+
+# Whose it is
+
+
+def _empty(folder: _Folder) -> _Answer | None:
+    return None if folder.names else _Answer("it is empty", "give the path of the checkpoint itself")
+
+
+def _torch_records(folder: _Folder) -> _Answer | None:
+    if not folder.has("data.pkl") or not (folder.names & {"data/", "version", "byteorder"}):
+        return None
+    whole = Path(os.path.abspath(folder.path))
+    return _Answer(
+        "the records of a torch checkpoint that was unpacked",
+        f"make it a zip again: {shell('python', '-m', 'zipfile', '-c', 'out.pt', whole)}",
+    )
+
+
+def _distributed(folder: _Folder) -> _Answer | None:
+    if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
+        return None
+    command = shell("python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder.path, "out.pt")
+    return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", f"make it one file: {command}")
+
+
+def _pointers(folder: _Folder) -> _Answer | None:
+    small = [name for name in sorted(folder.names) if name.endswith(CHECKPOINT_SUFFIXES)][:50]
+    if not small or not all(_is_pointer(folder.path / name) for name in small):
+        return None
+    return _Answer(
+        "a git clone in which the checkpoints are Git LFS pointers",
+        f"fetch them: {shell('git', '-C', folder.path, 'lfs', 'pull')}",
+    )
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        if not path.is_file() or path.stat().st_size > _POINTER:  # a FIFO is none
+            return False
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.read(fd, len(LFS)) == LFS
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+
+
+def _model(folder: _Folder) -> _Answer | None:
+    name = next((name for name in _MODELS if folder.has(name) and not _is_pointer(folder.path / name)), None)
+    if name is None:
+        return None
+    return _Answer(f"the checkpoint in it is {name}", shell("ckptconv", "inspect", folder.path / name))
+
+
+def _shards(folder: _Folder) -> _Answer | None:
+    shards = [match for name in sorted(folder.names) if (match := _SHARD.fullmatch(name))]
+    if not shards:
+        return None
+    first = max(shards, key=lambda shard: (shard["suffix"] == ".safetensors", -shards.index(shard)))
+    mine = {shard["number"] for shard in shards if _set_of(shard) == _set_of(first)}
+    missing = int(first["count"]) - len(mine)
+    return _Answer(
+        f"a checkpoint in {int(first['count']):,} shards, which this version does not read as one"
+        + (f"; {missing:,} of them are missing" if missing > 0 else ""),
+        f"convert them one by one: {shell('ckptconv', 'convert', folder.path / first[0], 'OUT')}",
+    )
+
+
+def _set_of(shard: re.Match[str]) -> tuple[str, str, str]:
+    return shard["stem"], shard["count"], shard["suffix"]
+
+
+def _deepspeed(folder: _Folder) -> _Answer | None:
+    inside = any(_ZERO.fullmatch(name) for name in folder.names)
+    if not inside and not folder.has("zero_to_fp32.py", "latest"):
+        return None
+    where, tag = folder.path, []
+    if inside:  # DeepSpeed wants the folder above, and the name of this one
+        whole = Path(os.path.abspath(folder.path))
+        where, tag = whole.parent, ["--tag", whole.name]
+    command = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
+    return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {command}")
+
+
+def _saved_model(folder: _Folder) -> _Answer | None:
+    if not folder.names & {"saved_model.pb", "saved_model.pbtxt"}:
+        return None
+    return _Answer("a TensorFlow SavedModel", "load it with TensorFlow and save its weights with torch")
+
+
+def _tensorflow(folder: _Folder) -> _Answer | None:
+    if not folder.any(r".*\.data-[0-9]{5}-of-[0-9]{5}") or not folder.any(r".*\.index"):
+        return None
+    return _Answer("a TensorFlow checkpoint", "load it with TensorFlow and save its weights with torch")
+
+
+def _orbax(folder: _Folder) -> _Answer | None:
+    marks = {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA"}
+    if not folder.names & marks:
+        return None
+    return _Answer("an Orbax checkpoint (JAX)", "restore it with orbax.checkpoint and save its weights with torch")
+
+
+def _keras(folder: _Folder) -> _Answer | None:
+    if not folder.has("model.weights.h5"):
+        return None
+    return _Answer("a Keras model", "load it with Keras and save its weights with torch")
+
+
+def _listed(folder: _Folder) -> _Answer | None:
+    """Whatever looks like a checkpoint by its name, here or one folder further down."""
+    found = sorted(name for name in folder.names if name.endswith(CHECKPOINT_SUFFIXES)) or sorted(_below(folder))
+    if not found:
+        return None
+    return _Answer(f"the checkpoints in it are {_some(found)}", shell("ckptconv", "inspect", folder.path / found[0]))
+
+
+def _below(folder: _Folder) -> Iterator[str]:
+    """What the folders in FOLDER have: checkpoint files, or the folder's own name where it is a checkpoint itself."""
+    left = _MOST
+    for name in sorted(folder.names):
+        if name.endswith("/") and left > 0:
+            try:
+                names = frozenset(_names(folder.path / name))
+            except OSError:
+                continue
+            left -= len(names)
+            if any(
+                row(_Folder(folder.path / name, names)) for row in (_torch_records, _distributed, _orbax, _deepspeed)
+            ):
+                yield name.rstrip("/")
+            else:
+                yield from (name + inner for inner in names if inner.endswith(CHECKPOINT_SUFFIXES))
+
+
+def _nothing(folder: _Folder) -> _Answer:
+    return _Answer(
+        f"no checkpoint is in it, but {_some(sorted(folder.names))}", "give the path of the checkpoint itself"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+
+
+#: The first that answers is right.
+_ROWS: tuple[Callable[[_Folder], _Answer | None], ...] = (
+    _empty, _torch_records, _distributed, _pointers, _model, _shards, _deepspeed, _saved_model, _tensorflow, _orbax, _keras,
+    _listed, _nothing,
+)  # fmt: skip

@@ -1,0 +1,19 @@
+"""Draw a summary or a report as text: for a terminal of some width, or as plain lines for programs. Names are escaped before they get out.
+
+==========  =============================================================================
+``text``    widths, breaks, colours, numbers: what all drawings share
+``facts``   the first screen: does it load here, what to type, what is in it
+``folding`` the tree of the tensors' paths, repeated blocks as one
+``table``   the tensors in columns
+``tree``    the tensors as a tree
+``report``  what a conversion did
+==========  =============================================================================
+"""
+
+from ckptconv.render.facts import facts
+from ckptconv.render.report import report_lines
+from ckptconv.render.table import table_lines
+from ckptconv.render.text import Look, natural, size
+from ckptconv.render.tree import tree_lines
+
+__all__ = ["Look", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]

@@ -1,0 +1,114 @@
+"""Make real tensors of a checkpoint, by torch's own safe loader: what it is given is an archive that nobody has written.
+
+torch reads the graph's pickle, emitted again, and the storages' bytes where they stand (:mod:`ckptconv.unwritten`). So a part of a file, a safetensors file, and a pickle
+that torch refuses for its protocol alone load in one way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO, Any, TypeAlias, cast
+
+import torch
+
+from ckptconv.customs import read_customs
+from ckptconv.diagnosis.refusals import Refused
+from ckptconv.edits import retag
+from ckptconv.errors import UnsupportedError
+from ckptconv.formats import torch_zip
+from ckptconv.locations import Devices, MapLocation, parse_target, to_devices
+from ckptconv.model import Changes, Checkpoint
+from ckptconv.safe_loader import obstacles
+from ckptconv.tensors import devices_here
+from ckptconv.unwritten import Unwritten
+
+__all__ = ["LoadLocation", "load_checkpoint"]
+
+#: What ``torch.load`` takes as well: a function that puts a storage, loaded on the CPU, where it belongs.
+TorchsFunction: TypeAlias = Callable[[torch.UntypedStorage, str], "torch.UntypedStorage | None"]
+LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
+
+
+def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
+    """The object that CHECKPOINT holds, which is edited. WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is read, UnsupportedError where torch refuses."""
+    where = checkpoint.source.path
+    devices, target = _meaning(map_location)
+    _refuse_code(checkpoint, whole=whole)
+    retag(checkpoint, devices, (), Changes())
+    if not callable(target):
+        tags = _tags(checkpoint) if target is None else [target]
+        devices_here.require(
+            tags, where=where, hint="map_location='cpu' loads it here, map_location='auto' on what there is"
+        )
+    try:
+        stream = cast("IO[bytes]", Unwritten(torch_zip.archived(checkpoint)))
+        return torch.load(stream, map_location=target, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
+
+
+def _reason(error: pickle.UnpicklingError) -> str | None:
+    """The sentence in torch's advice that says what it refuses."""
+    found = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\.? Please|$)", str(error), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
+    """Raise where torch's safe loader would refuse, before a tensor is read; of a WHOLE file, say which part would load."""
+    trusted = set(_told())
+    refused = [(reason, node) for reason, node in obstacles(checkpoint.graph) if reason not in trusted]
+    if refused:
+        found = Refused(checkpoint, refused)
+        part = found.loadable_part(read_customs(checkpoint)) if whole else None
+        take = part and ("state_dict=True" if part.path is None else f"select={part.path!r}")
+        raise UnsupportedError(
+            "loading it takes code that torch's safe loader refuses", where=checkpoint.source.path,
+            got=", ".join(f"{word} at {paths[0]}" for word, paths in found.where.items()),
+            hint=f"{take} loads a part without it" if take else None,
+        )  # fmt: skip
+
+
+def _told() -> Iterator[str]:
+    """The names of what the program has told torch to trust."""
+    for told in torch.serialization.get_safe_globals():
+        yield told[1] if isinstance(told, tuple) else f"{told.__module__}.{told.__qualname__}"
+
+
+def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
+    """Which tag becomes which, and what torch is to be told. Raises TypeError, UsageError."""
+    if callable(map_location):
+        if _takes_two(map_location):
+            return Devices(), map_location
+        return to_devices(cast("Callable[[str], str]", map_location)), None
+    if isinstance(map_location, Mapping) or (isinstance(map_location, str) and "=" in map_location):
+        return to_devices(map_location), None
+    return Devices(), None if map_location is None else _device(map_location)
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    """Whether it is torch's kind of function: (storage, tag) → storage or None."""
+    try:
+        inspect.signature(function).bind(None, "cpu")
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def _device(word: object) -> str:
+    """The device WORD for all tensors, as torch says it. Without an index it is the current one of its family."""
+    if word == "auto":
+        return devices_here.automatic()
+    if str(word) == "meta":  # which holds no data, but who loads may want the shapes alone
+        return "meta"
+    target = parse_target(word)
+    return target.family if target.index is None else target.tag("")
+
+
+def _tags(checkpoint: Checkpoint) -> Iterable[str]:
+    yield from (storage.device for storage in checkpoint.storages.values())
+    yield from (argument.device for argument in checkpoint.device_arguments)

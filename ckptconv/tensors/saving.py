@@ -1,0 +1,91 @@
+"""An object in memory as a checkpoint: its pickle, parsed like any other, and its storages, read from where they are.
+
+So that what is saved goes the way of every conversion: edits, plan, one file that appears whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptconv.dtypes import BY_NAME, UNTYPED, DType
+from ckptconv.errors import RefusedError
+from ckptconv.model import Checkpoint, Span
+from ckptconv.pickles import parse
+from ckptconv.sources import Readable
+from ckptconv.vocabulary import checkpoint_of
+
+__all__ = ["checkpoint_of_object"]
+
+_NAME = "memory"
+_WHERE = Path("the object")
+
+
+def checkpoint_of_object(obj: object) -> Checkpoint:
+    """OBJ as ``torch.save`` would write it. It must not be changed before the checkpoint is written. Raises what pickling it raises."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(obj)
+    data = stream.getvalue()
+    graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where=str(_WHERE))
+    source = Readable()
+    source.path, source.fd, source.size = _WHERE, -1, 0
+    storages = {key: Span(Memory(storage), 0, storage.nbytes()) for key, storage in pickler.storages.items()}
+    checkpoint = checkpoint_of(_NAME, source, graph, None, storages.get, str(_WHERE))
+    checkpoint.pickle = data
+    checkpoint.byteorder = sys.byteorder
+    return checkpoint
+
+
+class Memory(Readable):
+    """The bytes of a storage on whatever device. ``fd`` is -1: the kernel has no file to copy from."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.path = _WHERE
+        self.fd = -1
+        self.size = storage.nbytes()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        part = self._bytes[offset : offset + length].cpu()
+        return ctypes.string_at(part.data_ptr(), length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET."""
+        part = self._bytes[offset : offset + len(buffer)].cpu()
+        ctypes.memmove((ctypes.c_char * len(buffer)).from_buffer(buffer), part.data_ptr(), len(buffer))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles with persistent ids for storages, in the protocol and the words of torch's own writer (``torch.serialization._save`` of 2.13)."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self._known: dict[int, tuple[str, DType]] = {}  # by the storage's address, which the dict above keeps in use
+
+    def persistent_id(self, obj: Any) -> tuple[object, ...] | None:
+        """What the pickle says for a storage; nothing for any other object."""
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage = obj._untyped_storage  # its public name warns of the end of typed storages
+            dtype = BY_NAME[str(obj.dtype).removeprefix("torch.")]
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype = obj, UNTYPED
+        else:
+            return None
+        key, first = self._known.setdefault(storage._cdata, (str(len(self._known)), dtype))
+        if first.name != dtype.name:  # a loader remembers one dtype for each storage
+            raise RefusedError(
+                f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format cannot say",
+                where=_WHERE, hint="clone() one of them",
+            )  # fmt: skip
+        self.storages[key] = storage
+        location = torch.serialization.location_tag(storage)
+        return "storage", getattr(torch, str(dtype.storage_class)), key, location, storage.nbytes() // dtype.itemsize

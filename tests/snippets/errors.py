@@ -1,0 +1,16 @@
+"""Every error has one base, one line for people, and its parts for programs."""
+
+import ckptconv
+
+try:
+    ckptconv.convert("ddp.pt", "ddp.pt", map_location="cpu")
+except ckptconv.RefusedError as error:
+    print(f"{error.what}: {error.hint}")
+try:
+    ckptconv.convert("nowhere.pt", "a.pt")
+except ckptconv.InputError as error:
+    print(error.where, error)
+try:
+    ckptconv.strip_prefix({"a": 1}, "module.")
+except ckptconv.CkptconvError as error:
+    print(error.got)

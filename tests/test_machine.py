@@ -1,0 +1,147 @@
+"""Which devices a machine shows, on trees of driver files; torch's own reading of the variables is the judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckptconv.diagnosis.machine import Machine, this_machine
+
+UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-1111", "GPU-1fb42d6f-7d6b"]
+
+
+def nvidia(root: Path, count: int, *, dev: int | None = None, uuids: bool = True) -> Path:
+    """A tree with COUNT GPUs in /proc, DEV of them in /dev."""
+    (root / "dev").mkdir(parents=True)
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "null"):
+        (root / "dev" / name).touch()
+    for i in range(count if dev is None else dev):
+        (root / f"dev/nvidia{i}").touch()
+    for i in range(count):
+        folder = root / f"proc/driver/nvidia/gpus/0000:{i:02x}:00.0"
+        folder.mkdir(parents=True)
+        lines = ["Model: \t\t A GPU", f"GPU UUID: \t {UUIDS[i % 3]}", f"Device Minor: \t {i}"]
+        (folder / "information").write_text("\n".join(lines) if uuids else "Model: A GPU\n")
+    return root
+
+
+def amd(root: Path, count: int) -> Path:
+    """A tree with one processor and COUNT GPUs of AMD's."""
+    (root / "dev").mkdir(parents=True)
+    (root / "dev/kfd").touch()
+    for i in range(count + 1):
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{i}"
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(f"{i * 4711}\n")
+    return root
+
+
+def cuda(root: Path, **environ: str) -> int | None:
+    return this_machine(root, environ, "linux").cuda
+
+
+def test_driver_files_are_counted(tmp_path: Path) -> None:
+    """/dev first, which has what a container was given; else /proc; the driver's other files are no GPUs."""
+    assert cuda(nvidia(tmp_path / "two", 2)) == 2
+    assert cuda(nvidia(tmp_path / "container", 2, dev=1)) == 1
+    assert cuda(nvidia(tmp_path / "unused", 2, dev=0)) == 2
+    assert cuda(nvidia(tmp_path / "driver", 0)) == 0
+    assert cuda(tmp_path / "nothing") == 0
+    assert cuda(nvidia(tmp_path / "many", 12)) == 12
+
+
+def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
+    """Nodes with an id; processors have 0; what may not be read is not this container's; without /dev/kfd there are none."""
+    root = amd(tmp_path / "amd", 2)
+    assert cuda(root) == 2
+    assert cuda(root, HIP_VISIBLE_DEVICES="1") == 1
+    assert cuda(root, HIP_VISIBLE_DEVICES="", CUDA_VISIBLE_DEVICES="0,1") == 0
+    assert cuda(root, CUDA_VISIBLE_DEVICES="0") == 1
+    assert cuda(root, ROCR_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="0,1") == 1
+    gpu_id = root / "sys/class/kfd/kfd/topology/nodes/2/gpu_id"
+    gpu_id.unlink()
+    gpu_id.mkdir()
+    assert cuda(root) == 1
+    (root / "dev/kfd").unlink()
+    assert cuda(root) == 0
+
+
+def test_other_systems(tmp_path: Path) -> None:
+    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can tell, unless the variable hides all."""
+    assert this_machine(tmp_path, {}, "darwin", "arm64") == Machine(0, mps=True)
+    assert this_machine(tmp_path, {}, "darwin", "x86_64") == Machine(0, mps=False)
+    assert this_machine(tmp_path, {}, "win32", "AMD64") == Machine(None)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    assert cuda(tmp_path) is None
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="0") is None
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="-1") == 0
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="") == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "seen"),
+    [
+        ("", 0), ("-1", 0), ("0", 1), ("2,1", 2), ("0,2,-1,1", 2), ("0,0", 0), ("3", 0), ("0,3,1", 1), (" 1 , 2", 2), ("1gpu2,2ampere", 2),
+        ("GPU-1fb4", 1), ("GPU-8932", 0), ("GPU-8932f,GPU-1", 2), ("GPU-1,GPU-1fb4", 0), ("GPU-1,0", 1), ("0,GPU-1", 1), ("GPU-none", 0), ("none", 0),
+    ],
+)  # fmt: skip
+def test_the_variable_reduces_them(tmp_path: Path, variable: str, seen: int) -> None:
+    """Indices or the starts of UUIDs; the list ends at what is no device; a device that stands twice leaves none. So says CUDA's guide, and torch agrees."""
+    assert cuda(nvidia(tmp_path, 3), CUDA_VISIBLE_DEVICES=variable) == seen == torch_count(variable, 3)
+
+
+def test_what_only_the_driver_knows(tmp_path: Path) -> None:
+    """A part of a divided GPU counts as one; UUIDs that cannot be looked up are believed, up to the number of GPUs."""
+    root = nvidia(tmp_path, 2, uuids=False)
+    assert cuda(root, CUDA_VISIBLE_DEVICES="MIG-aaaa,MIG-bbbb") == 1
+    assert cuda(root, CUDA_VISIBLE_DEVICES="GPU-aaaa") == 1
+    assert cuda(root, CUDA_VISIBLE_DEVICES="GPU-aaaa,GPU-bbbb,GPU-cccc") == 2
+    assert cuda(nvidia(tmp_path / "none", 0), CUDA_VISIBLE_DEVICES="MIG-aaaa") == 0
+
+
+WORDS = ["0", "1", "2", "3", "7", "-1", "+1", "-0", " 2", "1x", "x", "", "GPU-1", "GPU-1fb42d", "GPU-8932", "GPU-8932a", "GPU-no", "00"]  # fmt: skip
+
+
+@given(words=st.lists(st.sampled_from(WORDS), max_size=5), count=st.integers(0, 3))
+@example(words=["0", "7", "7"], count=3)
+@example(words=["GPU-no", "GPU-no"], count=3)
+def test_agrees_with_torch(tmp_path_factory: pytest.TempPathFactory, words: list[str], count: int) -> None:
+    """Whatever the variable says, the number is what torch counts with NVIDIA's library."""
+    variable = ",".join(words)
+    root = tmp_path_factory.getbasetemp() / f"machine{count}"
+    if not root.exists():
+        nvidia(root, count)
+    assert cuda(root, CUDA_VISIBLE_DEVICES=variable) == torch_count(variable, count)
+
+
+def torch_count(variable: str, count: int) -> int:
+    """What torch counts where NVIDIA's library has COUNT GPUs."""
+    with (
+        mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": variable}),
+        mock.patch("torch.cuda._raw_device_count_nvml", return_value=count),
+        mock.patch("torch.cuda._raw_device_uuid_nvml", return_value=UUIDS[:count]),
+    ):
+        return torch.cuda._device_count_nvml()
+
+
+def test_what_a_machine_shows() -> None:
+    """Tags by family and index; what torch cannot restore is shown nowhere; of others nobody can tell."""
+    two = Machine(2)
+    tags = ["cpu", "meta", "cuda:0", "cuda:1", "cuda", "cuda:2", "cuda:x", "mps", "cpu:0", "xpu:0"]
+    assert [two.shows(tag) for tag in tags] == [True, True, True, True, True, False, False, False, False, None]
+    assert Machine(mps=True).shows("mps")
+    assert Machine(None).shows("cuda:0") is None
+
+
+def test_this_machine_agrees_with_torch() -> None:
+    """Here: as many as torch counts, where it is built for them."""
+    found = this_machine()
+    if torch.cuda.is_available():
+        assert found.cuda == torch.cuda.device_count()
+    assert found.mps == torch.backends.mps.is_available()
