@@ -97,9 +97,7 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     finding = only(found, "device")
     assert finding["blocks"]
     assert not found["loads_here"]
-    assert finding["text"] == (
-        "11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU: torch.load stops (Attempting to deserialize object)"
-    )
+    assert finding["text"] == ("11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU")
     assert finding["command"] == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object"):

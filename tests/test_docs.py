@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import inspect
 import re
+import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -64,11 +68,32 @@ def test_python_in_the_readme_runs(tmp_path: Path, fixtures: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     shutil.copy(fixtures / "dataparallel.pt", "a.pt")
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
     for statement in code.strip().splitlines():
         if ".convert(" in statement:
             Path("b.pt").unlink(missing_ok=True)
-        exec(statement, {"ckptconv": ckptconv})
+        exec(statement, names)
     assert torch.load("b.pt", map_location="cpu")
+
+
+def test_every_public_function_is_in_the_readme() -> None:
+    """With all the parameters that the README says it has."""
+    for name in ckptconv.__all__:
+        value = getattr(ckptconv, name)
+        if inspect.isfunction(value):
+            rows = re.findall(rf"`{name}\((.*?)\)`", README)
+            assert rows, name
+            documented = {part.split("=")[0].strip() for part in rows[0].split(",")} - {"...", "*"}
+            assert documented <= inspect.signature(value).parameters.keys(), name
+
+
+def test_the_picture_is_what_inspect_shows() -> None:
+    """The lines of the SVG are those that are drawn today."""
+    script = runpy.run_path(str(ROOT / "docs" / "make_picture.py"))
+    drawn = "".join(re.sub(r"\x1b\[[0-9;]*m", "", line) for line in script["drawn"]())
+    shown = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "inspect.svg").read_text())
+    squeezed = [re.sub(r"\s|\xa0", "", text) for text in (html.unescape("".join(shown)), drawn)]
+    assert squeezed[0] == squeezed[1]
 
 
 def test_changelog_and_version() -> None:

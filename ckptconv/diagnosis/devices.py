@@ -24,9 +24,8 @@ def missing_devices(scope: Scope) -> Iterator[Complaint]:
     shown = {tag: scope.machine.shows(tag) for tag in tags}
     missing = [tag for tag in tags if shown[tag] is False]
     if missing:
-        said = " (Attempting to deserialize object)" if any(tag.startswith("cuda") for tag in missing) else ""
         yield Complaint(
-            "device", f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}: torch.load stops{said}",
+            "device", f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
             _cure_of(scope, missing, shown), blocks=True,
         )  # fmt: skip
     unknown = [tag for tag in tags if shown[tag] is None]
