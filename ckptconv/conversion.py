@@ -17,10 +17,11 @@ from ckptconv.formats import safetensors, torch_zip
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
+from ckptconv.names import strings
 from ckptconv.sources import Readable, Source
 from ckptconv.targets import find_target
 
-__all__ = ["convert", "edits_from", "make_plan", "report_of", "run", "strings"]
+__all__ = ["convert", "edits_from", "make_plan", "report_of", "run"]
 
 
 def convert(
@@ -89,13 +90,6 @@ def _check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, not {flag!r}; a part is taken with select=PATH")
-
-
-def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
-    found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
-    if not all(isinstance(word, str) for word in found):
-        raise TypeError(f"{name} must be a string or strings, not {words!r}")
-    return found
 
 
 def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

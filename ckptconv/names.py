@@ -37,6 +37,7 @@ __all__ = [
     "normal_prefix",
     "parse_path",
     "prefixes_of",
+    "strings",
 ]
 
 _LONGEST_LITERAL = 80
@@ -109,6 +110,14 @@ def normal_prefix(prefix: str) -> str:
             hint="for anything else: --rename REGEX REPLACEMENT",
         )
     return dotted
+
+
+def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
+    """WORDS, the argument NAME, which may be one string. Raises TypeError for anything else."""
+    found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
+    if not all(isinstance(word, str) for word in found):
+        raise TypeError(f"{name} must be a string or strings, not {words!r}")
+    return found
 
 
 def prefixes_of(names: Iterable[str]) -> Counter[str]:

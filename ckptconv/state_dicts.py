@@ -6,9 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-from ckptconv.conversion import strings
 from ckptconv.errors import CollisionError, NoMatchError
-from ckptconv.names import ancestors, modules_without, normal_prefix, prefixes_of
+from ckptconv.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
 
 __all__ = ["add_prefix", "strip_prefix"]
 
