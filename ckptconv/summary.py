@@ -35,9 +35,10 @@ from ckptconv.graph import (
 )
 from ckptconv.locations import FAMILIES
 from ckptconv.model import Checkpoint, Place, Report, TensorInfo
+from ckptconv.rebuild_calls import torch_device
 from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Source
-from ckptconv.vocabulary import every_place, torch_device
+from ckptconv.vocabulary import every_place
 
 __all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "report_as_dict", "summarize"]
 

@@ -24,9 +24,10 @@ from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, Pers
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item, is_repeated
+from ckptconv.rebuild_calls import OtherDType
 from ckptconv.selection import cannot_hold, left_behind_at
 from ckptconv.sources import Source
-from ckptconv.vocabulary import OtherDType, attributes, checkpoint_of, places_in
+from ckptconv.vocabulary import attributes, checkpoint_of, places_in
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 
