@@ -151,6 +151,22 @@ def test_forced_zip64_is_read(read: Read, stream: type[io.BytesIO]) -> None:
     assert [member.size for member in read(file.getvalue()).members] == [len(v) for v in GOOD.values()]
 
 
+@pytest.mark.parametrize("off", [0, 1])
+def test_sizes_in_the_header_and_in_its_zip64_field(read: Read, off: int) -> None:
+    """As Python's zipfile wrote them before 3.11: read if both places say the same, else refused."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive, archive.open("m/data.pkl", "w", force_zip64=True) as member:
+        member.write(GOOD["m/data.pkl"])
+    data = bytearray(file.getvalue())
+    size = len(GOOD["m/data.pkl"])
+    data[18:26] = struct.pack("<2I", size, size + off)
+    if off:
+        with pytest.raises(MalformedError, match="disagree"):
+            read(bytes(data))
+    else:
+        assert [member.size for member in read(bytes(data)).members] == [size]
+
+
 def test_folders_are_read(read: Read) -> None:
     """Entries for folders are members without bytes."""
     file = io.BytesIO()

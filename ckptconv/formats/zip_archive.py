@@ -406,7 +406,8 @@ def _check_local_numbers(source: Source, entry: _Entry, local: tuple[int, int, i
     if in_descriptor and local == (0, 0, 0):
         return  # what torch puts into a zip64 field here nobody reads
     crc32, stored_size, size = local
-    size, stored_size = _widened((size, stored_size), wide) or (-1, -1)
+    if wide != struct.pack("<2Q", size, stored_size):  # Python's zipfile, before 3.11, says small sizes in both places
+        size, stored_size = _widened((size, stored_size), wide) or (-1, -1)
     found, expected = (crc32, stored_size, size), (entry.crc32, entry.stored_size, entry.size)
     if found != expected and not (in_descriptor and found in ((0, 0, 0), (entry.crc32, 0, 0))):
         raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, found)
