@@ -25,7 +25,7 @@ from ckptconv.errors import (
 )
 from ckptconv.files import CheckpointFile, load, open, save
 from ckptconv.locations import MapLocation
-from ckptconv.model import Report, TensorInfo
+from ckptconv.model import Changes, LeftBehind, NameChange, Report, TensorInfo
 from ckptconv.state_dicts import add_prefix, strip_prefix
 from ckptconv.summary import Summary, inspect
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Changes",
     "CheckpointFile",
     "CkptconvError",
     "CollisionError",
@@ -41,9 +42,11 @@ __all__ = [
     "DeviceUnavailable",
     "InputChangedError",
     "InputError",
+    "LeftBehind",
     "LimitError",
     "MalformedError",
     "MapLocation",
+    "NameChange",
     "NoMatchError",
     "OutputError",
     "RefusedError",
@@ -76,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__", "errors"]

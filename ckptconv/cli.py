@@ -12,6 +12,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any, TextIO
 
 import click
@@ -27,8 +29,14 @@ from ckptconv.targets import TARGET_FORMATS
 
 __all__ = ["cli", "main"]
 
-_ROWS = 40  # of the tensor table on a terminal
+_ROWS = 40  # of the tensor table on a terminal, at most
 _PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+_EXAMPLES = """\b
+Examples:
+  ckptconv inspect model.pt                   what is in it, and what is wrong
+  ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
+  ckptconv convert ddp.pt plain.pt --strip-prefix module.
+"""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -67,7 +75,7 @@ _PATH = click.Path(path_type=str)
 _debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
     """Change what a PyTorch checkpoint says about its tensors (device, names, container), without running it, loading it, or having its devices."""
@@ -89,14 +97,14 @@ def cli() -> None:
     "--limit",
     metavar="N",
     type=click.IntRange(min=0),
-    help=f"Show N rows of the table, or lines of the tree (on a terminal: {_ROWS}).",
+    help=f"Show N rows of the table, or lines of the tree (on a terminal: what fits the screen, at most {_ROWS}).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
 @_debug
 def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: Any) -> int:
     """Show what is in a checkpoint, without loading it."""
     status = 0
-    for path in paths:
+    for i, path in enumerate(paths):
         try:
             summary = inspect(path)
             selected = _selected(summary, view["include"], view["exclude"], view["sort"])
@@ -109,6 +117,8 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
         if as_json:
             click.echo(json.dumps({**summary, "tensors": selected}))
         else:
+            if i:
+                click.echo()
             _show(
                 summary, selected, tree=view["tree"], limit=view["limit"], everything=view["everything"],
                 by_size=view["sort"] == "size",
@@ -139,33 +149,39 @@ def _show(
     summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool, by_size: bool
 ) -> None:
     look = _look(sys.stdout)
+    lines = list(render.facts(summary, look, shown=len(tensors)))
+    if tensors and limit != 0:
+        lines.append("")
+    height = None
     if everything:
         limit = None
     elif limit is None and look.width is not None:
-        limit = _ROWS
-    for line in render.facts(summary, look, shown=len(tensors)):
-        click.echo(line, color=look.colour)
-    if tensors and limit != 0:
-        click.echo()
+        limit, height = _ROWS, _screen().lines - _rows_of(lines, look) - 1  # which the prompt needs
     draw = render.tree_lines if tree else render.table_lines
-    for line in draw(tensors, look, limit=limit, fold=not everything, by_size=by_size):
+    table = draw(tensors, look, limit=limit, height=height, fold=not everything, by_size=by_size)
+    for line in chain(lines, table):
         click.echo(line, color=look.colour)
+
+
+def _rows_of(lines: list[str], look: render.Look) -> int:
+    """How much of the screen LINES take: the terminal breaks what is too long for it."""
+    return sum(max(1, -(-render.cells(click.unstyle(line)) // look.columns)) for line in lines)
 
 
 def _look(stream: TextIO) -> render.Look:
     """What STREAM can show."""
     terminal = stream.isatty()
     return render.Look(
-        width=_terminal_width() if terminal else None,
+        width=_screen().columns if terminal else None,
         colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
         unicode=(stream.encoding or "").lower().startswith("utf"),
     )
 
 
-def _terminal_width() -> int:
+def _screen() -> os.terminal_size:
     import shutil
 
-    return shutil.get_terminal_size().columns
+    return shutil.get_terminal_size()
 
 
 @cli.command("convert", epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.")
@@ -192,7 +208,9 @@ def _terminal_width() -> int:
     help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
 )
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches.")
-@click.option("--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; module means module.")
+@click.option(
+    "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
+)
 @click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does.")
 @click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict.")
 @click.option(
@@ -221,11 +239,10 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         _devices(flags), flags["select"], flags["state_dict"], flags["include"], flags["exclude"],
         flags["strip_prefix"], flags["rename"], flags["add_prefix"],
     )  # fmt: skip
-    with _progress(src, quiet=quiet) as progress:
-        report = run(
-            src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
-            allow_unsafe=flags["allow_unsafe"], progress=progress,
-        )  # fmt: skip
+    report = run(
+        src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
+        allow_unsafe=flags["allow_unsafe"], progress=partial(_progress, quiet=quiet),
+    )  # fmt: skip
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:
@@ -261,9 +278,8 @@ def _devices(flags: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _progress(src: str, *, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar on a terminal, for files that take a while."""
-    size = os.path.getsize(src) if os.path.isfile(src) else 0
+def _progress(size: int, *, quiet: bool) -> Iterator[Progress | None]:
+    """A progress bar on a terminal, for outputs of a SIZE that takes a while."""
     if quiet or not sys.stderr.isatty() or size < _PROGRESS_FROM:
         yield None
         return

@@ -6,12 +6,14 @@ import json
 import os
 import shlex
 
+from ckptconv.errors import printable
+
 __all__ = ["literal", "saved_by_torch", "shell"]
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
     """A command of these WORDS. A path that starts with a dash gets a folder, so that no program takes it for an option."""
-    return " ".join(shlex.quote(word if isinstance(word, str) else _no_option(os.fspath(word))) for word in words)
+    return " ".join(_quoted(word if isinstance(word, str) else _no_option(os.fspath(word))) for word in words)
 
 
 def saved_by_torch(expression: str, *modules: str) -> str:
@@ -27,3 +29,19 @@ def literal(path: str | os.PathLike[str]) -> str:
 
 def _no_option(path: str) -> str:
     return f"./{path}" if path.startswith("-") else path
+
+
+def _quoted(word: str) -> str:
+    """WORD for a shell; with what cannot be shown in the shell's own escapes, for a message would show it in others."""
+    if printable(word) == word:
+        return shlex.quote(word)
+    return f"$'{''.join(map(_escaped, word))}'"
+
+
+def _escaped(character: str) -> str:
+    if printable(character) == character and character not in "\\'":
+        return character
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))

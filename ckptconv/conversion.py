@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,12 +19,15 @@ from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
 from ckptconv.names import strings
+from ckptconv.safe_loader import is_allowed
 from ckptconv.sources import Readable, Source
 from ckptconv.targets import find_target
+from ckptconv.wording import for_python
 
 __all__ = ["convert", "edits_from", "make_plan", "report_of", "run"]
 
 
+@for_python
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -110,9 +114,9 @@ def run(
     dry_run: bool = False,
     verify: bool = False,
     allow_unsafe: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Report:
-    """:func:`convert` with the edits as data. PROGRESS is called with each number of bytes written."""
+    """:func:`convert` with the edits as data. PROGRESS is called with the planned size, and what it gives with each number of bytes written."""
     started = time.monotonic()
     with Source(src) as source:
         path, format = find_target(source.path, dst, format)
@@ -122,7 +126,8 @@ def run(
                 formats.read(source), path, edits, format=format, copy_tied=copy_tied, allow_unsafe=allow_unsafe
             )
         if not dry_run:
-            output.write(plan.file, source, replace=force, verify=verify, progress=progress)
+            with progress(plan.file.size) if progress else nullcontext() as tick:
+                output.write(plan.file, source, replace=force, verify=verify, progress=tick)
         return report_of(plan, source, seconds=time.monotonic() - started, written=not dry_run)
 
 
@@ -155,6 +160,7 @@ def make_plan(
         changes = apply(checkpoint, edits)
         if not allow_unsafe:
             _refuse_dangers(checkpoint)
+        notes = _about_code(checkpoint)
         layout = torch_zip.layout(checkpoint, path)
     return Plan(
         (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME), layout.file, changes, layout.ties,
@@ -169,6 +175,17 @@ def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
         return ["no device was changed: safetensors stores none, and whoever loads it says where to"]
     tags = sorted({storage.device for storage in checkpoint.storages.values()} - {"cpu"})
     return [f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to"] if tags else []
+
+
+def _about_code(checkpoint: Checkpoint) -> list[str]:
+    """What the output still needs, which no edit of devices or names takes away."""
+    unknown = list(dict.fromkeys(str(node) for node in checkpoint.graph.globals if not is_allowed(node)))
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+    return [
+        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about that"
+    ]
 
 
 def _refuse_dangers(checkpoint: Checkpoint) -> None:

@@ -20,6 +20,7 @@ from ckptconv.model import Checkpoint, Report, TensorInfo
 from ckptconv.ordering import forget_order
 from ckptconv.sources import Source
 from ckptconv.targets import find_target
+from ckptconv.wording import for_python
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,10 @@ class CheckpointFile:
 
     def _part(self, path: str) -> Checkpoint:
         """The tensor at PATH as a checkpoint of its own, on the same nodes."""
+        if not isinstance(path, str):
+            raise TypeError(
+                f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
+            )
         if path not in self._places:
             raise NoMatchError(f"no tensor stands at {path}", where=self.path, expected=_near(path, self._places))
         node = self._places[path].node
@@ -113,6 +118,10 @@ class CheckpointFile:
         """Let the file go."""
         self._source.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._source.fd < 0 else f"{len(self.tensors):,} tensors"
+        return f"<CheckpointFile {str(self.path)!r}: {self.format}, {state}>"
+
     def __enter__(self) -> CheckpointFile:
         return self
 
@@ -132,6 +141,7 @@ def _near(path: str, paths: Iterable[str]) -> str | None:
     return f"a path like {close[0]}" if close else None
 
 
+@for_python
 def load(
     path: str | os.PathLike[str],
     map_location: LoadLocation | None = None,
@@ -162,6 +172,7 @@ def load(
         return loaded
 
 
+@for_python
 def save(
     obj: object,
     path: str | os.PathLike[str],
@@ -192,7 +203,8 @@ def save(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
         strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
     )  # fmt: skip
-    if os.path.isdir(path) or os.fspath(path).endswith(os.sep):
+    path = os.fsdecode(path)
+    if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError("the output is a folder", where=path, expected="the path of a file")
     target, format_ = find_target(Path(), path, format)
     output.check_target(target, replace=force)

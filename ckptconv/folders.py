@@ -10,13 +10,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.commands import shell
 from ckptconv.errors import InputError, UnsupportedError
 
-__all__ = ["CHECKPOINT_SUFFIXES", "LFS", "folder_error", "name_like"]
+__all__ = ["CHECKPOINT_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
@@ -28,15 +29,22 @@ _MODELS = (
     "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
     "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
 )  # fmt: skip
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.safetensors|\.bin)")
+#: Names that the rows ask for, which are looked for where a listing was cut; those of folders end in a slash.
+_KNOWN = (
+    *_MODELS, "data.pkl", "data/", "version", "byteorder", ".metadata", "__0_0.distcp", "zero_to_fp32.py", "latest", "saved_model.pb", "saved_model.pbtxt",
+    "_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA", "model.weights.h5",
+)  # fmt: skip
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>(?!00000)[0-9]{5})(?P<suffix>\.safetensors|\.bin)")
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 
 
 class _Folder(NamedTuple):
-    """A folder, and the names in it; those of folders end in a slash."""
+    """A folder, and the names in it; those of folders end in a slash. OTHERS are no files: FIFOs, links to nowhere. CUT: it has more names than were looked at."""
 
     path: Path
     names: frozenset[str]
+    others: frozenset[str]
+    cut: bool
 
     def has(self, *names: str) -> bool:
         """Whether all of NAMES are there."""
@@ -56,7 +64,7 @@ class _Answer(NamedTuple):
 def folder_error(path: Path) -> InputError:
     """The error that says what the folder PATH is, and what to type instead."""
     try:
-        folder = _Folder(path, frozenset(_names(path)))
+        folder = _list(path)
         answer = next(answer for row in _ROWS if (answer := row(folder)))
     except OSError as error:
         return InputError(f"a folder and not a file, which cannot be listed: {error.strerror}", where=path)
@@ -66,24 +74,55 @@ def folder_error(path: Path) -> InputError:
 def name_like(path: Path) -> Path | None:
     """A path beside PATH, which is missing, with nearly its name, if there is one."""
     try:
-        names = [name.rstrip("/") for name in _names(path.parent)]
+        folder = _list(path.parent)
     except (OSError, ValueError):
         return None
+    names = {name.rstrip("/") for name in folder.names}
+    if folder.cut:
+        others = (path.stem + suffix for suffix in CHECKPOINT_SUFFIXES)
+        names.update(name for name in others if os.path.isfile(path.with_name(name)))
     near = get_close_matches(path.name, sorted(names), n=1, cutoff=0.75)
     return path.with_name(near[0]) if near else None
 
 
-def _names(path: Path) -> Iterator[str]:
+def distributed_part_error(path: Path) -> InputError | None:
+    """What is to be said of the file PATH if it is a part of a checkpoint of torch.distributed.checkpoint, by what stands beside it."""
+    if path.suffix != ".distcp" and path.name != ".metadata":
+        return None
+    try:
+        answer = _distributed(_list(path.parent))
+    except OSError:
+        return None
+    return UnsupportedError(f"a part of {answer.what}", where=path, hint=answer.hint) if answer else None
+
+
+def _list(path: Path) -> _Folder:
+    """The folder PATH with the first names in it, and with those that everybody knows."""
+    names: set[str] = set()
+    others: set[str] = set()
     with os.scandir(path) as entries:
-        for entry, _ in zip(entries, range(_MOST), strict=False):
-            yield f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in islice(entries, _MOST):
+            kind = _kind(entry)
+            (others if kind is None else names).add(entry.name + (kind or ""))
+        cut = next(entries, None) is not None
+    if cut:
+        names.update(name for name in _KNOWN if (os.path.isdir if name.endswith("/") else os.path.isfile)(path / name))
+    return _Folder(path, frozenset(names), frozenset(others), cut)
+
+
+def _kind(entry: os.DirEntry[str]) -> str | None:
+    """What is put behind the name of ENTRY; None where it is neither a folder nor a file."""
+    try:
+        return "/" if entry.is_dir() else "" if entry.is_file() else None
+    except OSError:  # a link to itself
+        return None
 
 
 # Whose it is
 
 
 def _empty(folder: _Folder) -> _Answer | None:
-    return None if folder.names else _Answer("it is empty", "give the path of the checkpoint itself")
+    return None if folder.names or folder.others else _Answer("it is empty", "give the path of the checkpoint itself")
 
 
 def _torch_records(folder: _Folder) -> _Answer | None:
@@ -130,7 +169,7 @@ def _model(folder: _Folder) -> _Answer | None:
     name = next((name for name in _MODELS if folder.has(name) and not _is_pointer(folder.path / name)), None)
     if name is None:
         return None
-    return _Answer(f"the checkpoint in it is {name}", shell("ckptconv", "inspect", folder.path / name))
+    return _Answer(f"the checkpoint in it is {name}", f"give that file: {shell(folder.path / name)}")
 
 
 def _shards(folder: _Folder) -> _Answer | None:
@@ -142,7 +181,7 @@ def _shards(folder: _Folder) -> _Answer | None:
     missing = int(first["count"]) - len(mine)
     return _Answer(
         f"a checkpoint in {int(first['count']):,} shards, which this version does not read as one"
-        + (f"; {missing:,} of them are missing" if missing > 0 else ""),
+        + (f"; {missing:,} of them are missing" if missing > 0 and not folder.cut else ""),
         f"convert them one by one: {shell('ckptconv', 'convert', folder.path / first[0], 'OUT')}",
     )
 
@@ -193,7 +232,11 @@ def _listed(folder: _Folder) -> _Answer | None:
     found = sorted(name for name in folder.names if name.endswith(CHECKPOINT_SUFFIXES)) or sorted(_below(folder))
     if not found:
         return None
-    return _Answer(f"the checkpoints in it are {_some(found)}", shell("ckptconv", "inspect", folder.path / found[0]))
+    where = f"among {_looked_at()}" if folder.cut else "in it"
+    path = shell(folder.path / found[0])
+    if len(found) == 1:
+        return _Answer(f"the checkpoint {where} is {found[0]}", f"give its path: {path}")
+    return _Answer(f"the checkpoints {where} are {_some(found)}", f"give one of them: {path}")
 
 
 def _below(folder: _Folder) -> Iterator[str]:
@@ -202,22 +245,24 @@ def _below(folder: _Folder) -> Iterator[str]:
     for name in sorted(folder.names):
         if name.endswith("/") and left > 0:
             try:
-                names = frozenset(_names(folder.path / name))
+                inner_folder = _list(folder.path / name)
             except OSError:
                 continue
-            left -= len(names)
-            if any(
-                row(_Folder(folder.path / name, names)) for row in (_torch_records, _distributed, _orbax, _deepspeed)
-            ):
+            left -= len(inner_folder.names)
+            if any(row(inner_folder) for row in (_torch_records, _distributed, _orbax, _deepspeed)):
                 yield name.rstrip("/")
             else:
-                yield from (name + inner for inner in names if inner.endswith(CHECKPOINT_SUFFIXES))
+                yield from (name + inner for inner in inner_folder.names if inner.endswith(CHECKPOINT_SUFFIXES))
 
 
 def _nothing(folder: _Folder) -> _Answer:
-    return _Answer(
-        f"no checkpoint is in it, but {_some(sorted(folder.names))}", "give the path of the checkpoint itself"
-    )
+    found = _some(sorted(folder.names | folder.others))
+    what = f"no checkpoint is among {_looked_at()}," if folder.cut else "no checkpoint is in it,"
+    return _Answer(f"{what} but {found}", "give the path of the checkpoint itself")
+
+
+def _looked_at() -> str:
+    return f"the first {_MOST:,} names in it"
 
 
 def _some(names: list[str]) -> str:

@@ -24,6 +24,10 @@ class Limits:
     pickle_line: int = 16 * MIB
     #: pickle's own writer gives up near 1,000 (Python's recursion limit), so nobody can have written more.
     nesting: int = 1_000
+    #: Of all paths together. A key that the pickle names once can stand in the path of everything below it. Names in a safetensors header fit.
+    path_characters: int = 128 * MIB
+    #: And for each opcode: a tensor takes some thirty, and its path is seldom longer than a hundred.
+    path_characters_each: int = 100
     #: torch's tensors have at most 64 dimensions.
     rank: int = 64
     #: A checkpoint has one member for each storage; 60,000 are a lot.

@@ -109,7 +109,9 @@ def parse_target(text: object) -> Target:
         if reason:
             raise UsageError(f"tensors cannot be sent to {word!r}: {reason}", hint="try: --to cpu")
         raise UsageError(
-            f"{word!r} is no device", expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1"
+            f"{word!r} is no device",
+            hint="'auto' is for load and remap, which know what is here" if word == "auto" else None,
+            expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
     index = int(match[2]) if match[2] else None
     if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX):

@@ -142,6 +142,7 @@ class Place:
     node: Value
     depth: int
     key: str | None = None
+    length: int = 0  # of the path, once the walk has come by
 
     @property
     def path(self) -> str:
@@ -306,7 +307,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run."""
+    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
+
+    ``formats`` are the source's and the target's, ``size`` is that of the target. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
+    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know.
+    """
 
     src: str
     dst: str

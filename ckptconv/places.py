@@ -15,18 +15,29 @@ from ckptconv.limits import LIMITS
 from ckptconv.model import Place
 from ckptconv.names import escaped, key_segment
 
-__all__ = ["find_places", "is_item", "is_repeated", "item_segments"]
+__all__ = ["Leaf", "find_places", "is_item", "is_repeated", "item_segments"]
 
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
 
 
-def find_places(start: Value | Place, leaf: Leaf, where: str) -> Iterator[Place]:
-    """Every place from START on, a root or a place that is known, its parent before it. Raises LimitError where nesting is too deep."""
+def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
+    """Every place from START on, a root or a place that is known, its parent before it.
+
+    Raises LimitError where nesting is too deep, or the paths are too long for a pickle of so many OPCODES.
+    """
     entered: set[int] = set()
+    room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
     todo = [start if isinstance(start, Place) else Place(None, "", start, 0)]
     while todo:
         place = todo.pop()
+        place.length = len(place.segment) + (place.parent.length if place.parent else 0)
+        room -= place.length
+        if room < 0:
+            raise LimitError(
+                "the paths of what is in the checkpoint are too long", where=where,
+                expected=f"at most {LIMITS.path_characters:,} characters in all, and {LIMITS.path_characters_each} for each opcode",
+            )  # fmt: skip
         yield place
         node = place.node
         if not isinstance(node, Node) or id(node) in entered:

@@ -56,11 +56,17 @@ def _state_dict(checkpoint: Checkpoint) -> Place:
     if not found:
         root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
+        source = checkpoint.source
+        see = (
+            f"see what there is: ckptconv inspect {shlex.quote(str(source.path))}"
+            if source.fd >= 0
+            else "pass a state dict, such as model.state_dict()"
+        )
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
             where=checkpoint.source.path,
             hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there" if tensors
-            else f"see what there is: ckptconv inspect {shlex.quote(str(checkpoint.source.path))}",
+            else see,
         )  # fmt: skip
     raise RefusedError(
         f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,

@@ -74,7 +74,9 @@ class Source(Readable):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open PATH. Raises InputError where it cannot be read or is no regular file."""
-        self.path = Path(path)
+        if not os.fspath(path):  # pathlib takes it for the folder that we are in
+            raise InputError("no path given: it is empty")
+        self.path = Path(os.fsdecode(path))
         try:
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
             if stat.S_ISDIR(mode):

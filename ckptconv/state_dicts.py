@@ -27,6 +27,7 @@ def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDi
 
 
 def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
+    _check_type(state_dict)
     names = [name for name in state_dict if isinstance(name, str)]
     having = [name for name in names if name.startswith(prefix)]
     if not having:
@@ -35,9 +36,9 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
             for key, value in state_dict.items()
             if isinstance(value, Mapping) and any(str(name).startswith(prefix) for name in value)
         ]
-        found = ", ".join(prefixes_of(names)) or "none"
+        found = ", ".join(prefixes_of(names))
         raise NoMatchError(
-            f"no name starts with {prefix!r}", got=f"prefixes {found}", hint=f"pass the state dict: [{inside[0]!r}]" if inside else None
+            f"no name starts with {prefix!r}", got=f"prefixes {found}" if found else "no name with a prefix", hint=f"pass the state dict: [{inside[0]!r}]" if inside else None
         )  # fmt: skip
     renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
     metadata = getattr(state_dict, "_metadata", None)
@@ -58,6 +59,7 @@ def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDict
 
 
 def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
+    _check_type(state_dict)
     renamed = _renamed(state_dict, lambda name: prefix + name)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -65,6 +67,11 @@ def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
         above = {path: {"version": 1} for path in sorted(ancestors(wrapped))} if "" in metadata else {}
         _set_metadata(renamed, metadata, above, lambda path: prefix + path if path or not above else wrapped)
     return renamed
+
+
+def _check_type(state_dict: object) -> None:
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()")
 
 
 def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from math import prod
 from typing import Any, TypedDict
 
@@ -24,7 +25,6 @@ from ckptconv.graph import (
     Global,
     List,
     Node,
-    Object,
     PersistentId,
     Py2String,
     Set,
@@ -44,6 +44,8 @@ __all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "report_as_dict", 
 
 SCHEMA_VERSION = 1
 _LONGEST_VALUE = 60  # characters
+_LOOKED_AT = 64  # members of what a call makes
+_SETS = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
 
@@ -92,7 +94,7 @@ class Summary(TypedDict):
     path: str
     format: str
     size: int
-    loads_here: bool
+    loads_here: bool | None
     findings: list[Finding]
     remedy: str | None
     protocol: int | None
@@ -245,13 +247,32 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
 
 def _is_flat(node: Value) -> bool:
     """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
-    if isinstance(node, (Tuple, FrozenSet)):
-        return not any(isinstance(item, Node) for item in node.items)
-    if isinstance(node, (List, Set)):
-        return not any(isinstance(item, Node) for item in node.elements())
+    members = _members(node)
+    if members is not None:
+        return not any(isinstance(item, Node) for item in members)
     if isinstance(node, Call) and (torch_device(node) is not None or is_global(node.callable, "torch.Size")):
         return True
     return isinstance(node, Dict) and not node.effects
+
+
+def _members(node: Value) -> list[Value] | None:
+    """What is in a sequence or set, None if NODE is neither.
+
+    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls can have the same one.
+    """
+    if isinstance(node, (Tuple, FrozenSet)):
+        return list(node.items)
+    if isinstance(node, (List, Set)):
+        return list(node.elements())
+    if isinstance(node, Call) and is_global(node.callable, *_SETS) and not node.effects:
+        match node.args:
+            case Tuple(items=[]):
+                return []
+            case Tuple(items=[Tuple() as inner]):
+                return inner.items[:_LOOKED_AT]
+            case Tuple(items=[List() as inner]):
+                return list(islice(inner.elements(), _LOOKED_AT))
+    return None
 
 
 def _is_ordered_dict(node: Call) -> bool:
@@ -260,8 +281,9 @@ def _is_ordered_dict(node: Call) -> bool:
 
 def _short(node: Value) -> str:
     """A line for NODE that costs little whatever it is."""
-    if isinstance(node, (Tuple, FrozenSet, List, Set)):
-        return _short_sequence(node)
+    members = _members(node)
+    if members is not None and _is_flat(node):
+        return _short_sequence(node, members)
     if isinstance(node, Dict):
         return "{}"
     if isinstance(node, Call):
@@ -287,24 +309,28 @@ def _short_call(node: Call) -> str:
     device = torch_device(node)
     if device is not None:
         return f"torch.device({device!r})"
-    if is_global(node.callable, "torch.Size") and isinstance(node.args, Tuple) and node.args.items:
-        return f"torch.Size({_short(node.args.items[0])})"
+    if (
+        is_global(node.callable, "torch.Size")
+        and isinstance(node.args, Tuple)
+        and node.args.items
+        and isinstance(size := node.args.items[0], Tuple)
+        and len(size.items) <= _LOOKED_AT
+        and _is_flat(size)
+    ):
+        return f"torch.Size({_short(size)})"
     return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
 
 
-def _short_sequence(node: Tuple | FrozenSet | Object) -> str:
-    items = (
-        list(node.elements())
-        if isinstance(node, Object)
-        else node.items
-        if isinstance(node, (Tuple, FrozenSet))
-        else []
-    )
-    shown = ", ".join(_short(item) for item in items[:8])
+def _short_sequence(node: Value, items: list[Value]) -> str:
+    """NODE, in which ITEMS are, as Python writes it, but that a frozenset looks like a set."""
     opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
-    if len(items) <= 8:
-        return _cut(f"{opening}{shown}{closing}")
-    return f"{_cut(opening + shown)}, …{closing} {len(items):,} items"
+    if not items and opening == "{":
+        return "set()"
+    shown = ", ".join(_short(item) for item in items[:8])
+    if len(items) > 8:
+        number = "" if isinstance(node, Call) else f" {len(items):,} items"
+        return f"{_cut(opening + shown)}, …{closing}{number}"
+    return _cut(f"{opening}{shown}{',' if opening == '(' and len(items) == 1 else ''}{closing}")
 
 
 def _cut(text: str) -> str:

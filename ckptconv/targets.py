@@ -30,6 +30,8 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
     (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix contradict each other.
     """
     path = Path(dst)
+    if not os.fspath(dst):
+        raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
     if format is not None and format not in TARGET_FORMATS:

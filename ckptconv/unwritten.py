@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 
 from ckptconv import ranges
@@ -19,10 +20,12 @@ class Unwritten(io.RawIOBase):
         super().__init__()
         self._size = file.size
         self._pieces = file.pieces
-        lengths = [len(piece) if isinstance(piece, bytes) else piece.length for piece in file.pieces]
-        self._starts = [0, *accumulate(lengths)][:-1]
+        self._lengths = [len(piece) if isinstance(piece, bytes) else piece.length for piece in file.pieces]
+        self._starts = [0, *accumulate(self._lengths)][:-1]
         self._at = 0
-        self._inflated: tuple[Piece | None, bytes] = (None, b"")  # the last one: a storage is read from end to end
+        self._inflating: tuple[Piece | None, int, bytes, Iterator[bytes]] = (None, 0, b"", iter(()))
+        #: What reading raised, for a reader that forgets why it failed.
+        self.failure: Exception | None = None
 
     def readable(self) -> bool:
         """Yes."""
@@ -43,15 +46,23 @@ class Unwritten(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's WriteableBuffer has no name at run time
         """Fill BUFFER as far as the file goes; the number of bytes."""
+        try:
+            return self._readinto(buffer)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _readinto(self, buffer: memoryview) -> int:
         left = memoryview(buffer).cast("B")
         length = min(len(left), max(self._size - self._at, 0))
         left = left[:length]
         i = bisect_right(self._starts, self._at) - 1
         while left:
+            while self._at >= self._starts[i] + self._lengths[i]:
+                i += 1
             done = self._read_piece(self._pieces[i], self._at - self._starts[i], left)
             self._at += done
             left = left[done:]
-            i += 1
         return length
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
@@ -61,10 +72,23 @@ class Unwritten(io.RawIOBase):
             piece.source.read_into(piece.offset + offset, buffer[:length])
             return length
         if isinstance(piece, Inflate):
-            if self._inflated[0] is not piece:
-                self._inflated = piece, b"".join(ranges.inflated(piece))
-            piece = self._inflated[1]
+            return self._read_inflated(piece, offset, buffer)
         assert isinstance(piece, bytes)
         data = piece[offset : offset + len(buffer)]
         buffer[: len(data)] = data
+        return len(data)
+
+    def _read_inflated(self, piece: Inflate, offset: int, buffer: memoryview) -> int:
+        """Some bytes of what PIECE gives, from OFFSET on. Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back."""
+        current, start, chunk, chunks = self._inflating
+        if current is not piece or offset < start:
+            start, chunk, chunks = 0, b"", ranges.inflated(piece)
+        while offset >= start + len(chunk):
+            start += len(chunk)
+            chunk = next(chunks)
+        self._inflating = piece, start, chunk, chunks
+        data = chunk[offset - start : offset - start + len(buffer)]
+        buffer[: len(data)] = data
+        if start + len(chunk) == piece.length:
+            next(chunks, None)  # which checks what has been inflated
         return len(data)

@@ -12,7 +12,7 @@ from ckptconv.errors import MalformedError
 from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, walk
 from ckptconv.model import Checkpoint, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.ordering import forget_order
-from ckptconv.places import find_places
+from ckptconv.places import Leaf, find_places
 from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, args_of, device_arguments, is_count, is_word
 from ckptconv.sources import Readable
 
@@ -36,7 +36,7 @@ def checkpoint_of(
     storages: dict[str, Storage] = {}
     references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in device_arguments(call)]
-    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where)
+    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes)
     return Checkpoint(name, source, graph, container, storages, references, arguments, places, tensors, nodes)
 
 
@@ -53,17 +53,17 @@ def restrict(checkpoint: Checkpoint, root: Place) -> None:
     checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
     checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
     checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
-        root, checkpoint.references, str(checkpoint.source.path)
+        root, checkpoint.references, str(checkpoint.source.path), graph.opcodes
     )
 
 
 def _index(
-    root: Place, references: list[Reference], where: str
+    root: Place, references: list[Reference], where: str, opcodes: int
 ) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
     """The places from ROOT on, and the tensors by path and by node."""
     reader = TensorReader({id(each.node): each.storage for each in references}, where)
     places = []
-    for place in find_places(root, _leaf(reader.nodes), where):
+    for place in find_places(root, _leaf(reader.nodes), where, opcodes):
         if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
             places.append(place)
             reader.visit(place)
@@ -72,7 +72,7 @@ def _index(
 
 def every_place(checkpoint: Checkpoint) -> list[Place]:
     """The places of CHECKPOINT, those of atoms too."""
-    return list(find_places(checkpoint.root, _leaf(checkpoint.tensor_nodes), str(checkpoint.source.path)))
+    return list(_walk(checkpoint, _leaf(checkpoint.tensor_nodes)))
 
 
 def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
@@ -89,12 +89,16 @@ def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]
     def leaf(node: Node) -> list[Value] | None:
         return None if id(node) in opened else []
 
-    for place in find_places(checkpoint.root, leaf, str(checkpoint.source.path)):
+    for place in _walk(checkpoint, leaf):
         if id(place.node) not in opened:
             yield place
 
 
-def _leaf(tensors: Mapping[int, TensorInfo]) -> Callable[[Node], list[Value] | None]:
+def _walk(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[Place]:
+    return find_places(checkpoint.root, leaf, str(checkpoint.source.path), checkpoint.graph.opcodes)
+
+
+def _leaf(tensors: Mapping[int, TensorInfo]) -> Leaf:
     """For the walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in it."""
 
     def leaf(node: Node) -> list[Value] | None:

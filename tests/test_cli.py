@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
@@ -129,12 +130,14 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--version, -h and each command's -h answer on stdout."""
     for args, word in (
         (["--version"], __version__),
-        (["-h"], "inspect"),
+        (["-h"], "ckptconv convert model.pt out.pt --to cpu"),
         (["convert", "-h"], "--map"),
         (["inspect", "--help"], "--tree"),
     ):
         assert main(args) == 0
-        assert word in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert word in shown
+        assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_inspect_piped_is_plain(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,32 +183,61 @@ def test_inspect_selects_and_sorts(fixtures: Path, capsys: pytest.CaptureFixture
 def test_inspect_of_several_goes_on_after_an_error(
     fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One unreadable file does not stop the others; the status tells."""
+    """One unreadable file does not stop the others; the status tells. An empty line stands between two."""
     (tmp_path / "empty.pt").touch()
     assert main(["inspect", str(tmp_path / "empty.pt"), str(fixtures / "cpu.pt")]) == 1
     captured = capsys.readouterr()
     assert "empty" in captured.err
     assert "cpu.pt" in captured.out
+    assert main(["inspect", *2 * [str(fixtures / "cpu.pt")], "--limit", "1"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n" + str(fixtures))
+    assert first + "\n" == str(fixtures) + second
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_inspect_fits_a_terminal(
     fixtures: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal no line is wider than it, the table has a heading, 40 rows are shown with a word about the rest, and --all shows every tensor."""
+    """On a terminal no line is wider than it, the table has a heading, rows fill the screen but for the prompt's line, at least 10 and at most 40, with a word about the rest, and --all shows every tensor."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["inspect", str(fixtures / "resnet18.pt")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= width
-    assert any(line.split() == ["tensor", "dtype", "shape", "device", "size"] for line in lines)
-    total = len(cli.inspect(fixtures / "resnet18.pt")["tensors"])
-    assert lines[-1].endswith(" more tensors (--all shows them)")
-    assert sum(line.rstrip("▏▎▍▌▋▊▉█ ").endswith(" B") and " cpu " in line for line in lines) == 40
-    assert main(["inspect", str(fixtures / "resnet18.pt"), "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.rstrip("▏▎▍▌▋▊▉█ ").endswith(" B") and " cpu " in line for line in lines) == total
+    path = str(fixtures / "resnet18.pt")
+    total = len(cli.inspect(path)["tensors"])
+    for height, drawn in ((5, 10), (30, None), (200, 40)):
+        monkeypatch.setenv("LINES", str(height))
+        assert main(["inspect", path]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        assert any(line.split() == ["tensor", "dtype", "shape", "device", "size"] for line in lines)
+        assert lines[-1].endswith(" more tensors (--all shows them)")
+        assert rows(lines) == drawn if drawn else height - 2 <= len(lines) < height
+    assert main(["inspect", path, "--limit", "33"]) == 0
+    assert rows(capsys.readouterr().out.splitlines()) == 33
+    assert main(["inspect", path, "--all"]) == 0
+    assert rows(capsys.readouterr().out.splitlines()) == total
+    monkeypatch.setenv("LINES", "30")
+    assert main(["inspect", path, "--tree"]) == 0
+    assert 28 <= len(capsys.readouterr().out.splitlines()) < 30
+
+
+def rows(lines: list[str]) -> int:
+    return sum(line.rstrip("▏▎▍▌▋▊▉█ ").endswith(" B") and " cpu " in line for line in lines)
+
+
+def test_a_command_that_the_terminal_breaks_takes_several_lines(
+    fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path in a command is never broken here; the screen has fewer rows for the table then."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "40")
+    path = shutil.copy(fixtures / "resnet18.pt", tmp_path / ("x" * 200 + ".pt"))
+    convert(path, dst := tmp_path / ("y" * 200 + ".pt"), map_location="npu:0")
+    assert main(["inspect", str(dst)]) == 0
+    lines = click.unstyle(capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) > 200
+    assert 38 <= sum(-(-max(1, len(line)) // 80) for line in lines) < 40
 
 
 def test_tree_groups_modules(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,12 +261,26 @@ def test_terminal_escapes_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "\\x1b" in printed
 
 
-def test_progress_on_a_terminal(ddp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a terminal a large file shows a bar, and the file is whole."""
+def test_progress_on_a_terminal(
+    ddp: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal an output that is large gets a bar that ends at its own size; small ones, dry runs and -q get none."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(cli, "_PROGRESS_FROM", 1)
-    assert main(["convert", str(ddp), str(ddp.with_name("o.pt")), "--to", "cpu"]) == 0
-    assert torch.load(ddp.with_name("o.pt"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = ddp.with_name("o.pt")
+    convert(fixtures / "training.pt", out, state_dict=True)
+    monkeypatch.setattr(cli, "_PROGRESS_FROM", out.stat().st_size)
+    command = ["convert", str(fixtures / "training.pt"), str(out), "--state-dict", "--force"]
+    assert main(command) == 0
+    total = f"/{out.stat().st_size / 1000:.1f} kB"
+    assert total in capsys.readouterr().err
+    assert torch.load(out, map_location="cpu")
+    for flag in ("--dry-run", "-q"):
+        assert main([*command, flag]) == 0
+        assert total not in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_PROGRESS_FROM", out.stat().st_size + 1)
+    assert main(command) == 0
+    assert total not in capsys.readouterr().err
 
 
 def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

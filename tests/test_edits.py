@@ -163,7 +163,7 @@ def test_anchored_at_segments(tmp_path: Path) -> None:
     """``mod`` is no prefix of ``module.w``, of which torch's own function makes ``ule.w``; the way to do that is named."""
     line = refused(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="mod")
     assert "module. (1), modern. (1)" in line
-    assert "--rename '^mod' ''" in line
+    assert "rename=[('^mod', '')]" in line
     state: dict[str, Any] = {"module.w": W}
     consume_prefix_in_state_dict_if_present(state, "mod")
     assert list(state) == ["ule.w"]
@@ -175,7 +175,7 @@ def test_anchored_at_segments(tmp_path: Path) -> None:
 )
 def test_what_ends_no_segment(tmp_path: Path, edits: Any) -> None:
     """Is refused towards ``--rename``."""
-    assert "--rename" in refused(tmp_path, {"w": W}, **edits)
+    assert "rename=" in refused(tmp_path, {"w": W}, **edits)
 
 
 def test_one_level_at_a_time(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
     obj = {"student": {"w": W}, "teacher": {"w": W}}
     line = refused(tmp_path, obj, add_prefix="module")
     assert "student, teacher" in line
-    assert "--rename '^' module." in line
+    assert "rename=[('^', 'module.')]" in line
     both, _ = converted(tmp_path, obj, rename=[("^", "module.")])
     assert [list(state) for state in both.values()] == [["module.w"], ["module.w"]]
 

@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptconv
+from ckptconv import formats, ranges
 from ckptconv.errors import (
     DeviceUnavailable,
     InputChangedError,
     InputError,
+    MalformedError,
     NoMatchError,
     OutputError,
     RefusedError,
@@ -33,8 +35,11 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptconv.formats import torch_zip
 from ckptconv.names import parse_path
+from ckptconv.sources import Source
 from ckptconv.tensors import loading
+from ckptconv.unwritten import Unwritten
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo")
@@ -250,6 +255,86 @@ def test_a_file_that_changes_meanwhile_is_an_error(
         file.load(next(iter(file.tensors)))
 
 
+def with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Write PATH, a checkpoint of one tensor, with another pickle."""
+    torch.save([torch.ones(2)], path)
+    reader, writer = torch._C.PyTorchFileReader(str(path)), torch._C.PyTorchFileWriter(str(path) + ".new")
+    for name in ("data.pkl", "byteorder", "data/0"):
+        record = change(reader.get_record(name)) if name == "data.pkl" else reader.get_record(name)
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    os.replace(str(path) + ".new", path)
+
+
+def test_why_reading_failed_is_not_forgotten(tmp_path: Path) -> None:
+    """torch says only that it could not read: of a file that became shorter, and of a damaged deflate stream, the error is ours."""
+    path = tmp_path / "a.pt"
+    torch.save({str(i): torch.ones(1000) for i in range(100)}, path)
+    with ckptconv.open(path) as file:
+        os.truncate(path, 5000)
+        with pytest.raises(InputChangedError, match="shorter"):
+            file.load("99")
+    torch.save({"a": torch.randn(100_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    data = bytearray(path.read_bytes())
+    data[200_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(MalformedError):
+        ckptconv.load(path)
+
+
+@pytest.mark.parametrize(
+    "word", [b"ctorch\ndevice\n(X\x05\0\0\0bogustR", b"cbuiltins\ncomplex\n(X\x02\0\0\0zztR", b"}]K\x01s"]
+)
+def test_what_torch_cannot_make_is_our_error(word: bytes, tmp_path: Path) -> None:
+    """A device of no name, a number that is none, a list as a key: not torch's or Python's own exceptions, of which there are a dozen kinds."""
+    with_pickle(tmp_path / "a.pt", lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
+    with pytest.raises(MalformedError, match="torch cannot make"):
+        ckptconv.load(tmp_path / "a.pt")
+
+
+def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) -> None:
+    """What a map_location of the user's raises comes out as it is."""
+
+    def fail(storage: Any, tag: str) -> Any:
+        raise ZeroDivisionError(tag)
+
+    with pytest.raises(ZeroDivisionError, match="cuda:0"):
+        ckptconv.load(fixtures / "cuda0.pt", fail)
+
+
+def test_trusted_builtins_load(tmp_path: Path) -> None:
+    """Whatever Python 2 called them."""
+    torch.save({"r": range(3), "f": frozenset([1])}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([range, frozenset]):
+        assert ckptconv.load(tmp_path / "a.pt") == {"r": range(3), "f": frozenset([1])}
+    with torch.serialization.safe_globals([range]), pytest.raises(UnsupportedError, match="frozenset at f"):
+        ckptconv.load(tmp_path / "a.pt")
+
+
+def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
+    """Mapping files into memory is for paths; a stream is read."""
+    from torch.utils.serialization import config
+
+    with config.patch({"load.mmap": True}):
+        assert ckptconv.load(fixtures / "cpu.pt")
+
+
+def test_tags_and_dtypes_that_torch_has_not(tmp_path: Path) -> None:
+    """``cpu:0`` is no tag; F6_E2M3 is no dtype of torch's; a path may be bytes."""
+    zoo.save([torch.ones(2)], tmp_path / "a.pt", tags=["cpu:0"])
+    with pytest.raises(DeviceUnavailable, match="cpu:0"):
+        ckptconv.load(tmp_path / "a.pt")
+    assert ckptconv.load(os.fsencode(tmp_path / "a.pt"), "cpu")[0].tolist() == [1, 1]  # type: ignore[arg-type]
+    ckptconv.save([1], os.fsencode(tmp_path / "b.pt"))  # type: ignore[arg-type]
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "c.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    with pytest.raises(UnsupportedError, match="F6_E2M3"):
+        ckptconv.load(tmp_path / "c.safetensors")
+
+
 @pytest.mark.cuda
 def test_auto_is_the_gpu(training: Path) -> None:
     """Where there is one."""
@@ -369,7 +454,10 @@ def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
 def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
     """A path that is nearly right is answered with the right one; after closing there is nothing to load; no file stays open after an error."""
     with ckptconv.open(training) as file:
+        assert repr(file) == f"<CheckpointFile {str(training)!r}: torch zip, 37 tensors>"
         path = next(iter(file.tensors))
+        with pytest.raises(TypeError, match="by its path"):
+            file.load(3)  # type: ignore[arg-type]
         with pytest.raises(NoMatchError, match=path.replace(".", r"\.")):
             file.load(path.rpartition("/")[2])
         with pytest.raises(NoMatchError):
@@ -518,16 +606,19 @@ def test_tensors_on_the_gpu_are_saved(tmp_path: Path) -> None:
     assert tags_of(tmp_path / "cpu.pt")[1] == ["cpu"] * 3
 
 
+def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
+    """Dtypes that only meta tensors have; a module where a state dict is wanted."""
+    with pytest.raises(RefusedError, match="uint4"):
+        ckptconv.save(torch.ones(2, dtype=torch.uint8).view(torch.uint4), tmp_path / "a.pt")
+    with pytest.raises(RefusedError, match=r"state_dict\(\)"):
+        ckptconv.save(nn.Linear(1, 1), tmp_path / "a.safetensors")
+
+
 # the stream
 
 
 def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
     """Seek and read at every place give what the file made of the same pieces has."""
-    from ckptconv import formats
-    from ckptconv.formats import torch_zip
-    from ckptconv.sources import Source
-    from ckptconv.unwritten import Unwritten
-
     with Source(fixtures / "two_gpus.pt") as source:
         stream = Unwritten(torch_zip.archived(formats.read(source)))
         whole = stream.read()
@@ -535,8 +626,26 @@ def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
         assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
         with zipfile.ZipFile(stream) as archive:  # type: ignore[arg-type]
             assert any(name.endswith("data.pkl") for name in archive.namelist())
+        assert stream.failure is None
         for at in range(0, len(whole), 7):
             for length in (0, 1, 64, 5000):
                 stream.seek(at)
                 assert stream.read(length) == whole[at : at + length]
                 assert stream.seek(0, io.SEEK_CUR) == min(at + length, len(whole))
+
+
+def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.randn(10_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    monkeypatch.setattr(ranges, "BUFFER", 1000)
+    with Source(path) as source:
+        stream = Unwritten(torch_zip.archived(formats.read(source)))
+        whole = stream.read()
+        for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
+            stream.seek(at)
+            assert stream.read(3000) == whole[at : at + 3000]
+            assert len(stream._inflating[2]) <= 1000

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shlex
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptconv import folders, formats
+from ckptconv import folders, formats, inspect
 from ckptconv.cli import main
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.sources import Source
@@ -65,13 +68,13 @@ SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "Hugging Face": (
         ["config.json", "pytorch_model.bin", "model.safetensors", "tokenizer.json"], "the checkpoint in it is model.safetensors",
-        ["ckptconv", "inspect", "{}/model.safetensors"],
+        ["{}/model.safetensors"],
     ),
-    "older Hugging Face": (["config.json", "pytorch_model.bin"], "it is pytorch_model.bin", ["ckptconv", "inspect", "{}/pytorch_model.bin"]),
-    "PEFT": (["adapter_config.json", "adapter_model.safetensors"], "it is adapter_model.safetensors", ["ckptconv", "inspect", "{}/adapter_model.safetensors"]),
+    "older Hugging Face": (["config.json", "pytorch_model.bin"], "it is pytorch_model.bin", ["{}/pytorch_model.bin"]),
+    "PEFT": (["adapter_config.json", "adapter_model.safetensors"], "it is adapter_model.safetensors", ["{}/adapter_model.safetensors"]),
     "Trainer": (
         ["model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"], "it is model.safetensors",
-        ["ckptconv", "inspect", "{}/model.safetensors"],
+        ["{}/model.safetensors"],
     ),
     "shards": (
         ["config.json", "model.safetensors.index.json", *SHARDS], "a checkpoint in 3 shards, which this version does not read as one",
@@ -101,14 +104,15 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "Keras": (["config.json", "metadata.json", "model.weights.h5"], "a Keras model", []),
     "checkpoints": (
         ["b.pt", "a.ckpt", "c.pth", "d.safetensors", "notes.txt"], "the checkpoints in it are a.ckpt, b.pt, c.pth and 1 more",
-        ["ckptconv", "inspect", "{}/a.ckpt"],
+        ["{}/a.ckpt"],
     ),
-    "checkpoints further down": (["unet/x.safetensors", "vae/y.bin", "z/"], "unet/x.safetensors, vae/y.bin", ["ckptconv", "inspect", "{}/unet/x.safetensors"]),
-    "steps of Orbax": (["100/_METADATA", "200/_METADATA"], "the checkpoints in it are 100, 200", ["ckptconv", "inspect", "{}/100"]),
+    "checkpoints further down": (["unet/x.safetensors", "vae/y.bin", "z/"], "unet/x.safetensors, vae/y.bin", ["{}/unet/x.safetensors"]),
+    "steps of Orbax": (["100/_METADATA", "200/_METADATA"], "the checkpoints in it are 100, 200", ["{}/100"]),
     "accelerate's FSDP": (
-        ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.txt"], "the checkpoints in it are pytorch_model_fsdp_0",
-        ["ckptconv", "inspect", "{}/pytorch_model_fsdp_0"],
+        ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.txt"], "the checkpoint in it is pytorch_model_fsdp_0",
+        ["{}/pytorch_model_fsdp_0"],
     ),
+    "shards, none of them": (["x-00000-of-00000.bin"], "the checkpoint in it is x-00000-of-00000.bin", ["{}/x-00000-of-00000.bin"]),
     "something else": (["a.txt", "b/", "c", "d", "e"], "no checkpoint is in it, but a.txt, b/, c and 2 more", []),
     "nothing": ([], "it is empty", []),
 }  # fmt: skip
@@ -136,14 +140,28 @@ def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:
     assert "a git clone in which the checkpoints are Git LFS pointers" in str(error)
     assert words_of(error) == ["git", "-C", str(folder), "lfs", "pull"]
     (folder / "pytorch_model.bin").write_bytes(b"PK" * 2000)  # this one was fetched
-    assert words_of(error_of(folder)) == ["ckptconv", "inspect", str(folder / "pytorch_model.bin")]
+    assert words_of(error_of(folder)) == [str(folder / "pytorch_model.bin")]
 
 
 def test_looking_for_pointers_waits_for_nobody(folder: Path) -> None:
     """A FIFO that is called a checkpoint, and a link to nowhere, are not opened."""
     os.mkfifo(folder / "a.pt")
     (folder / "b.pt").symlink_to("nowhere")
-    assert "the checkpoints in it are a.pt, b.pt" in str(error_of(folder))
+    os.mkfifo(folder / "model.safetensors")
+    assert "no checkpoint is in it, but a.pt, b.pt, model.safetensors;" in str(error_of(folder))
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "x").touch()
+    (folder / "pytorch_model.bin").symlink_to("elsewhere/x")
+    assert "the checkpoint in it is pytorch_model.bin" in str(error_of(folder))
+
+
+def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
+    """The system cannot say what it is, and the other names count."""
+    fill(folder, "model.pt")
+    (folder / "x").symlink_to("x")
+    assert words_of(error_of(folder)) == [str(folder / "model.pt")]
+    (folder / "model.pt").unlink()
+    assert "no checkpoint is in it, but x;" in str(error_of(folder))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -155,6 +173,23 @@ def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
     run(error, folder.parent)
     with Source(folder.parent / "out.pt") as source:
         assert list(formats.read(source).tensors) == ["w"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: Path) -> None:
+    """As torch writes them; alone, a file is what its content says."""
+    dcp.save({"w": torch.arange(5.0)}, checkpoint_id=folder, no_dist=True)
+    expected = words_of(error_of(folder))
+    parts = sorted(os.listdir(folder))
+    assert parts == [".metadata", "__0_0.distcp"]
+    for name in parts:
+        with pytest.raises(UnsupportedError, match=r"a part of a checkpoint of torch\.distributed") as caught:
+            inspect(folder / name)
+        assert words_of(caught.value) == expected
+    (folder / ".metadata").rename(folder.parent / ".metadata")
+    assert inspect(folder / "__0_0.distcp")["devices"] == {"cpu": mock.ANY}  # of one tensor, it is a checkpoint
+    with pytest.raises(UnsupportedError, match=r"a pickle"):
+        inspect(folder.parent / ".metadata")
 
 
 def test_the_command_for_an_unpacked_checkpoint_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +213,63 @@ def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytes
     """A folder of millions costs no more than one of thousands."""
     monkeypatch.setattr(folders, "_MOST", 10)
     fill(folder, *(f"{i}.txt" for i in range(30)))
-    assert "and 7 more" in str(error_of(folder))
+    error = str(error_of(folder))
+    assert "no checkpoint is among the first 10 names in it, but" in error
+    assert "and 7 more" in error
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["model.safetensors"], "the checkpoint in it is model.safetensors"),
+        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint"),
+        (["data.pkl", "data/"], "the records of a torch checkpoint"),
+        (["zero_to_fp32.py", "latest"], "DeepSpeed"),
+        (["saved_model.pb"], "SavedModel"),
+        (["_CHECKPOINT_METADATA"], "Orbax"),
+        (["model.weights.h5"], "Keras"),
+        (["a.pt"], "no checkpoint is among the first 10 names in it"),
+    ],
+)
+def test_names_that_everybody_knows_are_found_in_a_listing_that_was_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], what: str
+) -> None:
+    """Whatever comes first in the folder; what else is in it, nobody claims to know."""
+    fill(folder, *(f"{i}.txt" for i in range(10)))
+    first_come_first(monkeypatch)
+    fill(folder, *names)
+    assert what in str(error_of(folder))
+
+
+def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkpoint, or several, among the first names."""
+    fill(folder, "0.pt", *(f"{i}.txt" for i in range(10)))
+    monkeypatch.setattr(folders, "_MOST", 11)
+    assert "the checkpoint in it is 0.pt; give its path:" in str(error_of(folder))
+    fill(folder, *(f"{i}.pt" for i in range(1, 11)))
+    assert "among the first 11 names in it" in str(error_of(folder))
+
+
+def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let folders list numbered texts first, and ten names be too many."""
+    scandir = os.scandir
+
+    @contextlib.contextmanager
+    def ordered(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(path) as entries:
+            yield iter(sorted(entries, key=lambda entry: not entry.name.endswith(".txt")))
+
+    monkeypatch.setattr(folders, "_MOST", 10)
+    monkeypatch.setattr(os, "scandir", ordered)
+
+
+def test_no_shard_is_called_missing_in_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may stand behind."""
+    fill(folder, *(f"{i}.txt" for i in range(9)), SHARDS[0])
+    first_come_first(monkeypatch)
+    fill(folder, SHARDS[1], "z")
+    assert "in 3 shards" in str(error_of(folder))
+    assert "missing" not in str(error_of(folder))
 
 
 def test_a_folder_that_cannot_be_listed_is_an_input_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +293,7 @@ def test_a_path_with_a_dash_in_front_is_no_option(tmp_path: Path, monkeypatch: p
     """The command's program would take it for one."""
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, "-x/model.safetensors")
-    assert words_of(error_of(Path("-x"))) == ["ckptconv", "inspect", "./-x/model.safetensors"]
+    assert words_of(error_of(Path("-x"))) == ["./-x/model.safetensors"]
 
 
 def test_both_commands_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,3 +320,32 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
         with pytest.raises(InputError, match="No such file") as caught:
             Source(path)
         assert caught.value.hint is None
+
+
+def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that everybody knows, and the same name with another suffix."""
+    fill(folder, *(f"{i}.txt" for i in range(10)))
+    first_come_first(monkeypatch)
+    fill(folder, "model.safetensors", "epoch_12.ckpt")
+    for typed, near in (("model.safetensor", "model.safetensors"), ("epoch_12.pt", "epoch_12.ckpt")):
+        with pytest.raises(InputError, match="No such file") as caught:
+            Source(folder / typed)
+        assert caught.value.hint == f"is it {shlex.quote(str(folder / near))}?"
+
+
+def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unset variable in a script, say."""
+    for arguments in (["inspect", ""], ["convert", "", "out.pt", "--to", "cpu"]):
+        assert main(arguments) == 1
+        assert "no path given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines's", os.fsdecode(b"\xff\xfe\\x"), "\x1b[31m ä", "\u202e'$(x)'", "plain", "a 'b'"]
+)
+def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -> None:
+    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is lost between the message and the file."""
+    fill(folder, f"{name}/model.safetensors")
+    command = str(error_of(folder / name)).rsplit("give that file: ", 1)[1]
+    found = subprocess.run(["bash", "-c", f"stat -c %i -- {command}"], check=True, capture_output=True).stdout
+    assert int(found) == (folder / name / "model.safetensors").stat().st_ino

@@ -704,6 +704,16 @@ def test_tags_are_torchs(device: str) -> None:
 # On GPUs
 
 
+def test_a_buffer_of_inference_mode_is_usable(pretended: Pretended) -> None:
+    """``tensor.data = ...`` would leave it neither an inference tensor nor another one."""
+    module = nn.Linear(2, 2)
+    with torch.inference_mode():
+        module.register_buffer("c", torch.ones(2))
+    remap(module, "cuda:1")
+    assert module.c._version >= 0 and repr(module.c)
+    assert module.c.tolist() == [1, 1]
+
+
 @pytest.fixture
 def gpu() -> Iterator[str]:
     """A GPU's tag."""

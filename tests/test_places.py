@@ -149,6 +149,21 @@ def test_leaves_are_reported_and_not_entered() -> None:
     assert paths == [".", "[0]", "[1]", "[1]/k", "[2]", "[2]/.a"]
 
 
+def test_paths_of_a_long_key_are_bounded() -> None:
+    """A key that the pickle names once stands in the path of everything below it: the paths together are bounded, not the file."""
+    key = "k" * 1000
+
+    def nested(depth: int) -> Any:
+        obj: Any = [{} for _ in range(2000)]
+        for _ in range(depth):
+            obj = {key: obj}
+        return obj
+
+    assert len(places_of(pickle.dumps(nested(20), 2))) == 2021
+    with pytest.raises(LimitError, match="paths"):
+        places_of(pickle.dumps(nested(200), 2))
+
+
 texts = st.text(max_size=4) | st.text(st.sampled_from("a.\\/[](){}<>2e"), max_size=4)
 atoms = texts | st.integers(-3, 3) | st.floats() | st.booleans() | st.none() | st.binary(max_size=3)
 objects = st.recursive(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 import shlex
 from collections import OrderedDict
@@ -122,6 +124,36 @@ def without_checksums(data: bytes) -> bytes:
     return Path("again.pt").read_bytes()
 
 
+class Net(nn.Module):
+    """A model with everything that a name can come from: a parameter of its own, modules in modules, buffers, a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(2))
+        self.register_buffer("steps", torch.arange(3))
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
+        self.head = nn.Linear(2, 2)
+        self.head.weight = self.body[0].weight
+        self.seen = torch.zeros(3)  # which is neither parameter nor buffer
+
+
+def whole() -> Callable[[], Any]:
+    model = Net()
+    torch.save(model, "old.pt")
+    torch.save(model.state_dict(), "expected.pt")
+    data = Path("old.pt").read_bytes().replace(b"ctest_recipes\nNet", b"cmodels______\nNet")
+    assert b"models______" in data
+    Path("model.pt").write_bytes(without_checksums(data))
+    return lambda: torch.load("model.pt", weights_only=False)
+
+
+def loads_the_weights() -> None:
+    model = Net()
+    model.load_state_dict(SPACE["weights"], strict=True)
+    expected = torch.load("expected.pt")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
 def tied() -> Callable[[], Any]:
     model = net()
     model.head.weight = model.features[0].weight
@@ -200,6 +232,8 @@ def takes_parts() -> None:
     assert not any(name.startswith("head") for name in ckptconv.load("headless.pt", "cpu"))
 
 
+#: What the recipes' Python has made.
+SPACE: dict[str, Any] = {}
 #: What inspect says of what cannot be read.
 UNREAD = {cut: "bytes are missing", of_before: "before 1.6"}
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
@@ -218,6 +252,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "UnpicklingError: Weights only load failed": (with_class, loads_into("weights.pt")),
     "UnpicklingError: Weights only load failed ... Unsupported operand 149": (of_protocol_4, loads_into("loadable.pt")),
     "ModuleNotFoundError: No module named 'models'": (with_lost_class, loads_into("weights.pt")),
+    "ModuleNotFoundError: No module named 'models', where the file is the model itself": (whole, loads_the_weights),
     "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": (tied, keeps_the_ties),
     "torch.cuda.OutOfMemoryError when training is resumed": (training, lambda: load("cpu.pt")),
     "Killed: out of memory on a file that is larger than the RAM": (training, lambda: None),
@@ -240,7 +275,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
 def parts(heading: str) -> list[str]:
     """What of HEADING stands in the exception's text."""
     text = re.sub(r"^[\w.]+: ", "", heading) if "Error: " in heading.split(" ")[0] + " " else heading
-    return [part.strip() for part in re.split(r"\.\.\.|\(tagged|'models'", text) if part.strip(" )")]
+    return [part.strip() for part in re.split(r"\.\.\.|\(tagged|'models'.*", text) if part.strip(" )")]
 
 
 def test_every_recipe_has_a_story() -> None:
@@ -271,8 +306,129 @@ def test_the_error_comes_up_and_goes(
     for line in shell:
         status = main(shlex.split(line)[1:])
         assert status == (1 if before in UNREAD else 0), (line, capsys.readouterr().err)
+    SPACE.clear()
     for code in python:
-        exec(compile(code, heading, "exec"), {})
+        exec(compile(code, heading, "exec"), SPACE)
     if before in UNREAD:
         assert UNREAD[before] in capsys.readouterr().err
     after()
+
+
+# The same trouble in other words
+
+
+def torch_bytes(elements: int = 0) -> bytes:
+    file = io.BytesIO()
+    torch.save({**net().state_dict(), "more": torch.zeros(elements)}, file)
+    return file.getvalue()
+
+
+def torchscript() -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
+    return file.getvalue()
+
+
+def exported() -> bytes:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),)), file)
+    return file.getvalue()
+
+
+DAMAGED = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
+PAGE = b"<!DOCTYPE html>\n<html><title>Sign in</title></html>"
+JSON = b'{"architectures": ["Net"]}'
+REFUSED = "UnpicklingError: Weights only load failed ... Unsupported operand"
+#: What torch says: a file of which it says that, and what inspect says of it.
+FILES: dict[str, tuple[Callable[[], bytes], str]] = {
+    DAMAGED: (lambda: torch_bytes()[:1500], "bytes are missing; download or copy it again"),
+    "OSError: [Errno 22] Invalid argument": (lambda: torch_bytes(5000)[:-30], "cut short: the zip archive's end is missing; download or copy it again"),
+    "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
+    f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*lfs pull"),
+    f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* logged in"),
+    f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*give the file with the weights"),
+    f"{REFUSED} 0": (lambda: b"GGUF\3\0\0\0" + bytes(64), "a GGUF file.*ask its publisher for the weights it was made from"),
+    f"{REFUSED} 149": (lambda: pickle.dumps(net().state_dict(), 4), "a pickle.dump of torch objects.*save it again"),
+    "RuntimeError: Invalid magic number; corrupt file?": (lambda: pickle.dumps({"lr": 1}, 2), "a pickle without tensors.*give the file with the weights"),
+    "KeyError: 101": (lambda: b"hello world", "a text file.*give the file with the weights"),
+    "RuntimeError: Cannot use weights_only=True with TorchScript archives": (torchscript, "a TorchScript archive.*save its weights alone: python -c"),
+    "RuntimeError: PytorchStreamReader failed locating file data.pkl": (exported, r"a \.pt2 archive.*save its weights alone: python -c"),
+}  # fmt: skip
+#: What torch says of a file with a tag, and the tag.
+DEVICES = {
+    "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps": "mps",
+    "RuntimeError: The HPU device module is not registered": "hpu:0",
+    "RuntimeError: Attempting to deserialize object on a XPU device but torch.xpu.is_available() is False": "xpu:0",
+}
+UNKNOWN = "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)"
+
+
+def said_by(attempt: Callable[[], Any]) -> str:
+    """The last line of the traceback that ATTEMPT ends in, without torch's quotation marks."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller says
+        attempt()
+    return f"{type(caught.value).__name__}: {caught.value}".replace("`", "")
+
+
+def test_each_row_and_line_has_its_file() -> None:
+    """And the other way round."""
+    assert re.findall(r"^\| `(.*?)`", RECIPES[DAMAGED], re.MULTILINE) == list(FILES)
+    assert re.findall(r"^- `(.*?)`", RECIPES[UNKNOWN], re.MULTILINE) == list(DEVICES)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol", "ignore:.*TorchScript archive"
+)
+@pytest.mark.parametrize("error", FILES)
+def test_torch_says_so_of_such_a_file(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And inspect says what it is, with the table's next step."""
+    monkeypatch.chdir(tmp_path)
+    make, what = FILES[error]
+    Path("model.pt").write_bytes(make())
+    said = said_by(load)
+    start, *rest = error.split(" ... ")
+    assert said.startswith(start)
+    assert all(re.search(rf"{re.escape(part)}\b", said) for part in rest)
+    assert main(["inspect", "model.pt"]) == 1
+    assert re.search(what, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("data", "key"), [(POINTER, "'v'"), (PAGE, "'<'"), (JSON, "'{'")])
+def test_torch_names_the_first_letter_without_weights_only(
+    data: bytes, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every version before 2.6 did; the files are no pickles, so that nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_bytes(data)
+    said = said_by(lambda: load(weights_only=False))
+    assert said.startswith(f"UnpicklingError: invalid load key, {key}")
+    assert f"`invalid load key, {key}`" in RECIPES[DAMAGED]
+
+
+@pytest.mark.parametrize("error", DEVICES)
+def test_torch_says_so_of_such_a_tag(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the recipe's command is right for it."""
+    monkeypatch.chdir(tmp_path)
+    zoo.save(net().state_dict(), "model.pt", tags=[DEVICES[error]])
+    assert said_by(load).startswith(error)
+    assert main(["convert", "model.pt", "cpu.pt", "--to", "cpu", "-q"]) == 0
+    into_net("cpu.pt")
+
+
+def test_the_names_of_a_wrapped_model_are_excluded_with_their_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As inspect prints them; without it, nothing matches."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": nn.DataParallel(net()).state_dict()}, "model.pt")
+    convert = ["convert", "model.pt", "headless.pt", "--select", "model"]
+    assert main([*convert, "--exclude", "head.*"]) == 1
+    recipe = RECIPES["The weights without the optimizer, the EMA, one part of the model"]
+    flags = re.findall(r"`(--exclude .*?)`", recipe)
+    assert len(flags) == 1
+    assert main([*convert, *shlex.split(flags[0])]) == 0
+    names = torch.load("headless.pt")
+    assert names and not any("head" in name for name in names)

@@ -108,7 +108,11 @@ def test_values_are_short(tmp_path: Path) -> None:
         "list": list(range(1000)),
         "tuple": (1, "a", None),
         "empty": {},
-        "set": {1},
+        "set": {3},
+        "one": (1,),
+        "no set": set(),
+        "frozen": frozenset({"a"}),
+        "large set": set(range(100)),
         "int": 1 << 3000,
         "namespace": argparse.Namespace(lr=0.1, w=torch.ones(1)),
         "size": torch.Size([2, 3]),
@@ -116,18 +120,36 @@ def test_values_are_short(tmp_path: Path) -> None:
         "storage": torch.ones(2).untyped_storage(),
         "complex": 1j,
     }
-    for protocol in (2, 4):
+    for protocol in (2, 3, 4):
         others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol))["others"]
         assert others["text"] == "str of 70,000 bytes"
         assert others["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, …] 1,000 items"
         assert others["tuple"] == "(1, 'a', None)"
+        assert others["one"] == "(1,)"
         assert others["empty"] == "{}"
+        assert (others["set"], others["no set"], others["frozen"]) == ("{3}", "set()", "{'a'}")
+        assert others["large set"].startswith("{0, 1, 2, 3, 4, 5, 6, 7, …}")
+        assert not any("set/" in path for path in others)
         assert others["namespace"] == "object of argparse.Namespace"
         assert others["namespace/.lr"] == "0.1"
         assert others["size"] == "torch.Size((2, 3))"
         assert others["class"] == "collections.OrderedDict"
         assert others["storage"] == "storage"
         assert all(len(value) <= 90 for value in others.values())
+
+
+def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
+    """A set of pairs is named, and what is in it shown below; a size of tuples is named, however deep they are."""
+    deep: Any = ()
+    for _ in range(50):
+        deep = (deep, deep)
+    obj = {"pairs": {(1, 2)}, "size": Reduced(torch.Size, (deep,))}
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps(obj, 2))
+    others = inspect(tmp_path / "x.pt")["others"]
+    assert others["pairs"] == "object of __builtin__.set"
+    assert others["pairs/(0)[0]"] == "(1, 2)"
+    assert others["size"] == "object of torch.Size"
 
 
 def test_metadata_is_not_listed(fixtures: Path) -> None:

@@ -64,3 +64,9 @@ def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, forma
         path, found = find_target(Path(src), folder, format)
         assert path == Path(folder) / name
         assert found == (format or ("safetensors" if name.endswith("safetensors") else "pt"))
+
+
+def test_an_empty_path_is_no_output() -> None:
+    """It would mean the folder that one is in."""
+    with pytest.raises(UsageError, match="empty"):
+        find_target(Path("a.pt"), "", None)

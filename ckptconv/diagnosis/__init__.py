@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from ckptconv.customs import Customs
 from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis.devices import missing_devices, optimizers, rng_states
-from ckptconv.diagnosis.findings import Complaint, Diagnosis, Finding, Scope, command, finding, some, together
+from ckptconv.diagnosis.findings import (
+    Complaint,
+    Diagnosis,
+    Finding,
+    Scope,
+    command,
+    finding,
+    some,
+    together,
+    with_names_apart,
+)
 from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.diagnosis.prefixes import inner_prefixes, prefixes
 from ckptconv.diagnosis.refusals import opcodes, refusals
@@ -39,8 +49,11 @@ def diagnose(
     if part is not None:  # then what stands elsewhere needs no cure
         combined = _combined(Scope(checkpoint, customs, machine, {id(node) for node in walk([part])}), code)
     cures = [complaint.cure for complaint in combined if complaint.cure]
-    remedy = command(checkpoint, together(cures)) if len(cures) > 1 else None
-    return Diagnosis([finding(checkpoint, complaint) for complaint in complaints], remedy)
+    all_at_once = together(cures)
+    needed = len(cures) > 1 and all_at_once.flags() != cures[0].flags()
+    curable = not refused or part is not None
+    remedy = command(checkpoint, all_at_once) if needed and curable else None
+    return Diagnosis([finding(checkpoint, complaint) for complaint in with_names_apart(complaints)], remedy)
 
 
 def _combined(scope: Scope, code: list[Complaint]) -> list[Complaint]:

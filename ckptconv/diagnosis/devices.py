@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from ckptconv.customs import strings_of
 from ckptconv.diagnosis.findings import Below, Complaint, Cure, Scope, count, some
 from ckptconv.graph import Call, Dict, Node
+from ckptconv.locations import FAMILIES
 
 __all__ = ["missing_devices", "optimizers", "rng_states"]
 
@@ -22,17 +23,34 @@ def missing_devices(scope: Scope) -> Iterator[Complaint]:
     ]
     tags = sorted({*(storage.device for storage in scope.storages), *(each.device for each in arguments)})
     shown = {tag: scope.machine.shows(tag) for tag in tags}
-    missing = [tag for tag in tags if shown[tag] is False]
+    odd = [tag for tag in tags if _is_no_tag(tag)]
+    if odd:
+        why = (
+            "torch restores cpu without an index"
+            if odd[0].startswith("cpu:")
+            else "a device that torch alone does not know"
+        )
+        text = f"{_tensors_on(scope, odd)}: {why}"
+        yield Complaint("device", text, Cure("-cpu", to_cpu=True), blocks=True)
+    missing = [tag for tag in tags if shown[tag] is False and tag not in odd]
     if missing:
         yield Complaint(
             "device", f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
             _cure_of(scope, missing, shown), blocks=True,
         )  # fmt: skip
-    unknown = [tag for tag in tags if shown[tag] is None]
+    unknown = [tag for tag in tags if shown[tag] is None and tag not in odd]
     if unknown:
         families = {tag.partition(":")[0]: "cpu" for tag in unknown}
         cure = Cure("-cpu", maps=families) if _can_be_mapped(unknown) else Cure("-cpu", to_cpu=True)
         yield Complaint("device", f"{_tensors_on(scope, unknown)}, which loads only where there is one", cure)
+
+
+def _is_no_tag(tag: str) -> bool:
+    """Whether TAG is one that torch neither writes nor restores, whatever the machine."""
+    family, colon, index = tag.partition(":")
+    if family in ("cpu", "meta"):
+        return bool(colon)
+    return family not in (*FAMILIES, "xla") or (bool(colon) and not index.isdecimal())
 
 
 def _tensors_on(scope: Scope, tags: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
@@ -29,6 +29,7 @@ __all__ = [
     "finding",
     "some",
     "together",
+    "with_names_apart",
 ]
 
 SHOWN = 3  # words of a list, unknown classes that get a line each
@@ -54,9 +55,11 @@ class Diagnosis:
     remedy: str | None
 
     @property
-    def loads_here(self) -> bool:
-        """Whether ``torch.load`` would take the file on that machine."""
-        return not any(finding["blocks"] for finding in self.findings)
+    def loads_here(self) -> bool | None:
+        """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which nobody can tell."""
+        if any(finding["blocks"] for finding in self.findings):
+            return False
+        return None if any(finding["kind"] == "device" for finding in self.findings) else True
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,24 @@ class Below:
 def finding(checkpoint: Checkpoint, complaint: Complaint) -> Finding:
     line = command(checkpoint, complaint.cure) if complaint.cure else None
     return Finding(kind=complaint.kind, blocks=complaint.blocks, text=complaint.text, command=line)
+
+
+def with_names_apart(complaints: list[Complaint]) -> list[Complaint]:
+    """COMPLAINTS whose cures write files of different names, where they are different cures."""
+    names: dict[tuple[str, ...], str] = {}
+    apart = []
+    for complaint in complaints:
+        cure = complaint.cure
+        if cure:
+            flags = (*cure.flags(), cure.format or "")
+            while flags not in names and cure.suffix in names.values():
+                stem, _, number = cure.suffix.rpartition("-")
+                cure = replace(
+                    cure, suffix=f"{stem}-{int(number) + 1}" if stem and number.isdecimal() else f"{cure.suffix}-2"
+                )
+            cure = replace(cure, suffix=names.setdefault(flags, cure.suffix))
+        apart.append(replace(complaint, cure=cure))
+    return apart
 
 
 def together(cures: list[Cure]) -> Cure:

@@ -30,9 +30,9 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[C
     found = Refused(scope.checkpoint, refused)
     part = found.loadable_part(scope.customs)
     texts = []
-    for word, paths in list(found.where.items())[:SHOWN]:
-        more = f" and {count(len(paths) - 1, 'more place')}" if len(paths) > 1 else ""
-        texts.append(f"torch.load(weights_only=True) refuses {word}, at {paths[0]}{more}")
+    for word, (first, times) in list(found.where.items())[:SHOWN]:
+        more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
+        texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
     if len(found.where) > SHOWN:
         texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
     cure, last = _cure(scope.checkpoint, part)
@@ -42,13 +42,18 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[C
 
 
 def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
+    if part is None and any(place.segment.startswith("/._modules") for place in checkpoint.places):
+        return (
+            None,
+            "it is a whole pickled model, whose tensors ckptconv.open gives one by one (RECIPES.md: where the file is the model itself)",
+        )
     if part is None:
-        return None, "no part of it loads alone: load it where that code is installed, and save model.state_dict()"
-    if part.path is None:
-        return Cure("-weights", part=("--state-dict",)), "the state dict alone loads"
+        return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
     total = sum(storage.nbytes for storage in checkpoint.storages.values())
-    text = f"{part.path} alone loads ({part.nbytes:,} of {total:,} bytes)"
-    return Cure("-part", part=("--select", part.path)), text
+    share = f"{part.nbytes:,} of {total:,} bytes"
+    if part.path is None:
+        return Cure("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
+    return Cure("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
 
 
 class Refused:
@@ -58,11 +63,13 @@ class Refused:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
         self.uses = _Uses(checkpoint)
-        #: Each global's name or reason, and the paths at which it stands.
-        self.where: dict[str, list[str]] = {}
+        #: Each global's name or reason, the path where it stands first, and the number of places.
+        self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
             word = imported_name(node, 2) if isinstance(node, Global) else reason
-            self.where.setdefault(word, []).extend(self.uses.of(node))
+            places = self.uses.of(node)
+            first, times = self.where.get(word) or (self.uses.path(places[0]), 0)
+            self.where[word] = first, times + len(places)
 
     def loadable_part(self, customs: Customs) -> Part | None:
         """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
@@ -95,12 +102,12 @@ class _Uses:
                     self.users.setdefault(id(child), []).append(node)
         self.places = {id(place.node): place for place in reversed(checkpoint.places)}
 
-    def of(self, node: Value) -> list[str]:
-        """Where NODE stands: the path of each place; what is called stands where its call does."""
+    def of(self, node: Value) -> list[Value]:
+        """What NODE stands in or is, once for each place; what is called stands where its call does."""
         users = self.users.get(id(node), [])
         if not isinstance(node, Global) or not users:
-            return [self.path(node)]
-        return [self.path(user if isinstance(user, Call) and user.callable is node else node) for user in users]
+            return [node]
+        return [user if isinstance(user, Call) and user.callable is node else node for user in users]
 
     def path(self, node: Value) -> str:
         """Where NODE stands, or what it is a part of."""
@@ -111,7 +118,9 @@ class _Uses:
                 return "." if node is self.root else "what is made and thrown away"
             climbed.add(id(node))
             node = users[0]
-        return self.places[id(node)].path
+        place = self.places[id(node)]
+        self.places.update(dict.fromkeys(climbed, place))  # nobody climbs there again
+        return place.path
 
     def above(self, nodes: Iterable[Value]) -> set[int]:
         """The ids of NODES and of all that they stand in."""

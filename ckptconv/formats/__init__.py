@@ -1,10 +1,12 @@
-"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. What a file is, its content says, never its suffix."""
+"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. What a file is, its content says, never its suffix;
+that it is one part of a distributed checkpoint, what stands beside it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from ckptconv.errors import UnsupportedError
+from ckptconv.folders import distributed_part_error
 from ckptconv.formats import safetensors, torch_zip
 from ckptconv.formats.strangers import stranger_error
 from ckptconv.model import Checkpoint
@@ -30,6 +32,9 @@ _HEAD = 64
 
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE, in whatever container. Raises UnsupportedError with what it is instead, and what the reader raises."""
+    part = distributed_part_error(source.path)
+    if part:
+        raise part
     head = source.read(0, min(_HEAD, source.size))
     for format_ in FORMATS:
         if format_.looks_like(head):

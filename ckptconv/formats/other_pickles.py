@@ -32,6 +32,7 @@ __all__ = ["LEGACY", "legacy_error", "looks_like_pickle", "pickle_error", "stora
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch.serialization.MAGIC_NUMBER, pickled
 _AGAIN = "download or copy it again"
+_NO_WEIGHTS = "it holds no weights; give the file with the weights"
 _LEGACY = "a checkpoint in torch's format from before 1.6"
 _BEFORE_OBJECT = 3  # pickles
 _PROTOCOLS = (2, 3, 4, 5)
@@ -188,7 +189,7 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     more = f", and {behind:,} bytes behind it" if behind else ""
     return UnsupportedError(
         f"a pickle without tensors: {_root(graph.root)}{within}{more}", where=source.path,
-        hint="save its arrays with torch: torch.from_numpy makes tensors of them" if arrays else None,
+        hint="save its arrays with torch: torch.from_numpy makes tensors of them" if arrays else _NO_WEIGHTS,
     )  # fmt: skip
 
 

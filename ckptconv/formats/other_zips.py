@@ -1,7 +1,7 @@
 """Zips that are no checkpoint of torch's, by the names in them, and zips of torch's that lost their end or their start.
 
 A zip without its end has no directory. But torch writes ``data.pkl`` first, and that says how large each storage is, so what is left of the file says how much is
-missing at least: headers and padding between the storages are counted as short as a zip can have them.
+missing at least: headers and padding between the storages are counted as short as a zip can have them. Only where what is left is stored and not compressed.
 
 Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
 """
@@ -41,6 +41,8 @@ _TAME = re.compile(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a na
 _END_FIELDS = struct.Struct("<4sHHHHIIH")
 _ZIP64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_TAIL = 76  # bytes of the zip64 end and its locator
+_METHOD = re.compile(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # of a local header: two bytes behind version and flags
+_BEHIND = 4096  # bytes behind data.pkl, in which a few small records and the first storage start
 
 
 class _Names(NamedTuple):
@@ -191,7 +193,7 @@ def cut_short(source: Readable) -> InputError:
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
     whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
-    if whole <= source.size:
+    if whole <= source.size or not _only_stored(source, end):
         return MalformedError(
             "a torch checkpoint that was cut short: the zip archive's end is missing", where=source.path, hint=AGAIN
         )
@@ -199,6 +201,13 @@ def cut_short(source: Readable) -> InputError:
         f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
         where=source.path, hint=AGAIN,
     )  # fmt: skip
+
+
+def _only_stored(source: Readable, start: int) -> bool:
+    """Whether the members that start close behind START are there and stored, as all that torch writes: a compressed storage can have any size."""
+    behind = source.read(start, min(_BEHIND, source.size - start))
+    methods = {int.from_bytes(match[1], "little") for match in _METHOD.finditer(behind)}
+    return methods == {STORED}
 
 
 def displaced(source: Readable) -> InputError | None:

@@ -252,7 +252,8 @@ def _tar(file: _File) -> _Answer | None:
         )
     inner = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     shown = inner or ", ".join(names[:3])
-    return _Answer(f"a tar archive of {_cut(shown, 120)}", f"unpack it: {shell('tar', '-xf', file.path)}")
+    of = f" of {_cut(shown, 120)}" if shown else ", whose first name cannot be read"
+    return _Answer(f"a tar archive{of}", f"unpack it: {shell('tar', '-xf', file.path)}")
 
 
 def _tar_names(source: Readable) -> list[str]:

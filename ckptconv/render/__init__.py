@@ -13,7 +13,7 @@
 from ckptconv.render.facts import facts
 from ckptconv.render.report import report_lines
 from ckptconv.render.table import table_lines
-from ckptconv.render.text import Look, natural, size
+from ckptconv.render.text import Look, cells, natural, size
 from ckptconv.render.tree import tree_lines
 
-__all__ = ["Look", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]
+__all__ = ["Look", "cells", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]

@@ -10,13 +10,14 @@ from ckptconv.render.text import Look, broken, cells, count, padded, size, wrapp
 if TYPE_CHECKING:
     from ckptconv.summary import TensorSummary
 
-__all__ = ["Row", "draw", "fields", "footer", "table_lines"]
+__all__ = ["Row", "drawn", "fields", "footer", "table_lines"]
 
 _GAP = "  "
 _HEADINGS = ("tensor", "dtype", "shape", "device", "size")
 _NARROW = 70  # columns; below that there is no room for bars
 _LEAST_NAME = 16  # columns of a name, below which other columns make room
 _LONGEST_NAME = 300  # characters of a name on a terminal, so that no name fills the screen
+_FEWEST = 10  # rows, however low the terminal
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -37,13 +38,20 @@ def fields(tensor: TensorSummary, look: Look) -> tuple[str, str, str]:
 
 
 def table_lines(
-    tensors: list[TensorSummary], look: Look, *, limit: int | None = None, fold: bool = True, by_size: bool = False
+    tensors: list[TensorSummary],
+    look: Look,
+    *,
+    limit: int | None = None,
+    height: int | None = None,
+    fold: bool = True,
+    by_size: bool = False,
 ) -> Iterator[str]:
-    """The table of TENSORS, LIMIT rows of it, in their order or BY_SIZE of the rows. Only terminals see blocks folded."""
+    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows. Only terminals see blocks folded."""
     if look.width is None:
         for tensor in tensors[:limit]:
             yield "\t".join((look.text(_named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
-        yield from footer(look, len(tensors), limit)
+        n = len(tensors[:limit])
+        yield from footer(look, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
     from ckptconv.render.folding import leaves, tree_of  # not for a pipe
 
@@ -57,20 +65,16 @@ def table_lines(
         nbytes = leaf.times * leaf.tensor["nbytes"]
         name = _named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
         rows.append(Row((look.text(name), *fields(leaf.tensor, look), size(nbytes)), nbytes, leaf.times))
-    yield from draw(rows, look)
-    yield from footer(look, len(tensors), limit, drawn=len(rows), rows=len(every), shown=sum(r.tensors for r in rows))
+    yield from drawn(rows, look, len(tensors), every=len(every), height=height)
 
 
 def _named(name: str, tensor: TensorSummary) -> str:
     return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
 
 
-def footer(
-    look: Look, tensors: int, limit: int | None, *, drawn: int = 0, rows: int = 0, shown: int = 0
-) -> Iterator[str]:
-    """What the rows above stand for, and what is missing: DRAWN of ROWS are there, SHOWN of TENSORS; without rows, each tensor is one."""
-    rows, drawn, shown = (rows, drawn, shown) if rows else (tensors, *2 * (min(tensors, limit or 0),))
-    if limit is not None and rows > limit:
+def footer(look: Look, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
+    """What the rows above stand for, and what is missing: DRAWN of ROWS are there, SHOWN of TENSORS."""
+    if rows > drawn:
         left = count(tensors - shown, "more tensor")
         rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
         for line in wrapped(f"{look.text('…')} {rest} (--all shows them)", look.columns - 2):
@@ -84,7 +88,18 @@ def footer(
 # Drawing
 
 
-def draw(rows: list[Row], look: Look) -> Iterator[str]:
+def drawn(rows: list[Row], look: Look, tensors: int, *, every: int, height: int | None) -> list[str]:
+    """ROWS, the first of EVERY for all TENSORS, and the footer; as many rows as HEIGHT lines take, if it is given."""
+    n = len(rows)
+    while True:
+        shown = sum(row.tensors for row in rows[:n])
+        lines = [*_draw(rows[:n], look), *footer(look, tensors, drawn=n, rows=every, shown=shown)]
+        if height is None or len(lines) <= height or n <= _FEWEST:
+            return lines
+        n -= 1
+
+
+def _draw(rows: list[Row], look: Look) -> Iterator[str]:
     """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room."""
     if not rows:
         return

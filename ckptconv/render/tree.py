@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptconv.render.table import Row, draw, fields, footer
+from ckptconv.render.table import Row, drawn, fields, footer
 from ckptconv.render.text import Look, count, size
 
 if TYPE_CHECKING:
@@ -18,23 +18,27 @@ _LONGEST_TWICE = 12  # columns of a prefix that is said for the first and for th
 
 
 def tree_lines(
-    tensors: list[TensorSummary], look: Look, *, limit: int | None = None, fold: bool = True, by_size: bool = False
+    tensors: list[TensorSummary],
+    look: Look,
+    *,
+    limit: int | None = None,
+    height: int | None = None,
+    fold: bool = True,
+    by_size: bool = False,
 ) -> Iterator[str]:
-    """The tree of TENSORS, LIMIT lines of it, siblings in their order or BY_SIZE."""
+    """The tree of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, siblings in their order or BY_SIZE."""
     from ckptconv.render.folding import tree_of
 
     rows = list(_rows(tree_of(tensors, fold=fold and look.width is not None), look, by_size=by_size))
     shown = rows[:limit]
-    if look.width is None:
-        for row in shown:
-            name, *rest = row.texts
-            between = " " if row.tensors else ", "
-            yield f"{' ' * row.indent}{name}  {between.join(text for text in rest if text)}"
-    else:
-        yield from draw(shown, look)
-    yield from footer(
-        look, len(tensors), limit, drawn=len(shown), rows=len(rows), shown=sum(row.tensors for row in shown)
-    )
+    if look.width is not None:
+        yield from drawn(shown, look, len(tensors), every=len(rows), height=height)
+        return
+    for row in shown:
+        name, *rest = row.texts
+        between = " " if row.tensors else ", "
+        yield f"{' ' * row.indent}{name}  {between.join(text for text in rest if text)}"
+    yield from footer(look, len(tensors), drawn=len(shown), rows=len(rows), shown=sum(row.tensors for row in shown))
 
 
 def _rows(branches: list[Branch], look: Look, *, by_size: bool, indent: int = 0) -> Iterator[Row]:

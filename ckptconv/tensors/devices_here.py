@@ -17,7 +17,7 @@ def has(tag: str) -> bool:
     """Whether torch can put tensors on TAG here: its backend is built in, and so many devices are visible."""
     family, _, index = tag.partition(":")
     if family in _EVERYWHERE:
-        return True
+        return not index  # torch restores no tag cpu:0
     return int(index or 0) < _count(family) if index.isdecimal() or not index else False
 
 
@@ -36,9 +36,11 @@ def require(tags: Iterable[str], *, where: object, hint: str) -> None:
     missing = sorted({tag for tag in tags if not has(tag)})
     if missing:
         families = sorted({tag.partition(":")[0] for tag in missing})
-        seen = ", ".join(f"{_count(family)} of {family}" for family in families)
+        seen = ", ".join(
+            f"{_count(family) or 'no'} {family} device{'s' * (_count(family) != 1)}" for family in families
+        )
         raise DeviceUnavailable(
-            f"tensors would go to {', '.join(missing)}, which torch does not have here", where=where, got=f"devices: {seen}", hint=hint
+            f"tensors would go to {', '.join(missing)}, which torch does not have here", where=where, got=seen, hint=hint
         )  # fmt: skip
 
 

@@ -17,10 +17,13 @@ import torch
 from ckptconv.customs import read_customs
 from ckptconv.diagnosis.refusals import Refused
 from ckptconv.edits import retag
-from ckptconv.errors import UnsupportedError
+from ckptconv.errors import CkptconvError, MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
+from ckptconv.graph import Global
 from ckptconv.locations import Devices, MapLocation, parse_target, to_devices
 from ckptconv.model import Changes, Checkpoint
+from ckptconv.pickles.imports import imported_name
+from ckptconv.rebuild_calls import OtherDType
 from ckptconv.safe_loader import obstacles
 from ckptconv.tensors import devices_here
 from ckptconv.unwritten import Unwritten
@@ -43,11 +46,21 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         devices_here.require(
             tags, where=where, hint="map_location='cpu' loads it here, map_location='auto' on what there is"
         )
+    stream = Unwritten(torch_zip.archived(checkpoint))
     try:
-        stream = cast("IO[bytes]", Unwritten(torch_zip.archived(checkpoint)))
-        return torch.load(stream, map_location=target, weights_only=True)
+        return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
         raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
+    except CkptconvError:
+        raise
+    except Exception as error:
+        if stream.failure:  # torch reports that reading failed, and not why
+            raise stream.failure from None
+        if callable(target):  # it may be the function's own
+            raise
+        raise MalformedError(
+            "torch cannot make what the file says", where=where, got=f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _reason(error: pickle.UnpicklingError) -> str | None:
@@ -58,15 +71,22 @@ def _reason(error: pickle.UnpicklingError) -> str | None:
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     """Raise where torch's safe loader would refuse, before a tensor is read; of a WHOLE file, say which part would load."""
+    unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
+    if unknown:
+        raise UnsupportedError("torch has no such dtype", where=checkpoint.source.path, got=", ".join(unknown))
     trusted = set(_told())
-    refused = [(reason, node) for reason, node in obstacles(checkpoint.graph) if reason not in trusted]
+    refused = [
+        (reason, node)
+        for reason, node in obstacles(checkpoint.graph)
+        if not (isinstance(node, Global) and imported_name(node, 2) in trusted)
+    ]
     if refused:
         found = Refused(checkpoint, refused)
         part = found.loadable_part(read_customs(checkpoint)) if whole else None
         take = part and ("state_dict=True" if part.path is None else f"select={part.path!r}")
         raise UnsupportedError(
             "loading it takes code that torch's safe loader refuses", where=checkpoint.source.path,
-            got=", ".join(f"{word} at {paths[0]}" for word, paths in found.where.items()),
+            got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
             hint=f"{take} loads a part without it" if take else None,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from ckptconv.locations import Devices, MapLocation, Target, to_devices
 from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Place, attributes, is_wrapper, set_attributes
 from ckptconv.tensors.random_states import random_states
+from ckptconv.wording import for_python
 
 __all__ = ["devices", "remap"]
 
@@ -26,6 +27,7 @@ _T = TypeVar("_T")
 _NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have none
 
 
+@for_python
 def remap(obj: _T, map_location: MapLocation) -> _T:
     """OBJ with its tensors on other devices. Modules and optimizers move in place; containers, and other tensors that have to move, are copied.
 
@@ -303,7 +305,7 @@ def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _become(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Make TENSOR, the object, what NEW is, as ``Module._apply`` does."""
-    if torch._has_compatible_shallow_copy_type(tensor, new) and not is_wrapper(tensor):
+    if torch._has_compatible_shallow_copy_type(tensor, new) and not (is_wrapper(tensor) or tensor.is_inference()):
         tensor.data = new
     else:
         tensor.grad = None  # a gradient's reference would keep the two from being exchanged

@@ -86,6 +86,8 @@ class _Pickler(pickle.Pickler):
                 f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format cannot say",
                 where=_WHERE, hint="clone() one of them",
             )  # fmt: skip
+        if dtype.storage_class is None:
+            raise RefusedError(f"torch's format has no storage for {dtype.name}", where=_WHERE)
         self.storages[key] = storage
         location = torch.serialization.location_tag(storage)
-        return "storage", getattr(torch, str(dtype.storage_class)), key, location, storage.nbytes() // dtype.itemsize
+        return "storage", getattr(torch, dtype.storage_class), key, location, storage.nbytes() // dtype.itemsize
