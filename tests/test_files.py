@@ -200,6 +200,11 @@ def test_of_a_file_with_unknown_classes_the_rest_loads(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Config") as caught:
         ckptconv.load(path)
     assert "select" not in str(caught.value) and "state_dict=" not in str(caught.value)
+    torch.save(nn.Sequential(nn.Linear(2, 1)), path)
+    with pytest.raises(UnsupportedError, match=r"ckptconv\.open\(path\)\.load"):
+        ckptconv.load(path)
+    with ckptconv.open(path) as file:
+        assert [file.load(each).shape for each in file.tensors] == [(1, 2), (1,)]
 
 
 def test_classes_that_the_program_trusts_load(tmp_path: Path) -> None:
@@ -293,6 +298,18 @@ def test_what_torch_cannot_make_is_our_error(word: bytes, tmp_path: Path) -> Non
     with_pickle(tmp_path / "a.pt", lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
     with pytest.raises(MalformedError, match="torch cannot make"):
         ckptconv.load(tmp_path / "a.pt")
+
+
+def test_too_little_memory_is_not_the_files_fault(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises then comes out as it is, for whoever catches it to try again with less."""
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")):
+
+        def fail(*args: Any, error: Exception = error, **options: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(torch, "load", fail)
+        with pytest.raises(type(error)):
+            ckptconv.load(fixtures / "cpu.pt")
 
 
 def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) -> None:

@@ -56,7 +56,8 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     except Exception as error:
         if stream.failure:  # torch reports that reading failed, and not why
             raise stream.failure from None
-        if callable(target):  # it may be the function's own
+        short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
+        if short or callable(target):  # the machine's fault, or it may be the function's own
             raise
         raise MalformedError(
             "torch cannot make what the file says", where=where, got=f"{type(error).__name__}: {error}"
@@ -83,11 +84,14 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     if refused:
         found = Refused(checkpoint, refused)
         part = found.loadable_part(read_customs(checkpoint)) if whole else None
+        one_by_one = (
+            "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
+        )
         take = part and ("state_dict=True" if part.path is None else f"select={part.path!r}")
         raise UnsupportedError(
             "loading it takes code that torch's safe loader refuses", where=checkpoint.source.path,
             got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
-            hint=f"{take} loads a part without it" if take else None,
+            hint=f"{take} loads a part without it" if take else one_by_one,
         )  # fmt: skip
 
 
