@@ -205,6 +205,7 @@ def test_real_wrappers() -> None:
 def test_module_comes_off_once() -> None:
     """A model can have a module called module: of two, one is stripped."""
     torch.save({f"module.module.{i}": torch.ones(1) for i in range(2)}, "m.pt")
+    assert "may be the model's own" in only(look("m.pt"), "prefix")["text"]
     assert only(look("m.pt"), "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
     assert list(torch.load(run(only(look("m.pt"), "prefix")["command"]))) == ["module.0", "module.1"]
 

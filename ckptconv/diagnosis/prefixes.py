@@ -51,6 +51,8 @@ def prefixes(scope: Scope) -> Iterator[Complaint]:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
         facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({some([_WRAPPERS[w] for w in stripped])})")  # fmt: skip
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
+    if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
+        text += "; below it they all start with module. again, which may be the model's own"
     yield Complaint("prefix", text, Cure("-plain", names=tuple(flags)) if safe else None)
 
 
