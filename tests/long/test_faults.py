@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_a_disk_that_is_too_small(tmpfs: Path, big: Path) -> None:
     target.write_bytes(OLD)
     counts: list[int] = []
     with pytest.raises(OutputError, match="too little free space"):
-        run(big, target, TO_CPU, force=True, progress=counts.append)
+        run(big, target, TO_CPU, force=True, progress=lambda size: nullcontext(counts.append))
     assert counts == []
     assert target.read_bytes() == OLD
     assert os.listdir(tmpfs) == ["dst.pt"]
