@@ -8,7 +8,7 @@ import shlex
 
 from ckptconv.errors import printable
 
-__all__ = ["literal", "saved_by_torch", "shell"]
+__all__ = ["escaped", "literal", "saved_by_torch", "shell"]
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
@@ -33,13 +33,12 @@ def _no_option(path: str) -> str:
 
 def _quoted(word: str) -> str:
     """WORD for a shell; with what cannot be shown in the shell's own escapes, for a message would show it in others."""
-    if printable(word) == word:
-        return shlex.quote(word)
-    return f"$'{''.join(map(_escaped, word))}'"
+    return shlex.quote(word) if printable(word) == word else f"$'{''.join(map(escaped, word))}'"
 
 
-def _escaped(character: str) -> str:
-    if printable(character) == character and character not in "\\'":
+def escaped(character: str, *, ascii_only: bool = False) -> str:
+    """CHARACTER as it stands between ``$'`` and ``'`` in a shell."""
+    if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
         return character
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8

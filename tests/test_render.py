@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pty
 import re
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ckptconv.commands import shell
 from ckptconv.model import Changes, Report
 from ckptconv.render import Look, facts, report_lines, table_lines, tree_lines
 from ckptconv.render.folding import leaves, tree_of
@@ -321,10 +323,12 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
 def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
     """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes the path of them."""
     for look in (Look(80), Look(80, unicode=False), Look(None)):
-        for path in ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001"):
+        for path, quoted in itertools.product(
+            ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"), (shlex.join, lambda words: shell(*words))
+        ):  # fmt: skip
             (line,) = (
                 line
-                for line in facts(judged(PLAIN.copy(), finding("device", "reason", shlex.join(["printf", "%s", path]))), look)
+                for line in facts(judged(PLAIN.copy(), finding("device", "reason", quoted(["printf", "%s", path]))), look)
                 if "printf" in line
             )  # fmt: skip
             assert line.isprintable()

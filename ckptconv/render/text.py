@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import click
 
+from ckptconv.commands import escaped
 from ckptconv.errors import printable
 
 __all__ = [
@@ -221,16 +222,9 @@ def _pasteable(word: str, look: Look) -> str:
     """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's own escapes."""
     if printable(word) == word and (look.unicode or word.isascii()):
         return word
-    return f"$'{''.join(map(_shell_escape, ''.join(shlex.split(word))))}'"
-
-
-def _shell_escape(character: str) -> str:
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    if character.isascii() and character.isprintable():
-        return "\\" + character if character in "\\'" else character
-    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if word.startswith("$'"):  # escaped already, but for what only this terminal cannot show
+        return "".join(c if c.isascii() else escaped(c, ascii_only=True) for c in word)
+    return f"$'{''.join(escaped(c, ascii_only=not look.unicode) for c in ''.join(shlex.split(word)))}'"
 
 
 def some(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
