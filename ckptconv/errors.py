@@ -19,6 +19,7 @@ CkptconvError
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 __all__ = [
     "CkptconvError",
@@ -35,7 +36,9 @@ __all__ = [
     "TargetExistsError",
     "UnsupportedError",
     "UsageError",
+    "count",
     "printable",
+    "some",
 ]
 
 
@@ -49,6 +52,17 @@ def printable(text: object) -> str:
         c if c.isprintable() and unicodedata.category(c) != "Cf" else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
     )
+
+
+def count(n: int, noun: str) -> str:
+    """N of what NOUN says, in the plural unless there is one."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def some(words: Sequence[str], most: int) -> str:
+    """WORDS, or the first of them, MOST, and how many more."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:

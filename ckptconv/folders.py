@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.commands import shell
-from ckptconv.errors import InputError, UnsupportedError
+from ckptconv.errors import InputError, UnsupportedError, some
 
 __all__ = ["CHECKPOINT_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
 
@@ -236,7 +236,7 @@ def _listed(folder: _Folder) -> _Answer | None:
     path = shell(folder.path / found[0])
     if len(found) == 1:
         return _Answer(f"the checkpoint {where} is {found[0]}", f"give its path: {path}")
-    return _Answer(f"the checkpoints {where} are {_some(found)}", f"give one of them: {path}")
+    return _Answer(f"the checkpoints {where} are {some(found, _SHOWN)}", f"give one of them: {path}")
 
 
 def _below(folder: _Folder) -> Iterator[str]:
@@ -256,18 +256,13 @@ def _below(folder: _Folder) -> Iterator[str]:
 
 
 def _nothing(folder: _Folder) -> _Answer:
-    found = _some(sorted(folder.names | folder.others))
+    found = some(sorted(folder.names | folder.others), _SHOWN)
     what = f"no checkpoint is among {_looked_at()}," if folder.cut else "no checkpoint is in it,"
     return _Answer(f"{what} but {found}", "give the path of the checkpoint itself")
 
 
 def _looked_at() -> str:
     return f"the first {_MOST:,} names in it"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 #: The first that answers is right.

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ckptconv.customs import strings_of
-from ckptconv.diagnosis.findings import Below, Complaint, Cure, Scope, count, some
+from ckptconv.diagnosis.findings import Below, Complaint, Cure, Scope, some
+from ckptconv.errors import count
 from ckptconv.graph import Call, Dict, Node
 from ckptconv.locations import FAMILIES
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
+from ckptconv import errors
 from ckptconv.commands import shell
 from ckptconv.customs import Customs, NamedOptimizer, StateDict
 from ckptconv.diagnosis.machine import Machine
@@ -25,7 +26,6 @@ __all__ = [
     "Finding",
     "Scope",
     "command",
-    "count",
     "finding",
     "some",
     "together",
@@ -170,11 +170,6 @@ def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
     return line if printable(line) == line else None
 
 
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 def some(words: Sequence[str]) -> str:
     """WORDS, or the first of them and how many more."""
-    more = f" and {len(words) - SHOWN:,} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more
+    return errors.some(words, SHOWN)

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ckptconv.diagnosis.findings import Complaint, Cure, Scope, count, some
+from ckptconv.diagnosis.findings import Complaint, Cure, Scope, some
+from ckptconv.errors import count
 
 __all__ = ["inner_prefixes", "prefixes"]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptconv.customs import Customs
-from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, count, some
+from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
+from ckptconv.errors import count
 from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
 from ckptconv.model import Checkpoint
 from ckptconv.pickles.imports import imported_name

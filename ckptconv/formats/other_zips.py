@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.commands import literal, saved_by_torch, shell
-from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
 from ckptconv.folders import CHECKPOINT_SUFFIXES
 from ckptconv.formats.other_pickles import storage_sizes
 from ckptconv.formats.zip_archive import (
@@ -134,7 +134,7 @@ def _arrays(names: _Names) -> InputError | None:
         return None
     load = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(names.path)}).items()}}"
     return UnsupportedError(
-        f"NumPy arrays (.npz): {_some(list(names.whole))}",
+        f"NumPy arrays (.npz): {some([name[:80] for name in names.whole], _SHOWN)}",
         hint=f"save them with torch: {saved_by_torch(load, 'numpy')}",
     )
 
@@ -150,18 +150,13 @@ def _holding_a_checkpoint(names: _Names) -> InputError | None:
 
 def _any_zip(names: _Names) -> InputError:
     return UnsupportedError(
-        f"a zip archive, but none of torch's: {_some(list(names.whole)) or 'it is empty'}",
+        f"a zip archive, but none of torch's: {some([name[:80] for name in names.whole], _SHOWN) or 'it is empty'}",
         expected=f"a member FOLDER/{_PICKLE}",
     )
 
 
 def _checkpoint_in(names: _Names) -> str | None:
     return next((name for name in names.whole if name.endswith(CHECKPOINT_SUFFIXES)), None)
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(name[:80] for name in names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 #: The first that answers is right.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from ckptconv.commands import escaped
-from ckptconv.errors import printable
+from ckptconv.errors import count, printable
 
 __all__ = [
     "Look",
@@ -80,10 +80,6 @@ def size(nbytes: int) -> str:
         return f"{nbytes} B"
     power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
     return f"{nbytes / 1000**power:.3g} {' kMGT'[power]}B"
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 # Widths and breaks

@@ -17,7 +17,7 @@ import torch
 from ckptconv.customs import read_customs
 from ckptconv.diagnosis.refusals import Refused
 from ckptconv.edits import retag
-from ckptconv.errors import CkptconvError, MalformedError, UnsupportedError
+from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.graph import Global
 from ckptconv.locations import Devices, MapLocation, parse_target, to_devices
@@ -51,8 +51,6 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
         raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
-    except CkptconvError:
-        raise
     except Exception as error:
         if stream.failure:  # torch reports that reading failed, and not why
             raise stream.failure from None
