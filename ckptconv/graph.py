@@ -12,7 +12,7 @@ node that an edit makes has no ``order``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -37,6 +37,7 @@ __all__ = [
     "Value",
     "children",
     "is_global",
+    "replace_nodes",
     "uncollected",
     "walk",
 ]
@@ -271,6 +272,27 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
             seen.add(id(node))
             yield node
             todo += children(node)[::-1]
+
+
+def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
+    """Put in GRAPH, wherever one of the nodes NEW stands, what it stands for there. What a new node is made of is looked through as well."""
+
+    def of(value: Value) -> Value:
+        return new.get(value, value) if isinstance(value, Node) else value
+
+    graph.root = of(graph.root)
+    graph.discarded = [of(value) for value in graph.discarded]
+    for node in walk([graph.root, *graph.discarded]):  # children are asked for after their parent was seen to
+        if isinstance(node, (Tuple, FrozenSet)):
+            node.items = [of(item) for item in node.items]
+        elif isinstance(node, PersistentId):
+            node.id = of(node.id)
+        elif isinstance(node, Object):
+            if isinstance(node, Call):
+                node.callable, node.args, node.kwargs = of(node.callable), of(node.args), of(node.kwargs)
+            for effect in node.effects:
+                effect.values = [of(value) for value in effect.values]
+    graph.shared |= {new[node] for node in new if node in graph.shared}
 
 
 def is_global(node: Value, *names: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptconv.graph import Call, Graph, PersistentId, Value
+from ckptconv.graph import Call, Global, Graph, PersistentId, Value
 from ckptconv.locations import Devices
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
     ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``pickle`` the bytes of the pickle where they do not stand in the source as they are, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
-    holds and nothing in it uses.
+    holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
     """
 
     format: str
@@ -220,6 +220,7 @@ class Checkpoint:
     ties: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     unused: list[LeftBehind] = field(default_factory=list)
+    class_ids: dict[Global, PersistentId] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property

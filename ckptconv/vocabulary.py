@@ -33,6 +33,9 @@ def checkpoint_of(
 
     RECORD gives the bytes that a storage's key stands for; WHERE is for errors.
     """
+    for call in graph.calls:
+        if isinstance(call.callable, PersistentId):
+            raise MalformedError("a storage is called as if it were a class", where=where)
     storages: dict[str, Storage] = {}
     references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in device_arguments(call)]

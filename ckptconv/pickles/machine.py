@@ -211,7 +211,8 @@ class Machine:
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
         """Push the result of a call that is not made."""
-        if not isinstance(callable_, (Global, Call, Extension)):
+        # A persistent id too: so torch's older format names the classes of modules.
+        if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
             self.fail(f"{kind} of what cannot be called", got=kind_of(callable_))
         if not isinstance(args, (Tuple, Call)):  # a call can give a tuple: torch.Size, a named tuple
             self.fail(f"{kind} needs a tuple of arguments", got=kind_of(args))
