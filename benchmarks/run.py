@@ -64,6 +64,7 @@ torch.serialization.location_tag = lambda storage: "cuda:0"
 numel = int(sys.argv[2]) // 4 // {TENSORS}
 torch.save({{f"module.layers.{{i}}.weight": torch.randn(numel) for i in range({TENSORS})}}, sys.argv[1])
 """
+MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
 MAKE_VIEWS = """
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
@@ -93,6 +94,7 @@ def main() -> None:
         convert(Path(folder), size, runs)
         to_safetensors(Path(folder), size, runs)
         from_safetensors(Path(folder), size, runs)
+        legacy(Path(folder), size, runs)
         gather(Path(folder), size // 2, runs)
         inspect(Path(folder), size, runs)
         load(Path(folder), size, runs)
@@ -134,6 +136,25 @@ def from_safetensors(folder: Path, size: int, runs: int) -> None:
     title, rival = f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", "`load_file` + `torch.save` + `sync`"
     beside(title, src, folder / "dst.pt", ["--to", "cuda:0", "--add-prefix", "module."], rival, FROM_SAFETENSORS, runs)
     src.unlink()
+
+
+def legacy(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file and beside what torch does."""
+    src, dst = make(folder / "legacy.pt", size, MAKE_LEGACY), folder / "dst.pt"
+    edits = ["--to", "cpu", "--strip-prefix", "module."]
+    commands = {
+        "`ckptconv convert --format legacy`": ckptconv(
+            "convert", "-q", "--force", src, dst, "--format", "legacy", *edits
+        ),
+        "`ckptconv convert` to today's `.pt`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`cp` + `sync`": copy(src, dst),
+        "`torch.load` + `torch.save` + `sync`": python(TORCH + PEAK, src, dst, "read"),
+    }
+    print_table(
+        f"{size / GIB:g} GiB from before torch 1.6: cuda:0 → cpu, strip `module.`", commands, runs, unit="`cp` + `sync`"
+    )
+    src.unlink()
+    dst.unlink()
 
 
 def gather(folder: Path, size: int, runs: int) -> None:

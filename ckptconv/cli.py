@@ -214,7 +214,9 @@ def _screen() -> os.terminal_size:
 @click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does.")
 @click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict.")
 @click.option(
-    "--format", type=click.Choice(TARGET_FORMATS), help="The format of DST, where its suffix does not say it."
+    "--format",
+    type=click.Choice(TARGET_FORMATS),
+    help="The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load reads.",
 )
 @click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
 @click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")

@@ -14,14 +14,14 @@ from ckptconv import formats, output
 from ckptconv.dangers import dangerous_globals
 from ckptconv.edits import apply
 from ckptconv.errors import DangerousError, RefusedError, UsageError
-from ckptconv.formats import safetensors, torch_zip
+from ckptconv.formats import WRITERS, safetensors, torchscript
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
 from ckptconv.names import strings
 from ckptconv.safe_loader import is_allowed
 from ckptconv.sources import Readable, Source
-from ckptconv.targets import find_target
+from ckptconv.targets import find_target, usual_format
 from ckptconv.wording import for_python
 
 __all__ = ["convert", "edits_from", "make_plan", "report_of", "run"]
@@ -40,7 +40,7 @@ def convert(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
-    format: Literal["pt", "safetensors"] | None = None,
+    format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
     copy_tied: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -54,7 +54,7 @@ def convert(
     ``state_dict``: take the state dict alone, wherever it is; safetensors always does. ``select``: the path of the part to take, such as ``ema/model``. ``include``,
     ``exclude``: globs on names in state dicts, or on paths where they have a slash.
     ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
-    ``format``: ``'pt'`` or ``'safetensors'``, where DST's suffix does not say it. ``copy_tied``: write tied tensors to safetensors under each name.
+    ``format``: ``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
 
@@ -119,12 +119,14 @@ def run(
     """:func:`convert` with the edits as data. PROGRESS is called with the planned size, and what it gives with each number of bytes written."""
     started = time.monotonic()
     with Source(src) as source:
-        path, format = find_target(source.path, dst, format)
+        path, meant = find_target(source.path, dst, format)
         _check_target(source, path, force=force)
         with uncollected():
+            checkpoint = formats.read(source)
             plan = make_plan(
-                formats.read(source), path, edits, format=format, copy_tied=copy_tied, allow_unsafe=allow_unsafe
-            )
+                checkpoint, path, edits, format=meant or usual_format(path.name, checkpoint.format),
+                copy_tied=copy_tied, allow_unsafe=allow_unsafe,
+            )  # fmt: skip
         if not dry_run:
             with progress(plan.file.size) if progress else nullcontext() as tick:
                 output.write(plan.file, source, replace=force, verify=verify, progress=tick)
@@ -151,6 +153,8 @@ def make_plan(
     """Everything about the output, before a byte of it is written. CHECKPOINT is edited."""
     if copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
+    if checkpoint.script_classes is not None:
+        torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
     notes: list[str] = []
     if format == "safetensors":
         notes = _about_devices(checkpoint, edits)
@@ -160,10 +164,10 @@ def make_plan(
         changes = apply(checkpoint, edits)
         if not allow_unsafe:
             _refuse_dangers(checkpoint)
-        notes = _about_code(checkpoint)
-        layout = torch_zip.layout(checkpoint, path)
+        notes = _about_code(checkpoint) if format != "pickle" else []
+        layout = WRITERS[format].layout(checkpoint, path)
     return Plan(
-        (checkpoint.format, safetensors.NAME if format == "safetensors" else torch_zip.NAME), layout.file, changes, layout.ties,
+        (checkpoint.format, safetensors.NAME if format == "safetensors" else WRITERS[format].NAME), layout.file, changes, layout.ties,
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How people use torch's words: which mappings are state dicts, which are optimizers, which tensors are states of random generators.
+"""How people use torch's words: which mappings are state dicts, which are optimizers, which objects are whole modules, which tensors are states of random generators.
 
 Recognises; changes nothing.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ckptconv.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
 from ckptconv.model import Checkpoint, Place, Storage, TensorInfo
+from ckptconv.pickled_modules import PickledModule, read_modules
 
 __all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
 
@@ -44,6 +45,10 @@ class StateDict:
         """Its string keys, in order."""
         return [key for effect, i in self.node.pairs() if isinstance(key := effect.values[i], str)]
 
+    def items(self) -> Iterator[tuple[Value, Value]]:
+        """Its keys and values."""
+        return ((effect.values[i], effect.values[i + 1]) for effect, i in self.node.pairs())
+
 
 @dataclass(frozen=True, eq=False)
 class NamedOptimizer:
@@ -66,15 +71,32 @@ class Customs:
     rng_states: list[TensorInfo]
     rng_storages: set[Storage]
     root: str
+    modules: list[PickledModule]
 
-    def main(self) -> list[StateDict]:
-        """The state dict that is meant when nobody says which, alone in a list; several or none where that is not clear.
+    def main(self) -> list[StateDict] | list[PickledModule]:
+        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list; several or none where that is not clear.
 
-        The only one (as the root always is: there are none inside it), else the one under a usual name.
+        The only one (as the root always is: there are none inside it), else the one under a usual name; a module where no state dict has one.
         """
+        modules = [found for found in self.modules if found.tensors or found.trouble]
+        usual = [found for found in self.state_dicts if self.is_usual(found.path)]
+        usual_modules = [found for found in modules if self.is_usual(found.path)]
+        if len(usual) == 1:
+            return usual
+        return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
+
+    def hint_of_modules(self) -> str | None:
+        """What to type where names are asked for that only the state dict of a module would have."""
+        modules = [found for found in self.modules if found.tensors]
+        if not modules:
+            return None
+        first = f"{modules[0].cls} at {modules[0].path}"
+        return f"there are names in a whole module ({first}): --state-dict takes its state dict out, to which this then applies"
+
+    def is_usual(self, path: str) -> bool:
+        """Whether PATH is a name that people give their model, at the root or as its attribute."""
         above = "" if self.root == "." else self.root + "/"
-        usual = [found for found in self.state_dicts if found.path.removeprefix(above) in _MAIN_NAMES]
-        return usual if len(usual) == 1 else self.state_dicts
+        return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
 
 def strings_of(mapping: Object) -> dict[str, Value]:
@@ -86,7 +108,7 @@ def read_customs(checkpoint: Checkpoint) -> Customs:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
     return Customs(
-        reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, checkpoint.root.path
+        reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
     )  # fmt: skip
 
 
@@ -111,7 +133,8 @@ class _Reader:
         ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []
-        self.closed: set[int] = set()  # nodes inside which there is no state dict
+        self.modules = read_modules(checkpoint)
+        self.closed = {id(found.place.node) for found in self.modules}  # nodes inside which there is no state dict
         for place, node in self.mappings:
             self.classify(place, node)
         self.inside_state_dict = {id(found.node) for found in self.state_dicts}

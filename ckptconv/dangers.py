@@ -90,6 +90,7 @@ _NAMES = frozenset(
         "torch.hub.load",
         "torch.jit.load",
         "torch.serialization.load",
+        "torch.storage._load_from_bytes",  # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
         "joblib.load",
         "numpy.load",
         "numpy.fromfile",

@@ -45,6 +45,9 @@ class _NameEditor:
         self.before = [(found, found.names()) for found in named]
 
     def run(self, edits: Edits) -> None:
+        hint = self.customs.hint_of_modules()
+        if hint and not self.customs.state_dicts and (edits.strip_prefix or edits.rename or edits.add_prefix):
+            raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
         for prefix in map(normal_prefix, edits.strip_prefix):
             self.strip(prefix)
         for pattern, replacement in edits.rename:
@@ -66,7 +69,8 @@ class _NameEditor:
             inside = any(name.startswith(prefix[:-1]) for name in every)
             raise NoMatchError(
                 f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
-                hint=f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''" if inside else None,
+                hint=f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''" if inside
+                else self.customs.hint_of_modules(),
             )  # fmt: skip
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.customs.state_dicts):
@@ -85,7 +89,12 @@ class _NameEditor:
             ) from None
         every = self.names()
         if not any(regex.search(name) for name in every):
-            raise NoMatchError(f"no name matches {pattern!r}", where=self.where, got=_prefixes(every))
+            raise NoMatchError(
+                f"no name matches {pattern!r}",
+                where=self.where,
+                got=_prefixes(every),
+                hint=self.customs.hint_of_modules(),
+            )
 
         def of_module(path: str) -> str:
             return regex.sub(replacement, path + "." if path else path).removesuffix(".")
@@ -96,11 +105,12 @@ class _NameEditor:
 
     def add(self, prefix: str) -> None:
         main = self.customs.main()
-        if len(main) != 1:
+        if len(main) != 1 or not isinstance(main[0], StateDict):
             if not main:
                 raise NoMatchError("no state dict to add a prefix to", where=self.where)
+            meant = dict.fromkeys(found.path for found in (*main, *self.customs.state_dicts))
             raise NoMatchError(
-                "several state dicts could be meant: " + ", ".join(found.path for found in main), where=self.where,
+                f"several state dicts could be meant: {', '.join(meant)}", where=self.where,
                 hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
             )  # fmt: skip
         keys = set(main[0].names())

@@ -185,7 +185,7 @@ def save(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
-    format: Literal["pt", "safetensors"] | None = None,
+    format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
     copy_tied: bool = False,
     force: bool = True,
     verify: bool = False,
@@ -206,7 +206,8 @@ def save(
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError("the output is a folder", where=path, expected="the path of a file")
-    target, format_ = find_target(Path(), path, format)
+    target, meant = find_target(Path(), path, format)
+    format_ = meant or "pt"
     output.check_target(target, replace=force)
     from ckptconv.tensors.saving import checkpoint_of_object
 

@@ -36,6 +36,8 @@ class Limits:
     member_name: int = 64 * KIB
     #: Real pickles deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
     pickle_inflate_ratio: int = 100
+    #: All code of a TorchScript archive: a model of 10,000 layers has a few megabytes.
+    script_bytes: int = 64 * MIB
     #: The safetensors library's own bound; no reader takes more.
     safetensors_header: int = 100_000_000
     #: A tensor in a header takes 3 brackets and 8 quotation marks; more of either than a million tensors have is refused before anything is made of them.

@@ -159,8 +159,8 @@ class Place:
 class TensorInfo:
     """A tensor as the pickle describes it. Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
 
-    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array) or ``wrapper`` (a subclass
-    around other tensors). ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a
+    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass
+    around other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole). ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a
     mapping. ``tied_to`` is the path of an earlier tensor that is the same.
     """
 
@@ -202,6 +202,7 @@ class Checkpoint:
 
     ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``pickle`` the bytes of the pickle where they do not stand in the source as they are, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
+    ``script_classes``: of a TorchScript archive the classes of modules (see :mod:`ckptconv.script_modules`), None for everything else.
     """
 
     format: str
@@ -221,6 +222,7 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     unused: list[LeftBehind] = field(default_factory=list)
     class_ids: dict[Global, PersistentId] = field(default_factory=dict)
+    script_classes: dict[str, tuple[list[str], list[str]]] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -37,7 +37,7 @@ def _is_settled(node: Node, latest: dict[int, int]) -> bool:
 
 
 def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> bool:
-    return order is not None and all(latest.get(id(value), 0) < order for value in values if isinstance(value, Node))
+    return order is None or all(latest.get(id(value), 0) < order for value in values if isinstance(value, Node))
 
 
 def _latest(root: Value) -> dict[int, int] | None:

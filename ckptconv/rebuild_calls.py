@@ -5,24 +5,29 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import TypeGuard
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
-from ckptconv.errors import LimitError, MalformedError
-from ckptconv.graph import Call, Dict, Global, Node, PersistentId, Tuple, Value, is_global
+from ckptconv.errors import LimitError, MalformedError, some
+from ckptconv.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.model import DeviceArgument, Place, Storage, TensorInfo
 
 __all__ = [
     "FROM_TYPE",
+    "STRIDED",
     "OtherDType",
     "TensorReader",
     "args_of",
     "device_arguments",
+    "ints_of",
     "is_count",
     "is_word",
+    "partial_notes",
     "torch_device",
 ]
 
@@ -41,15 +46,19 @@ FROM_TYPE = (
 )
 _WITH_DEVICE = frozenset((*_DEVICE_ARGUMENT, *FROM_TYPE))
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_STRIDED = (
+STRIDED = (
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_qtensor",
 )
+_SHOWN = 3  # paths in a note
+_NESTED = 50  # calls around each other that make one tensor; torch writes three
+#: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that is spread over many.
+_PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
     {
-        *_DEVICE_ARGUMENT, *FROM_TYPE, *_PARAMETER, *_STRIDED,
+        *_DEVICE_ARGUMENT, *FROM_TYPE, *_PARAMETER, *STRIDED,
         "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
     }
 )  # fmt: skip
@@ -113,17 +122,19 @@ class TensorReader:
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
+        self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
+        self.depth = 0
 
     def visit(self, place: Place) -> None:
         """Remember the tensor at PLACE, if there is one."""
         node = place.node
         function = _rebuilder(node)
-        if not isinstance(node, Call) or function is None:
+        if not isinstance(node, Call) or (function is None and not _is_partial(node.callable)):
             return
         info = self.nodes.get(id(node))
         try:
             if info is None:
-                info = self.read(function, args_of(node))
+                info = self.read(function, args_of(node)) if function else self.sharded_object(node)
                 if any(effect.opcode != "BUILD" for effect in node.effects):
                     raise _Bad("items are set on a tensor")
         except LimitError as error:
@@ -150,7 +161,15 @@ class TensorReader:
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
         """The tensor that FUNCTION makes of ARGS; None where something inside it is unknown."""
-        if function in _STRIDED:
+        if self.depth == _NESTED:
+            raise LimitError("too many calls around each other make a tensor", expected=f"at most {_NESTED}")
+        self.depth += 1
+        info = self.of_call(function, args)
+        self.depth -= 1
+        return info
+
+    def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
+        if function in STRIDED:
             return self.strided(function, args)
         if function in _PARAMETER:
             inner = self.inner(args, 0)
@@ -163,7 +182,8 @@ class TensorReader:
         if function == "torch._utils._rebuild_meta_tensor_no_storage":
             return self.described("meta", args, 0, 1, 2, "meta", 3)
         if function == "torch._utils._rebuild_wrapper_subclass":
-            return self.described("wrapper", args, 1, 2, 3, torch_device(_at(args, 6)) or "unknown", 7)
+            kind = "partial" if _is_partial(_at(args, 0)) else "wrapper"
+            return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)) or "unknown", 7)
         if function == "torch._utils._rebuild_sparse_tensor":
             return self.sparse(args)
         inner = self.inner(args, 0)
@@ -176,7 +196,9 @@ class TensorReader:
         function = _rebuilder(node)
         if not isinstance(node, Call) or function is None:
             return None
-        return self.nodes.get(id(node)) or self.read(function, args_of(node))
+        if id(node) not in self.inside:  # once: it can stand in any number of calls
+            self.inside[id(node)] = self.nodes.get(id(node)) or self.read(function, args_of(node))
+        return self.inside[id(node)]
 
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
         """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
@@ -213,10 +235,10 @@ class TensorReader:
     def sparse(self, args: list[Value]) -> TensorInfo | None:
         """``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values, size))``."""
         data = _at(args, 1)
-        parts = data.items if isinstance(data, Tuple) else []
+        parts = data.items[:4] if isinstance(data, Tuple) else []
         tensors = [self.inner(parts, i) for i in range(len(parts))]
         inner = [tensor for tensor in tensors if tensor]
-        sizes = [_ints(part) for part, tensor in zip(parts, tensors, strict=True) if tensor is None]
+        sizes = [ints_of(part) for part, tensor in zip(parts, tensors, strict=True) if tensor is None]
         shape = next((size for size in sizes if size is not None), None)
         if len(inner) < 2 or shape is None:
             return None
@@ -224,6 +246,20 @@ class TensorReader:
             inner[-1], kind="sparse", shape=shape, stride=(), offset=0, storage=None, contiguous=False,
             nbytes=sum(tensor.nbytes for tensor in inner),
         )  # fmt: skip
+
+    def sharded_object(self, call: Call) -> TensorInfo | None:
+        """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata, ...)``. None where that is not so."""
+        state = _built(call)
+        parts = state.items if isinstance(state, Tuple) else []
+        shards, metadata = _at(parts, 0), _built(_at(parts, 1))
+        shard = _built(_at(shards.effects[0].values, 0)) if isinstance(shards, List) and shards.effects else None
+        slots = _at(shard.items, 1) if isinstance(shard, Tuple) else None
+        local = self.inner([_item(slots, "tensor")], 0)
+        size = _at(metadata.items, 1) if isinstance(metadata, Tuple) else _item(metadata, "size")
+        shape = ints_of(size)
+        if local is None or shape is None:
+            return None
+        return TensorInfo("", None, "partial", local.dtype, shape, (), 0, local.device, 0, None, False, False, False)
 
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
         """``(data, dtype, device, requires_grad)``, where data is a CPU tensor or a numpy array."""
@@ -276,27 +312,52 @@ def _has_bit(metadata: Value, name: str) -> bool:
     return bool(values) and values[-1] is True
 
 
+def _is_partial(cls: Value) -> bool:
+    return isinstance(cls, Global) and cls.name in _PARTIAL and cls.module.startswith("torch.distributed.")
+
+
+def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What to know where some of TENSORS are partial."""
+    paths = [path for path, info in tensors.items() if info.kind == "partial"]
+    what = "of each the file holds one process's part, and the shape is that of the whole"
+    return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
+
+
+def _built(node: Value) -> Value:
+    """The state of the object NODE, if that is all that is done to it."""
+    effects = node.effects if isinstance(node, Call) else []
+    return effects[0].values[0] if len(effects) == 1 and effects[0].opcode == "BUILD" else None
+
+
+def _item(mapping: Value, key: str) -> Value:
+    """What MAPPING has under KEY, if that is one of its first items: any number of objects can have the same mapping."""
+    pairs = islice(mapping.pairs(), 4) if isinstance(mapping, Dict) else ()
+    return next((effect.values[i + 1] for effect, i in pairs if effect.values[i] == key), None)
+
+
 def _count(value: Value) -> int:
     if type(value) is int and 0 <= value < 1 << 62:
         return value
     raise _Bad("a tensor's offset is no count of elements", got=value if type(value) is int else type(value).__name__)
 
 
-def _ints(node: Value) -> tuple[int, ...] | None:
+def ints_of(node: Value) -> tuple[int, ...] | None:
     """Sizes: a tuple, or a call of ``torch.Size`` with one."""
     if isinstance(node, Call) and is_global(node.callable, "torch.Size"):
         node = _at(args_of(node), 0)
-    if not isinstance(node, Tuple) or not all(is_count(item) for item in node.items):
+    if not isinstance(node, Tuple):
+        return None
+    if len(node.items) > LIMITS.rank:  # before they are looked at: any number of tensors can have the same
+        raise LimitError("a tensor has too many dimensions", expected=f"at most {LIMITS.rank}", got=len(node.items))
+    if not all(is_count(item) for item in node.items):
         return None
     return tuple(item for item in node.items if isinstance(item, int))
 
 
 def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape, strides = _ints(size), _ints(stride)
+    shape, strides = ints_of(size), ints_of(stride)
     if shape is None or strides is None or len(shape) != len(strides):
         raise _Bad("a tensor's shape and stride do not fit", "two tuples of as many counts")
-    if len(shape) > LIMITS.rank:
-        raise LimitError("a tensor has too many dimensions", expected=f"at most {LIMITS.rank}", got=len(shape))
     return shape, strides
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from ckptconv.customs import read_customs
+from ckptconv.customs import StateDict, read_customs
 from ckptconv.errors import NoMatchError, RefusedError, printable
-from ckptconv.graph import Call, Dict, Object, PersistentId, Value, walk
+from ckptconv.graph import Call, Dict, Effect, Global, Node, Object, PersistentId, Tuple, Value, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
+from ckptconv.pickled_modules import PickledModule, detached, is_bookkeeping
 from ckptconv.places import is_repeated, item_segments
-from ckptconv.vocabulary import places_in, restrict
+from ckptconv.vocabulary import attributes, places_in, restrict
 
 __all__ = ["cannot_hold", "left_behind_at", "select"]
 
 _LISTED = 20  # candidates in an error
+_AT_ONCE = 1000  # items in one SETITEMS, as pickle writes them
 
 
 def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
@@ -24,12 +26,18 @@ def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
     Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is meant.
     """
     left: list[LeftBehind] = []
+    paths: dict[str, str] = {}
     if edits.select is not None:
         left += _take(checkpoint, _place_at(checkpoint, edits.select))
     if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
-        left += _take(checkpoint, _state_dict(checkpoint))
+        found = _state_dict(checkpoint)
+        if isinstance(found, PickledModule):
+            paths = {name: place.path for name, place in found.places.items()}
+            left += _take_module(checkpoint, found)
+        else:
+            left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.include or edits.exclude:
-        left += _filter(checkpoint, edits.include, edits.exclude)
+        left += _filter(checkpoint, edits.include, edits.exclude, paths)
     return left
 
 
@@ -48,11 +56,11 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
     )
 
 
-def _state_dict(checkpoint: Checkpoint) -> Place:
-    """Where the state dict stands that is meant when nobody says which."""
+def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
+    """The state dict that is meant when nobody says which, or the module that would give it."""
     found = read_customs(checkpoint).main()
     if len(found) == 1:
-        return next(place for place in checkpoint.places if place.node is found[0].node)
+        return found[0]
     if not found:
         root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
@@ -84,23 +92,20 @@ def _named_tensors(checkpoint: Checkpoint) -> int:
 
 
 def _candidates(checkpoint: Checkpoint) -> str:
-    """The state dicts that there are, with their sizes."""
-    found = read_customs(checkpoint).state_dicts
-    sizes = [sum(s.nbytes for s in _storages(checkpoint, each.node)) for each in found[:_LISTED]]
-    listed = [f"{each.path} ({nbytes:,} bytes)" for each, nbytes in zip(found, sizes, strict=False)]
+    """The state dicts and whole modules that there are, with their sizes."""
+    customs = read_customs(checkpoint)
+    found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in customs.state_dicts]
+    found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in customs.modules if each.tensors]
+    sizes = [sum(s.nbytes for s in _storages(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
+    listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
     return ", ".join(listed) + (" ..." if len(found) > _LISTED else "") or "no state dict"
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     """Make what stands at PLACE the whole checkpoint."""
-    opened = {id(place.node)}
     if place.node is checkpoint.graph.root:
         return []
-    above = place.parent
-    while above is not None:
-        opened.add(id(above.node))
-        above = above.parent
-    others = list(places_in(checkpoint, opened - {id(place.node)}))
+    others = list(places_in(checkpoint, _above(place) - {id(place.node)}))
     left = left_behind_at(
         checkpoint,
         [other for other in others if other.node is not place.node],
@@ -112,27 +117,83 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     return left
 
 
+def _above(place: Place) -> set[int]:
+    """The ids of what PLACE stands in."""
+    found = set()
+    above = place.parent
+    while above is not None:
+        found.add(id(above.node))
+        above = above.parent
+    return found
+
+
+def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
+    """Make the state dict that MODULE would give the whole checkpoint. Its tensors' paths are their names, below the module's path."""
+    if module.trouble:
+        raise RefusedError(
+            f"{module.path} gives no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
+        )
+    taken = {id(node) for node in module.tensors.values()}
+    unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
+    whys: dict[str, list[Place]] = {}
+    for place in (
+        *places_in(checkpoint, module.opened | _above(module.place)),
+        *attributes(checkpoint, module.tensors.values()),
+    ):
+        if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
+            continue
+        if id(place.node) in unknown:
+            why = "it has a name in the state dict, and is no tensor that is known"
+        elif is_bookkeeping(place):
+            why = "what every module has"
+        else:
+            why = f"not in the state dict of {module.path}"
+        whys.setdefault(why, []).append(place)
+    kept = _storages(checkpoint, *module.tensors.values())
+    left = [each for why, places in whys.items() for each in left_behind_at(checkpoint, places, kept, why)]
+    new = {id(node): detached(node) for node in module.tensors.values()}
+    state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
+    items: list[Value] = [value for name, node in module.tensors.items() for value in (name, new[id(node)])]
+    for at in range(0, len(items), 2 * _AT_ONCE):
+        state_dict.add(Effect("SETITEMS", items[at : at + 2 * _AT_ONCE], None))
+    place = module.place
+    checkpoint.graph.discarded = []
+    restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key))
+    return left
+
+
 # Some tensors
 
 
-def _filter(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[LeftBehind]:
-    """Take the tensors that are not wanted out of their mappings. A glob without a slash speaks of tensors in state dicts alone."""
-    state_dicts = {id(found.node) for found in read_customs(checkpoint).state_dicts}
+def _filter(
+    checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...], paths: Mapping[str, str]
+) -> list[LeftBehind]:
+    """Take the tensors that are not wanted out of their mappings. A glob without a slash speaks of tensors in state dicts alone.
+
+    PATHS say where in the source the names of a module's state dict stood.
+    """
+    customs = read_customs(checkpoint)
+    state_dicts = {id(found.node) for found in customs.state_dicts}
     places = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes]
     named = [place for place in places if place.parent is not None and id(place.parent.node) in state_dicts]
     inside = {id(place) for place in named}
+
+    def is_meant(place: Place, glob: str) -> bool:
+        source = paths.get(place.key or "")
+        return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(globs: tuple[str, ...]) -> set[int]:
         """The ids of the places that one of GLOBS means."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
-            hits = {id(place) for place in searched if matches(glob, place.path, place.key)}
+            hits = {id(place) for place in searched if is_meant(place, glob)}
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
                 raise NoMatchError(
                     f"no {what} matches {glob!r}", where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
+                    hint=None if "/" in glob else customs.hint_of_modules(),
                 )  # fmt: skip
             found |= hits
         return found
@@ -230,7 +291,7 @@ def left_behind_at(
     return left
 
 
-def _storages(checkpoint: Checkpoint, root: Value) -> list[Storage]:
-    """The storages that ROOT leads to, each once."""
+def _storages(checkpoint: Checkpoint, *roots: Value) -> list[Storage]:
+    """The storages that ROOTS lead to, each once."""
     by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
-    return list(dict.fromkeys(by_node[id(node)] for node in walk([root]) if isinstance(node, PersistentId)))
+    return list(dict.fromkeys(by_node[id(node)] for node in walk([*roots]) if isinstance(node, PersistentId)))

@@ -35,6 +35,8 @@ from ckptconv.graph import (
 )
 from ckptconv.locations import FAMILIES
 from ckptconv.model import Checkpoint, Place, Report, TensorInfo
+from ckptconv.names import prefixes_of
+from ckptconv.pickled_modules import PickledModule
 from ckptconv.rebuild_calls import torch_device
 from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Source
@@ -67,8 +69,28 @@ class StateDictSummary(TypedDict):
     names: int
 
 
+class NamedTensor(TypedDict):
+    """A name in the state dict that a module would give, and the path of its tensor in the file; None where nothing but the module has one."""
+
+    name: str
+    path: str | None
+
+
+class ModuleSummary(TypedDict):
+    """A whole module: its class, as the file names it, and the state dict that it would give. ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known."""
+
+    path: str
+    class_name: str
+    tensors: list[NamedTensor]
+    parameters: int
+    nbytes: int
+    prefixes: dict[str, int]
+    unknown: list[str]
+    trouble: str | None
+
+
 class TensorSummary(TypedDict):
-    """One row of the tensor table; shape, stride and offset in elements."""
+    """One row of the tensor table; shape, stride and offset in elements. ``name`` is the key in a mapping, or the name in the state dict that a module would give."""
 
     path: str
     name: str | None
@@ -104,6 +126,7 @@ class Summary(TypedDict):
     dtypes: dict[str, Share]
     devices: dict[str, Share]
     state_dicts: list[StateDictSummary]
+    modules: list[ModuleSummary]
     ties: list[list[str]]
     views: list[str]
     rng_states: list[str]
@@ -139,7 +162,8 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
     diagnosis = diagnose(checkpoint, customs, machine, refused)
     refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
-    names = Counter(map(str, graph.globals))
+    globals_ = Counter(map(str, graph.globals))
+    names = {place.path: name for found in customs.modules for name, place in reversed(found.places.items())}
     others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -156,6 +180,7 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         dtypes=_dtypes(untied),
         devices=_devices(checkpoint, untied) if has_pickle else {},
         state_dicts=[_state_dict(found, checkpoint) for found in customs.state_dicts],
+        modules=[_module(found, checkpoint) for found in customs.modules],
         ties=_ties(tensors),
         views=[
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
@@ -164,12 +189,12 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         weights_only=not refusals,
         obstacles=dict(refusals),
         dangerous=sorted(dangerous_globals(graph)),
-        globals=dict(names.most_common()),
+        globals=dict(globals_.most_common()),
         user_devices=_user_devices(places),
         others=others,
         metadata=checkpoint.metadata,
         notes=list(checkpoint.notes),
-        tensors=[_tensor(info, stores_device=has_pickle) for info in tensors],
+        tensors=[_tensor(info, names.get(info.path, info.name), stores_device=has_pickle) for info in tensors],
     )
 
 
@@ -192,19 +217,38 @@ def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Sha
 
 
 def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
-    nodes = [value for effect, i in found.node.pairs() if isinstance(value := effect.values[i + 1], Node)]
-    infos = [info for node in nodes if (info := checkpoint.tensor_nodes.get(id(node)))]
-    distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
+    infos = [info for _, value in found.items() if (info := checkpoint.tensor_nodes.get(id(value)))]
+    parameters, nbytes = _sizes(infos)
     names = found.names()
-    prefixes = Counter(name.split(".")[0] + "." for name in names if "." in name)
     return StateDictSummary(
         path=found.path,
         tensors=len(infos),
-        parameters=sum(prod(info.shape) for info in distinct.values()),
-        nbytes=sum(info.nbytes for info in distinct.values()),
-        prefixes=dict(prefixes.most_common()),
+        parameters=parameters,
+        nbytes=nbytes,
+        prefixes=dict(prefixes_of(names).most_common()),
         names=len(names),
     )
+
+
+def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
+    parameters, nbytes = _sizes([checkpoint.tensor_nodes[id(node)] for node in found.tensors.values()])
+    places = found.places
+    return ModuleSummary(
+        path=found.path,
+        class_name=found.cls,
+        tensors=[NamedTensor(name=n, path=places[n].path if n in places else None) for n in found.tensors],
+        parameters=parameters,
+        nbytes=nbytes,
+        prefixes=dict(prefixes_of(found.tensors).most_common()),
+        unknown=list(found.unknown),
+        trouble=found.trouble,
+    )
+
+
+def _sizes(infos: list[TensorInfo]) -> tuple[int, int]:
+    """The elements and bytes of INFOS, ties once."""
+    distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
+    return sum(prod(info.shape) for info in distinct.values()), sum(info.nbytes for info in distinct.values())
 
 
 def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
@@ -215,9 +259,9 @@ def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tensor(info: TensorInfo, *, stores_device: bool) -> TensorSummary:
+def _tensor(info: TensorInfo, name: str | None, *, stores_device: bool) -> TensorSummary:
     return TensorSummary(
-        path=info.path, name=info.name, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
+        path=info.path, name=name, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
         offset=info.offset, device=info.device if stores_device else None, nbytes=info.nbytes,
         storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
     )  # fmt: skip

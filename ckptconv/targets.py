@@ -8,14 +8,15 @@ from pathlib import Path
 
 from ckptconv.errors import UsageError
 
-__all__ = ["TARGET_FORMATS", "find_target", "format_of", "suffix_of"]
+__all__ = ["TARGET_FORMATS", "find_target", "suffix_of", "usual_format"]
 
-TARGET_FORMATS = ("pt", "safetensors")
+TARGET_FORMATS = ("pt", "legacy", "pickle", "safetensors")
+#: The formats that each suffix admits. What they name first is meant where nobody says anything else.
 _SUFFIXES = {
-    "pt": (".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar"),
-    "safetensors": (".safetensors",),
+    **dict.fromkeys((".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar"), ("pt", "legacy")),
+    **dict.fromkeys((".pkl", ".pickle"), ("pt", "legacy", "pickle")),
+    ".safetensors": ("safetensors",),
 }
-
 
 #: transformers' two names for one thing, the number of a shard behind it.
 _HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
@@ -23,10 +24,10 @@ _HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
 _HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
 
 
-def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str]:
-    """The file that is meant by DST, and its format: FORMAT, else what its suffix says, else ``pt``.
+def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
+    """The file that is meant by DST, and its format: FORMAT, else what its suffix says; None where it leaves that open.
 
-    To a folder it keeps the name of SRC, or gets the suffix of FORMAT where that is another one; the Hub's names for one thing
+    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that; the Hub's names for one thing
     (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix contradict each other.
     """
     path = Path(dst)
@@ -38,34 +39,43 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
         raise UsageError(f"no format is called {format!r}", expected=" or ".join(TARGET_FORMATS))
     if path.is_dir() or os.fspath(dst).endswith(os.sep):
         path = path / _name_in_folder(src.name, format)
-    by_suffix = format_of(path.name)
-    if format and by_suffix and format != by_suffix:
-        raise UsageError(f"the suffix says {by_suffix} and --format {format}", where=path, hint="change one of them")
-    return path, format or by_suffix or "pt"
+    admitted = _admitted(path.name)
+    if format and format not in admitted:
+        raise UsageError(
+            f"the suffix says {' or '.join(admitted)} and --format {format}", where=path, hint="change one of them"
+        )
+    return path, format or (admitted[0] if len(admitted) == 1 else None)
 
 
-def format_of(name: str) -> str | None:
-    """The format that the suffix of NAME stands for, if any."""
-    return next((format for format, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
+def usual_format(name: str, source: str) -> str:
+    """The format of a file called NAME where nobody says which, made of a SOURCE of that format: a plain pickle stays one where its suffix says so, else ``pt``."""
+    admitted = _admitted(name)
+    return "pickle" if source == "pickle" and suffix_of(name) and "pickle" in admitted else admitted[0]
+
+
+def _admitted(name: str) -> tuple[str, ...]:
+    """The formats that the suffix of NAME admits; all where it has none that is known."""
+    return _SUFFIXES.get(suffix_of(name).lower(), TARGET_FORMATS)
 
 
 def suffix_of(name: str) -> str:
     """The suffix of NAME that stands for a format, as it is spelled there; empty if there is none."""
-    every = [suffix for suffixes in _SUFFIXES.values() for suffix in suffixes]
-    known = next((suffix for suffix in every if name.lower().endswith(suffix)), "")
+    known = next((suffix for suffix in _SUFFIXES if name.lower().endswith(suffix)), "")
     return name[len(name) - len(known) :]
 
 
 def _name_in_folder(name: str, format: str | None) -> str:
-    old = format_of(name)
-    if format is None or format == old:
+    suffix = suffix_of(name)
+    if format is None or (suffix and format in _admitted(name)):
         return name
-    stem = name[: len(name) - len(suffix_of(name))]
+    stem = name[: len(name) - len(suffix)]
     model, number = _HUB_MODEL.fullmatch(stem), ""
     if model:
         stem, number = model[1], model[2] or ""
     if format == "safetensors":
         return f"{'model' if model else stem}{number}.safetensors"
+    if format == "pickle":
+        return f"{stem}{number}.pkl"
     if model:
         return f"pytorch_model{number}.bin"
     return f"{stem}.bin" if stem.endswith(_HUB_BIN) else f"{stem}.pt"

@@ -9,11 +9,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import MalformedError
-from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Py2String, Tuple, Value, walk
+from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, walk
 from ckptconv.model import Checkpoint, Inflate, Place, Reference, Span, Storage, TensorInfo
+from ckptconv.old_spellings import text_of
 from ckptconv.ordering import forget_order
 from ckptconv.places import Leaf, find_places
-from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, args_of, device_arguments, is_count, is_word
+from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, args_of, device_arguments, is_count, is_word, partial_notes
 from ckptconv.sources import Readable
 
 __all__ = ["attributes", "checkpoint_of", "every_place", "places_in", "restrict"]
@@ -40,7 +41,10 @@ def checkpoint_of(
     references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in device_arguments(call)]
     places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes)
-    return Checkpoint(name, source, graph, container, storages, references, arguments, places, tensors, nodes)
+    notes = partial_notes(tensors)
+    return Checkpoint(
+        name, source, graph, container, storages, references, arguments, places, tensors, nodes, notes=notes
+    )  # fmt: skip
 
 
 def restrict(checkpoint: Checkpoint, root: Place) -> None:
@@ -118,24 +122,17 @@ def _leaf(tensors: Mapping[int, TensorInfo]) -> Leaf:
 # Storages
 
 
-def _text(value: Value) -> str | None:
-    """A string, in Python 3's way or in Python 2's."""
-    if isinstance(value, Py2String):
-        return value.data.decode("ascii", "replace")
-    return value if isinstance(value, str) else None
-
-
 def _storage(
     node: PersistentId, storages: dict[str, Storage], record: Callable[[str], Span | Inflate | None], where: str
 ) -> Storage:
     """The storage that NODE names; STORAGES gains it."""
     expected = "('storage', class, key, location, elements)"
     items = node.id.items if isinstance(node.id, Tuple) else []
-    if len(items) != 5 or _text(items[0]) != "storage":
+    if len(items) != 5 or text_of(items[0]) != "storage":
         raise MalformedError(
             "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
         )
-    cls, key, tag, numel = items[1], _text(items[2]), _text(items[3]), items[4]
+    cls, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
     if not isinstance(cls, Global) or cls.module not in _STORAGE_MODULES or cls.name not in BY_STORAGE_CLASS:
         raise MalformedError(
             "a persistent id names no storage class",

@@ -328,26 +328,89 @@ def test_the_largest_part_that_loads() -> None:
     assert only(look("m.pt"), "code")["command"] is None
 
 
-def test_a_pickled_module_needs_its_class() -> None:
-    """There is no part to take, and the line says what to do."""
-    torch.save(zoo.module(), "m.pt")
+def fresh() -> nn.Module:
+    return nn.Sequential(OrderedDict(body=zoo.Net(), norm=nn.BatchNorm1d(2), drop=nn.Dropout()))
+
+
+def takes(path: Path, prefix: str = "") -> None:
+    """Fail unless torch's safe loader gives what the plain model loads, on the CPU."""
+    state = torch.load(path, weights_only=True)
+    assert all(name.startswith(prefix) for name in state)
+    fresh().load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, strict=True)
+
+
+@pytest.mark.parametrize("where", ["root", "model", "ema", "list"])
+def test_a_pickled_module_gives_its_state_dict(where: str) -> None:
+    """The class is in the way, and the last line has the command for the weights."""
+    torch.save(
+        {
+            "root": fresh(),
+            "model": {"model": fresh(), "x": 1},
+            "ema": {"model": None, "ema": fresh()},
+            "list": [fresh(), 1],
+        }[where],
+        "m.pt",
+    )
     code = [f for f in look("m.pt")["findings"] if f["kind"] == "code"]
-    assert code[0]["text"] == "torch.load(weights_only=True) refuses zoo.Net, at ."
-    assert all(f["command"] is None for f in code)
-    assert "a whole pickled model" in code[-1]["text"]
+    path = {"root": ".", "model": "model", "ema": "ema", "list": "[0]"}[where]
+    assert code[0]["text"] == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
+    what = "it" if path == "." else path
+    assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1]["text"]
+    assert code[-1]["command"] == "ckptconv convert m.pt m-weights.pt --state-dict"
+    assert look("m.pt")["remedy"] is None
+    takes(mended("m.pt", "code"))
+
+
+def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
+    """The state dict, without the wrapper's prefix, on the CPU; each of the other commands does its part."""
+    zoo.save({"epoch": 1, "model": nn.DataParallel(fresh())}, "m.pt", ["cuda:1"])
+    found = look("m.pt")
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
+    takes(run(found["remedy"]))
+    assert only(found, "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --state-dict --strip-prefix module."
+    assert "prefix" not in kinds(look(run(only(found, "prefix")["command"])))
+    assert not look(run(only(found, "device")["command"]))["loads_here"]
+    zoo.save(torch.compile(fresh()), "c.pt", ["cuda:0"])
+    assert look("c.pt")["remedy"] == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
+    takes(run(look("c.pt")["remedy"]))
+
+
+def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
+    """nn.DataParallel inside: the command takes the state dict and renames."""
+    net = fresh()
+    net.body = nn.DataParallel(net.body)
+    torch.save(net, "m.pt")
+    command = only(look("m.pt"), "inner-prefix")["command"]
+    assert command is not None and "--state-dict --rename" in command
+    takes(mended("m.pt", "inner-prefix"))
+
+
+def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
+    """None has a usual name."""
+    zoo.save({"critic": nn.Linear(2, 2), "actor": fresh()}, "m.pt", ["cuda:0"])
+    found = look("m.pt")
+    code = [f for f in found["findings"] if f["kind"] == "code"][-1]
+    assert code["command"] == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select actor --state-dict --to cpu"
+    takes(run(found["remedy"]))
+
+
+def test_a_module_whose_tensors_need_code_has_no_command() -> None:
+    """A tensor subclass stays what it is in a state dict, so its class would still be in the way."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
+    torch.save(net, "m.pt")
+    assert all(f["command"] is None for f in look("m.pt")["findings"] if f["kind"] == "code")
     torch.save([Unknown()], "n.pt")
     assert only(look("n.pt"), "code")["text"].endswith("load it where that code is installed, and save its tensors")
 
 
 def test_nothing_mends_it_all_where_something_stays() -> None:
-    """A whole model on a GPU, with wrappers' names beside it: no command is said to mend that."""
+    """A whole model beside wrappers' names, and modules that give nothing: no command is said to mend more than it does."""
     zoo.save({"model": zoo.module(), "ema": linear("module.")}, "m.pt", ["cuda:0"])
-    torch.save([zoo.module(), torch.ones(1)], "n.pt")
-    for name in ("m.pt", "n.pt"):
-        found = look(name)
-        assert found["remedy"] is None or "--select" in found["remedy"] or "--state-dict" in found["remedy"]
-    zoo.save([zoo.module()], "o.pt", ["cuda:0", "xpu:1"])
-    assert kinds(look("o.pt")).count("device") == 2
+    assert look("m.pt")["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
+    assert loads(run(look("m.pt")["remedy"]))
+    zoo.save([Unknown(), [nn.ReLU(), zoo.Config(weight=torch.ones(1))]], "o.pt", ["cuda:0", "xpu:1"])
     assert look("o.pt")["remedy"] is None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import inspect
+import pickle
 import re
 import runpy
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,13 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
             shutil.copy(fixtures / f"{source}.pt", name)
         for name in ("a", "weights"):
             ckptconv.convert("plain.pt", f"{name}.safetensors")
+        net = torch.nn.Linear(2, 2)
+        torch.save(net.state_dict(), "new.pth")
+        torch.save(net.state_dict(), "old.pth", _use_new_zipfile_serialization=False)
+        Path("data.pkl").write_bytes(pickle.dumps(net.state_dict()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.jit.script(net).save("script.pt")
         args = [arg.strip("'") for arg in line.split()[1:]]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")

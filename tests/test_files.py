@@ -200,11 +200,28 @@ def test_of_a_file_with_unknown_classes_the_rest_loads(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Config") as caught:
         ckptconv.load(path)
     assert "select" not in str(caught.value) and "state_dict=" not in str(caught.value)
-    torch.save(nn.Sequential(nn.Linear(2, 1)), path)
+    torch.save([[Config(), torch.ones(1)], [Config(), torch.ones(1)]], path)
     with pytest.raises(UnsupportedError, match=r"ckptconv\.open\(path\)\.load"):
         ckptconv.load(path)
     with ckptconv.open(path) as file:
+        assert [file.load(each).shape for each in file.tensors] == [(1,), (1,)]
+
+
+def test_of_a_whole_model_the_state_dict_loads(tmp_path: Path) -> None:
+    """The error says how, where there are two as well, and single tensors load by their paths."""
+    path, net, other = tmp_path / "a.pt", nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 2)
+    torch.save(net, path)
+    with pytest.raises(UnsupportedError, match=r"; state_dict=True loads a part without it"):
+        ckptconv.load(path)
+    loaded = ckptconv.load(path, state_dict=True)
+    assert list(loaded) == list(net.state_dict())
+    nn.Sequential(nn.Linear(2, 1)).load_state_dict(loaded, strict=True)
+    with ckptconv.open(path) as file:
         assert [file.load(each).shape for each in file.tensors] == [(1, 2), (1,)]
+    torch.save({"a": net, "b": other}, path)
+    with pytest.raises(UnsupportedError, match=r"select='b', state_dict=True loads a part without it"):
+        ckptconv.load(path)
+    assert torch.equal(ckptconv.load(path, select="b", state_dict=True)["weight"], other.weight)
 
 
 def test_classes_that_the_program_trusts_load(tmp_path: Path) -> None:
@@ -624,11 +641,14 @@ def test_tensors_on_the_gpu_are_saved(tmp_path: Path) -> None:
 
 
 def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
-    """Dtypes that only meta tensors have; a module where a state dict is wanted."""
+    """Dtypes that only meta tensors have; what has no state dict where one is wanted. Of a module it is taken."""
     with pytest.raises(RefusedError, match="uint4"):
         ckptconv.save(torch.ones(2, dtype=torch.uint8).view(torch.uint4), tmp_path / "a.pt")
     with pytest.raises(RefusedError, match=r"state_dict\(\)"):
-        ckptconv.save(nn.Linear(1, 1), tmp_path / "a.safetensors")
+        ckptconv.save([1], tmp_path / "a.safetensors")
+    net = nn.Linear(1, 1)
+    ckptconv.save(net, tmp_path / "a.safetensors")
+    nn.Linear(1, 1).load_state_dict(ckptconv.load(tmp_path / "a.safetensors"), strict=True)
 
 
 # the stream

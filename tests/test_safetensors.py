@@ -178,7 +178,7 @@ def test_every_dtype_of_the_library_is_among_them() -> None:
     assert {tensor.dtype for tensor in every_dtype().values()} == set(_SIZE)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in STATE_DICTS and name not in UNHOLDABLE])
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in (*STATE_DICTS, *UNHOLDABLE, "module")])
 def test_without_a_state_dict_it_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is guessed, and nothing is written."""
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt", pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))

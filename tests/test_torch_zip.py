@@ -557,7 +557,7 @@ def test_a_huge_view_of_a_small_storage_is_shown(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("record", "match"),
-    [("constants.pkl", "TorchScript"), ("attributes.pkl", "TorchScript"), ("archive_format", r"\.pt2")],
+    [("attributes.pkl", "TorchScript"), ("archive_format", r"\.pt2")],
 )
 def test_programs_are_refused_in_plain_words(make: Make, record: str, match: str) -> None:
     """What it is, and what loads it."""
@@ -595,15 +595,6 @@ def test_other_files_are_named_in_plain_words(tmp_path: Path, head: bytes, what:
         read(path)
     assert hint in (caught.value.hint or "")
     assert "\n" not in str(caught.value)
-
-
-def test_a_legacy_file_is_named(tmp_path: Path) -> None:
-    """What torch wrote before 1.6."""
-    path = tmp_path / "x.pt"
-    torch.save(OBJECT, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedError, match=r"before 1\.6") as caught:
-        read(path)
-    assert "torch.save(torch.load(" in str(caught.value.hint)
 
 
 def test_bytes_behind_the_pickle_are_malformed(make: Make) -> None:

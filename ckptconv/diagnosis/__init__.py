@@ -5,13 +5,15 @@ Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ckptconv.customs import Customs
 from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis.devices import missing_devices, optimizers, rng_states
 from ckptconv.diagnosis.findings import (
     Complaint,
+    Cure,
     Diagnosis,
     Finding,
     Scope,
@@ -23,7 +25,7 @@ from ckptconv.diagnosis.findings import (
 )
 from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.diagnosis.prefixes import inner_prefixes, prefixes
-from ckptconv.diagnosis.refusals import opcodes, refusals
+from ckptconv.diagnosis.refusals import Part, opcodes, refusals
 from ckptconv.diagnosis.storages import shared, unused_bytes
 from ckptconv.graph import Value, walk
 from ckptconv.model import Checkpoint
@@ -42,12 +44,19 @@ def diagnose(
     whole = Scope(checkpoint, customs, machine)
     if checkpoint.is_state_dict:
         return Diagnosis([finding(checkpoint, each) for each in (*prefixes(whole), *inner_prefixes(whole))], None)
-    code, part = refusals(whole, refused) if refused else (opcodes(checkpoint), None)
-    combined = _combined(whole, code)
-    complaints = [*combined, *inner_prefixes(whole), *unused_bytes(whole), *shared(whole)]
+    is_script = checkpoint.script_classes is not None
+    code, part = refusals(whole, refused) if refused or is_script else (opcodes(checkpoint), None)
+    module = part.module if part else None
+    names = Scope(checkpoint, customs, machine, module=module)
+    combined = _combined(whole, code, names)
+    complaints = [*combined, *_of_module(names, inner_prefixes(names), code), *unused_bytes(whole), *shared(whole)]
+    if is_script:
+        complaints = [replace(each, cure=_of_program(each.cure, part)) for each in complaints]
     complaints.sort(key=lambda complaint: not complaint.blocks)
     if part is not None:  # then what stands elsewhere needs no cure
-        combined = _combined(Scope(checkpoint, customs, machine, {id(node) for node in walk([part])}), code)
+        reach = {id(node) for node in walk([*part.nodes])}
+        within = Scope(checkpoint, customs, machine, reach, module)
+        combined = _combined(within, code, within)
     cures = [complaint.cure for complaint in combined if complaint.cure]
     all_at_once = together(cures)
     needed = len(cures) > 1 and all_at_once.flags() != cures[0].flags()
@@ -56,6 +65,21 @@ def diagnose(
     return Diagnosis([finding(checkpoint, complaint) for complaint in with_names_apart(complaints)], remedy)
 
 
-def _combined(scope: Scope, code: list[Complaint]) -> list[Complaint]:
-    """The complaints that one command can cure, CODE among them."""
-    return [*missing_devices(scope), *code, *prefixes(scope), *optimizers(scope), *rng_states(scope)]
+def _combined(scope: Scope, code: list[Complaint], names: Scope) -> list[Complaint]:
+    """The complaints that one command can cure, CODE among them; those about names are of the scope NAMES."""
+    about_names = _of_module(names, prefixes(names), code)
+    return [*missing_devices(scope), *code, *about_names, *optimizers(scope), *rng_states(scope)]
+
+
+def _of_program(cure: Cure | None, part: Part | None) -> Cure | None:
+    """CURE for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
+    if cure is None or part is None:
+        return None
+    return cure if cure.format == "safetensors" else replace(cure, part=("--state-dict",))
+
+
+def _of_module(scope: Scope, complaints: Iterable[Complaint], code: list[Complaint]) -> list[Complaint]:
+    """COMPLAINTS about names. Those of a module can be changed where its state dict is taken, as CODE's cure does it."""
+    found = list(complaints)
+    taking = next((each.cure.part for each in code if each.cure), ()) if scope.module else ()
+    return [replace(each, cure=replace(each.cure, part=taking) if each.cure else None) for each in found]

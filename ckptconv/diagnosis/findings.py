@@ -15,7 +15,8 @@ from ckptconv.diagnosis.machine import Machine
 from ckptconv.errors import printable
 from ckptconv.graph import Node, PersistentId, walk
 from ckptconv.model import Checkpoint, Storage
-from ckptconv.targets import format_of, suffix_of
+from ckptconv.pickled_modules import PickledModule
+from ckptconv.targets import suffix_of, usual_format
 
 __all__ = [
     "SHOWN",
@@ -88,12 +89,13 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part."""
+    """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is."""
 
     checkpoint: Checkpoint
     customs: Customs
     machine: Machine
     reach: set[int] | None = None
+    module: PickledModule | None = None
 
     @cached_property
     def storages(self) -> list[Storage]:
@@ -103,8 +105,10 @@ class Scope:
         )
         return list(dict.fromkeys(used))
 
-    def named(self) -> Sequence[StateDict | NamedOptimizer]:
+    def named(self) -> Sequence[StateDict | NamedOptimizer | PickledModule]:
         """Where names are; in a file of optimizers alone, theirs."""
+        if self.module is not None:
+            return [self.module]
         if self.reach is None:
             return self.customs.state_dicts or self.customs.optimizers
         return [found for found in self.customs.state_dicts if id(found.node) in self.reach]
@@ -117,12 +121,12 @@ class Below:
         self.by_node = {id(each.node): each.storage for each in checkpoint.references}
         self.seen: set[int] = set()
 
-    def storages(self, node: Node) -> list[Storage]:
-        nodes = walk([node], self.seen)
-        return list(dict.fromkeys(self.by_node[id(each)] for each in nodes if isinstance(each, PersistentId)))
+    def storages(self, *nodes: Node) -> list[Storage]:
+        reached = walk([*nodes], self.seen)
+        return list(dict.fromkeys(self.by_node[id(each)] for each in reached if isinstance(each, PersistentId)))
 
-    def nbytes(self, node: Node) -> int:
-        return sum(storage.nbytes for storage in self.storages(node))
+    def nbytes(self, *nodes: Node) -> int:
+        return sum(storage.nbytes for storage in self.storages(*nodes))
 
 
 def finding(checkpoint: Checkpoint, complaint: Complaint) -> Finding:
@@ -152,7 +156,7 @@ def together(cures: list[Cure]) -> Cure:
     """All of CURES at once; of two that send one tag somewhere the later is heard."""
     return Cure(
         "-fixed",
-        part=tuple(word for cure in cures for word in cure.part),
+        part=tuple(word for part in dict.fromkeys(cure.part for cure in cures) for word in part),
         names=tuple(word for cure in cures for word in cure.names),
         to_cpu=any(cure.to_cpu for cure in cures),
         maps={old: new for cure in cures for old, new in cure.maps.items()},
@@ -165,7 +169,8 @@ def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
     format = cure.format or ("safetensors" if checkpoint.is_state_dict else "pt")
     suffix = suffix_of(path.name)
     target = path.name[: len(path.name) - len(suffix)] + cure.suffix
-    target += suffix if suffix and format_of(path.name) == format else f".{format}"
+    kept = suffix and usual_format(path.name, checkpoint.format) == format
+    target += suffix if kept else f".{format}"
     line = shell("ckptconv", "convert", path, Path(target), *cure.flags())
     return line if printable(line) == line else None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptconv.customs import Customs
+from ckptconv.customs import Customs, StateDict
 from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
 from ckptconv.errors import count
 from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
 from ckptconv.model import Checkpoint
+from ckptconv.pickled_modules import PickledModule, detached
 from ckptconv.pickles.imports import imported_name
 from ckptconv.places import is_item
 from ckptconv.safe_loader import refused_opcodes
@@ -19,14 +20,15 @@ __all__ = ["Part", "Refused", "opcodes", "refusals"]
 
 @dataclass(frozen=True)
 class Part:
-    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH."""
+    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH. NODES are what is in it; MODULE: what would give it."""
 
-    node: Node
+    nodes: list[Node]
     path: str | None
     nbytes: int
+    module: PickledModule | None = None
 
 
-def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Complaint], Node | None]:
+def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Complaint], Part | None]:
     """A complaint for each thing REFUSED, the cure with the last, and what the cure takes."""
     found = Refused(scope.checkpoint, refused)
     part = found.loadable_part(scope.customs)
@@ -36,22 +38,29 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[C
         texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
     if len(found.where) > SHOWN:
         texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
+    if scope.checkpoint.script_classes is not None:
+        texts = ["it is a TorchScript archive, which torch.jit.load loads and torch.load does not"]
     cure, last = _cure(scope.checkpoint, part)
     complaints = [Complaint("code", text, blocks=True) for text in texts]
     complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
-    return complaints, part.node if part else None
+    return [*complaints, *_plain_pickle(scope.checkpoint)], part
 
 
 def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
-    if part is None and any(place.segment.startswith("/._modules") for place in checkpoint.places):
-        return (
-            None,
-            "it is a whole pickled model, whose tensors ckptconv.open gives one by one (RECIPES.md: where the file is the model itself)",
-        )
+    is_script = checkpoint.script_classes is not None
     if part is None:
+        if is_script:
+            return None, "it has no state dict"
         return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
     total = sum(storage.nbytes for storage in checkpoint.storages.values())
     share = f"{part.nbytes:,} of {total:,} bytes"
+    if part.module:
+        select = () if part.path is None else ("--select", part.path)
+        what = "it" if part.module.path == "." else part.module.path
+        text = f"{what} is a whole pickled model, whose state dict alone loads ({share})"
+        if is_script:
+            text = f"its state dict alone loads ({share})"
+        return Cure("-weights", part=(*select, "--state-dict")), text
     if part.path is None:
         return Cure("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
     return Cure("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
@@ -75,18 +84,20 @@ class Refused:
     def loadable_part(self, customs: Customs) -> Part | None:
         """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
         tainted = self.uses.above(self.nodes)
-        main = customs.main()
+        meant = next(iter(customs.main()), None) if len(customs.main()) == 1 else None
         below = Below(self.checkpoint)
-        if len(main) == 1 and id(main[0].node) not in tainted:
-            return Part(main[0].node, None, below.nbytes(main[0].node))
-        state_dicts: list[tuple[str, Node]] = [
-            (f.path, f.node) for f in customs.state_dicts if id(f.node) not in tainted
-        ]
-        others = state_dicts or _other_parts(self.checkpoint, tainted)
-        largest = max(
-            (Part(node, path, below.nbytes(node)) for path, node in others), key=lambda part: part.nbytes, default=None
-        )
-        enough = 0 if state_dicts else sum(storage.nbytes for storage in self.checkpoint.storages.values()) // 2
+        modules = [Part([*map(detached, found.tensors.values())], found.path, 0, found) for found in customs.modules]
+        loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, walk([*part.nodes])))]
+        for part in loadable:
+            if part.module is meant:
+                return replace(part, path=None, nbytes=below.nbytes(*part.nodes))
+        if isinstance(meant, StateDict) and id(meant.node) not in tainted:
+            return Part([meant.node], None, below.nbytes(meant.node))
+        state_dicts = [Part([f.node], f.path, 0) for f in customs.state_dicts if id(f.node) not in tainted]
+        others = state_dicts or loadable or _other_parts(self.checkpoint, tainted)
+        sized = [replace(part, nbytes=below.nbytes(*part.nodes)) for part in others]
+        largest = max(sized, key=lambda part: part.nbytes, default=None)
+        enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
         return largest if largest and largest.nbytes > enough else None
 
 
@@ -135,22 +146,33 @@ class _Uses:
         return found
 
 
-def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[tuple[str, Node]]:
+def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
     """The outermost parts that are not TAINTED, each an item of something that is itself an item."""
     items: dict[int, bool] = {}
-    found: list[tuple[str, Node]] = []
+    found: list[Part] = []
     for place in checkpoint.places:
         parent = place.parent
         items[id(place)] = parent is None or (items[id(parent)] and is_item(place))
         if parent is None or not items[id(place)] or id(parent.node) not in tainted or id(place.node) in tainted:
             continue
         if isinstance(place.node, (Dict, List, Call)):
-            found.append((place.path, place.node))
+            found.append(Part([place.node], place.path, 0))
     return found
+
+
+def _plain_pickle(checkpoint: Checkpoint) -> list[Complaint]:
+    """A pickle that torch did not write, and does not read."""
+    if checkpoint.format != "pickle":
+        return []
+    text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
+    return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
 
 
 def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
     """A pickle that only has to be written in another way."""
+    plain = _plain_pickle(checkpoint)
+    if plain:
+        return plain
     graph = checkpoint.graph
     unknown = refused_opcodes(graph)
     if unknown:

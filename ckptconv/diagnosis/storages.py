@@ -89,8 +89,8 @@ def _for_safetensors(checkpoint: Checkpoint, customs: Customs) -> dict[str, Tens
     """The tensors of the state dict that a conversion would take, if safetensors can hold each; else none."""
     main = customs.main()
     found: dict[str, TensorInfo] = {}
-    for effect, i in main[0].node.pairs() if len(main) == 1 else ():
-        key, info = effect.values[i], checkpoint.tensor_nodes.get(id(effect.values[i + 1]))
+    for key, value in main[0].items() if len(main) == 1 else ():
+        info = checkpoint.tensor_nodes.get(id(value))
         if info is None:
             continue
         if not isinstance(key, str) or not is_text(key) or key == METADATA or key in found or not _fits(info):

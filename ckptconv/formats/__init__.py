@@ -3,16 +3,18 @@ that it is one part of a distributed checkpoint, what stands beside it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from ckptconv.errors import UnsupportedError
 from ckptconv.folders import distributed_part_error
-from ckptconv.formats import safetensors, torch_zip
+from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
+from ckptconv.formats.other_pickles import looks_like_pickle
 from ckptconv.formats.strangers import stranger_error
-from ckptconv.model import Checkpoint
+from ckptconv.model import Checkpoint, Layout
 from ckptconv.sources import Source
 
-__all__ = ["FORMATS", "read"]
+__all__ = ["FORMATS", "WRITERS", "read"]
 
 
 class Format(Protocol):
@@ -25,7 +27,17 @@ class Format(Protocol):
     def read(self, source: Source) -> Checkpoint: ...
 
 
-FORMATS: tuple[Format, ...] = (torch_zip, safetensors)
+class Writer(Protocol):
+    """What the module of a format that can be written offers."""
+
+    NAME: str
+
+    def layout(self, checkpoint: Checkpoint, path: Path) -> Layout: ...
+
+
+FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, plain_pickle, safetensors)
+#: By the word of ``--format``: those that hold whatever a pickle can say.
+WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
 
 _HEAD = 64
 
@@ -38,13 +50,18 @@ def read(source: Source) -> Checkpoint:
     head = source.read(0, min(_HEAD, source.size))
     for format_ in FORMATS:
         if format_.looks_like(head):
-            return format_.read(source)
+            checkpoint = format_.read(source)
+            if torchscript.is_program(checkpoint):
+                torchscript.read_program(source, checkpoint)
+            return checkpoint
+    if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
+        return plain_pickle.read(source)
     error = stranger_error(source)
     if error:
         raise error
     if source.path.suffix == ".safetensors":
         return safetensors.read(source)  # which says what is wrong with it
     raise UnsupportedError(
-        "no checkpoint that this version reads", where=source.path, expected="torch's zip format or safetensors",
+        "no checkpoint that this version reads", where=source.path, expected="a file of torch.save, pickle.dump or safetensors",
         got=f"a file that starts with the bytes {head[:8].hex(' ')}",
     )  # fmt: skip

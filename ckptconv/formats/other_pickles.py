@@ -1,12 +1,7 @@
-"""Pickles that are no zip of torch's: its format from before 1.6, and what ``pickle.dump`` wrote. Parsed as every pickle here, which runs nothing.
-
-torch's older format: five pickles one behind another (a magic number, 1001, the machine's sizes, the object, the storages' keys), then for each key the number of elements (8 bytes) and
-the storage's bytes. Source: ``_legacy_save`` in ``torch/serialization.py`` of torch 2.13.
-"""
+"""Pickles that are no checkpoint: what ``pickle.dump`` wrote without tensors in it. Parsed as every pickle here, which runs nothing."""
 
 from __future__ import annotations
 
-from ckptconv.commands import literal, saved_by_torch
 from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import CkptconvError, InputError, MalformedError, UnsupportedError
@@ -16,25 +11,21 @@ from ckptconv.graph import (
     Dict,
     Global,
     Graph,
-    List,
     Object,
-    Py2String,
     Tuple,
     Value,
     is_global,
     uncollected,
 )
+from ckptconv.old_spellings import text_of
 from ckptconv.pickles import parse
-from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Readable
 
-__all__ = ["LEGACY", "legacy_error", "looks_like_pickle", "pickle_error", "storage_sizes"]
+__all__ = ["LOADER", "looks_like_pickle", "pickle_error", "storage_sizes"]
 
-LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch.serialization.MAGIC_NUMBER, pickled
+LOADER = "torch.storage._load_from_bytes"  #: by which a plain pickle holds a storage, and nothing else does
 _AGAIN = "download or copy it again"
 _NO_WEIGHTS = "it holds no weights; give the file with the weights"
-_LEGACY = "a checkpoint in torch's format from before 1.6"
-_BEFORE_OBJECT = 3  # pickles
 _PROTOCOLS = (2, 3, 4, 5)
 _OLD_STARTS = b"(])}cIJKMLNSUVXFG"  # opcodes that a pickle of protocol 0 or 1 can start with
 _OLD_MOST = 1 << 20  # bytes of such a pickle that are tried; text is more likely
@@ -50,79 +41,13 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for reference in graph.references:
         items = reference.id.items if isinstance(reference.id, Tuple) else []
-        if len(items) < 5 or _text(items[0]) != "storage":
+        if len(items) < 5 or text_of(items[0]) != "storage":
             continue
-        cls, key, numel = items[1], _text(items[2]), items[4]
+        cls, key, numel = items[1], text_of(items[2]), items[4]
         dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
         if dtype and key is not None and type(numel) is int and 0 <= numel < _MOST_ELEMENTS:
             sizes[key] = numel * dtype.itemsize
     return sizes
-
-
-def _text(value: Value) -> str | None:
-    if isinstance(value, Py2String):
-        return value.data.decode("ascii", "replace")
-    return value if isinstance(value, str) else None
-
-
-# torch's older format
-
-
-def legacy_error(source: Readable) -> InputError:
-    """What is to be said of SOURCE, which starts as torch wrote before 1.6."""
-    try:
-        with uncollected():
-            graph, whole = _read_legacy(source)
-    except MalformedError as error:
-        if (
-            error.got == "persistentid"
-        ):  # a class that stands outside the pickle, beside its source code: a whole module
-            return _legacy(source, _trusted(source))
-        return MalformedError(
-            f"{_LEGACY} that was cut short, or damaged, inside its pickles: {error.what}",
-            where=source.path,
-            hint=_AGAIN,
-        )
-    except InputError as error:
-        return error
-    if whole is not None and whole > source.size:
-        return MalformedError(
-            f"{_LEGACY} that was cut short: {whole - source.size:,} of {whole:,} bytes are missing",
-            where=source.path, hint=_AGAIN,
-        )  # fmt: skip
-    if next(dangerous_globals(graph), None):
-        return _legacy(source, "it names what no checkpoint needs: do not load it")
-    if refused_opcodes(graph) or any(True for _ in obstacles(graph)):
-        return _legacy(source, _trusted(source))
-    load = f'torch.load({literal(source.path)}, map_location="cpu", weights_only=True)'
-    return _legacy(source, f"save it again: {saved_by_torch(load)}")
-
-
-def _legacy(source: Readable, hint: str) -> InputError:
-    return UnsupportedError(f"{_LEGACY}, which this version does not read", where=source.path, hint=hint)
-
-
-def _trusted(source: Readable) -> str:
-    load = f'torch.load({literal(source.path)}, map_location="cpu")'
-    return (
-        f"if you trust who made it, load it with {load}, weights_only switched off, and torch.save what you need of it"
-    )
-
-
-def _read_legacy(source: Readable) -> tuple[Graph, int | None]:
-    """The object's pickle, and the bytes that the file must have; None where its keys are not those of its storages."""
-    where = str(source.path)
-    at = 0
-    for _ in range(_BEFORE_OBJECT):
-        _, at = parse(source.read, source.size, where=where, offset=at)
-    graph, at = parse(source.read, source.size, where=where, offset=at)
-    sizes = storage_sizes(graph)
-    listed, at = parse(source.read, source.size, where=where, offset=at)
-    root = listed.root
-    keys = [_text(key) for key in root.elements()] if isinstance(root, List) else []
-    if any(key not in sizes for key in keys) or len(set(keys)) != len(keys):
-        return graph, None
-    return graph, at + sum(8 + sizes[key] for key in keys if key is not None)
 
 
 # Plain pickles
@@ -164,7 +89,7 @@ def pickle_error(source: Readable) -> InputError:
 
 def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     modules = {node.module.partition(".")[0] for node in graph.globals}
-    dangers = sorted(dangerous_globals(graph))
+    dangers = sorted({*dangerous_globals(graph)} - {LOADER})
     if dangers:
         return UnsupportedError(
             f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})", where=source.path,
@@ -174,12 +99,6 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
         return UnsupportedError(
             "the pickle of a torch checkpoint without the storages that belong to it", where=source.path,
             hint="give the whole file, or the folder that it was unpacked to",
-        )  # fmt: skip
-    if "torch" in modules:
-        again = saved_by_torch(f'pickle.Unpickler(open({literal(source.path)}, "rb")).load()', "pickle")
-        return UnsupportedError(
-            "a pickle.dump of torch objects, which this version does not read", where=source.path,
-            hint=f"if you trust who made it, save it again on a machine like the one it was made on: {again}",
         )  # fmt: skip
     arrays = "numpy" in modules
     packages = sorted(modules.difference(_PLAIN))

@@ -3,7 +3,7 @@
 A zip without its end has no directory. But torch writes ``data.pkl`` first, and that says how large each storage is, so what is left of the file says how much is
 missing at least: headers and padding between the storages are counted as short as a zip can have them. Only where what is left is stored and not compressed.
 
-Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
+Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's, Stable-Baselines' and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _Row = Callable[[_Names], "InputError | None"]
 def refuse_other_zips(source: Readable, names: list[str]) -> None:
     """Raise what a zip archive of NAMES is if it is none of torch's checkpoints."""
     below = frozenset(name.partition("/")[2] for name in names)
-    if _PICKLE in below and below.isdisjoint(_PROGRAM):
+    if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
         return
     found = _Names(str(source.path), dict.fromkeys(names), below)
     error = next(error for row in _ROWS if (error := row(found)))
@@ -73,17 +73,17 @@ def refuse_other_zips(source: Readable, names: list[str]) -> None:
 
 # Whose it is
 
-_PROGRAM = ("constants.pkl", "attributes.pkl", "archive_format", "serialized_exported_program.json")
+_NO_CHECKPOINT = ("attributes.pkl", "archive_format", "serialized_exported_program.json")
 
 
-def _torchscript(names: _Names) -> InputError | None:
-    old = "model.json" in names.below and any(name.startswith("code/") for name in names.below)  # torch 1.0
+def _old_torchscript(names: _Names) -> InputError | None:
+    old = "model.json" in names.below and any(name.startswith("code/") for name in names.below)  # torch 1.0 to 1.2
     if not old and names.below.isdisjoint(("constants.pkl", "attributes.pkl")):
         return None
     load = f'torch.jit.load({literal(names.path)}, map_location="cpu").state_dict()'
     return UnsupportedError(
-        "a TorchScript archive, which holds a program and not only weights",
-        hint=f"save its weights alone: {saved_by_torch(load)}",
+        "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
+        hint=f"save its weights alone with torch 1.13, which does: {saved_by_torch(load)}",
     )
 
 
@@ -112,10 +112,16 @@ def _torchserve(names: _Names) -> InputError | None:
     if "MAR-INF/MANIFEST.json" not in names.whole:
         return None
     inner = _checkpoint_in(names)
-    return UnsupportedError("a TorchServe model archive (.mar)", hint=names.unzip(inner or "MAR-INF/MANIFEST.json"))
+    hint = f"take the checkpoint out: {names.unzip(inner)}" if inner else f"unpack it: {shell('unzip', names.path)}"
+    return UnsupportedError("a TorchServe model archive (.mar), which holds a program beside its checkpoint", hint=hint)
 
 
 def _stable_baselines(names: _Names) -> InputError | None:
+    if {"data", "parameters", "parameter_list"} <= names.whole.keys():
+        return UnsupportedError(
+            "a model of Stable-Baselines 2 (TensorFlow), its weights as NumPy arrays inside a zip",
+            hint=f"take them out: {names.unzip('parameters')}",
+        )
     if not {"data", "policy.pth"} <= names.whole.keys():
         return None
     return UnsupportedError(
@@ -161,7 +167,7 @@ def _checkpoint_in(names: _Names) -> str | None:
 
 #: The first that answers is right.
 _ROWS: tuple[_Row, ...] = (
-    _torchscript, _exported, _records_without_folder, _torchserve, _stable_baselines, _keras, _arrays, _holding_a_checkpoint, _any_zip,
+    _old_torchscript, _exported, _records_without_folder, _torchserve, _stable_baselines, _keras, _arrays, _holding_a_checkpoint, _any_zip,
 )  # fmt: skip
 
 

@@ -35,6 +35,11 @@ NAME = "safetensors"
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
 _PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
 _AT_ONCE = 1000  # items in one SETITEMS, as pickle writes them
+_PART = "one process's part of it"
+_MERGE = (
+    "save it whole in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
+    "or with torch.distributed.checkpoint, and merge the folder with its dcp_to_torch_save"
+)
 _REAL = {"float64", "float32", "float16", "bfloat16"}
 _COMPLEX = {"complex64"}
 
@@ -180,7 +185,10 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
             taken[place.key] = info
             tensors.append(place)
     if troubles:
-        raise cannot_hold(checkpoint, NAME, troubles)
+        error = cannot_hold(checkpoint, NAME, troubles)
+        if any(trouble == _PART for _, trouble in troubles):
+            error.hint = f"{_MERGE}; {error.hint}" if error.hint else _MERGE
+        raise error
     others += attributes(checkpoint, [place.node for place in tensors])
     kept = [info.storage for info in taken.values()]
     if not taken and any(isinstance(node, PersistentId) for node in walk([place.node for place in others])):
@@ -202,6 +210,8 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
         return "the name is reserved"
     if not is_text(place.key):
         return "its name is no text"
+    if info.kind == "partial":
+        return _PART
     if info.kind != "strided" or info.storage is None:
         return info.kind
     if dtype.word is None:

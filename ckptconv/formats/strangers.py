@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from ckptconv.commands import literal, saved_by_torch, shell
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.folders import CHECKPOINT_SUFFIXES, LFS
-from ckptconv.formats.other_pickles import LEGACY, legacy_error, looks_like_pickle, pickle_error
 from ckptconv.formats.other_zips import displaced
 from ckptconv.sources import Readable
 
@@ -226,19 +225,11 @@ def _cut(text: str, most: int = _SHOWN) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-# Archives and pickles
+# Archives
 
 
 def _displaced(file: _File) -> InputError | None:
     return displaced(file.source)
-
-
-def _legacy(file: _File) -> InputError | None:
-    return legacy_error(file.source) if file.head.startswith(LEGACY) else None
-
-
-def _pickle(file: _File) -> InputError | None:
-    return pickle_error(file.source) if looks_like_pickle(file.source, file.head) else None
 
 
 def _tar(file: _File) -> _Answer | None:
@@ -418,7 +409,7 @@ _ROWS: tuple[_Row, ...] = (
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
     _starts(b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras) and not a checkpoint of torch", "load it with Keras or h5py and save its weights with torch"),
-    _legacy, _pickle, _tar, _array,
+    _tar, _array,
     _gzip,
     _compressed(b"BZh", "bzip2", "bzip2 -dc {path} > OUT"),
     _compressed(b"\xfd7zXZ\0", "xz", "xz -dc {path} > OUT"),

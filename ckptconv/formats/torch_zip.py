@@ -25,10 +25,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checksums import check_crc32, crc32_of
-from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_zips import cut_short, refuse_other_zips
+from ckptconv.formats.pickled import (
+    pickle_pieces,
+    refuse_unknown_dtypes,
+    renumber,
+    sources_left_behind,
+    texts_left_behind,
+)
 from ckptconv.formats.zip_archive import (
     STORED,
     UTF8,
@@ -40,17 +46,15 @@ from ckptconv.formats.zip_archive import (
     local_header,
     read_archive,
 )
-from ckptconv.graph import Tuple
+from ckptconv.graph import Graph
 from ckptconv.limits import LIMITS
 from ckptconv.model import BLOCK, Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
-from ckptconv.pickles import emit, parse
+from ckptconv.pickles import parse
 from ckptconv.ranges import inflated
-from ckptconv.safe_loader import can_be_made_loadable
-from ckptconv.selection import cannot_hold
-from ckptconv.sources import Readable, Source
+from ckptconv.sources import Readable
 from ckptconv.vocabulary import checkpoint_of
 
-__all__ = ["NAME", "archived", "layout", "looks_like", "read"]
+__all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle"]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
@@ -68,7 +72,7 @@ def looks_like(head: bytes) -> bool:
 # Reading
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
     try:
         archive = read_archive(source, lambda names: refuse_other_zips(source, names))
@@ -77,19 +81,8 @@ def read(source: Source) -> Checkpoint:
     names = archive.names()
     _check_case(source, names)
     checked = archive.has_checksums
-    member = names[PICKLE]
     where = f"{source.path}: {PICKLE}"
-    pickle = None
-    if member.method != STORED:
-        pickle = _inflated(source, member, where, checked)
-    elif checked:
-        _check_crc(source, member, where)
-    fetch, start, size = _reader(source, member, pickle)
-    graph, end = parse(fetch, start + size, where=where, offset=start)
-    if end != start + size:
-        raise MalformedError(
-            "bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size
-        )
+    graph, pickle = read_pickle(source, names[PICKLE], where, checked=checked)
 
     def record(key: str) -> Span | Inflate | None:
         found = names.get(f"data/{key}")
@@ -110,12 +103,28 @@ def read(source: Source) -> Checkpoint:
     return checkpoint
 
 
+def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
+    """The graph of the pickle MEMBER, and its bytes where they do not stand in the source as they are. CHECKED: it has a checksum."""
+    pickle = None
+    if member.method != STORED:
+        pickle = _inflated(source, member, where, checked)
+    elif checked:
+        _check_crc(source, member, where)
+    fetch, start, size = _reader(source, member, pickle)
+    graph, end = parse(fetch, start + size, where=where, offset=start)
+    if end != start + size:
+        raise MalformedError(
+            "bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size
+        )
+    return graph, pickle
+
+
 def _is_storage(name: str) -> bool:
     """Whether the record NAME holds a storage, and is no folder."""
     return name.startswith("data/") and not name.endswith("/")
 
 
-def _check_case(source: Source, names: dict[str, Member]) -> None:
+def _check_case(source: Readable, names: dict[str, Member]) -> None:
     """torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
         folded = name.casefold()
@@ -125,14 +134,14 @@ def _check_case(source: Source, names: dict[str, Member]) -> None:
             )
 
 
-def _reader(source: Source, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
+def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
     """How to read the pickle, where it starts and how long it is."""
     if pickle is None:
         return source.read, member.data_offset, member.size
     return (lambda offset, length: pickle[offset : offset + length]), 0, len(pickle)
 
 
-def _inflated(source: Source, member: Member, where: str, checked: bool) -> bytes:
+def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
     """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated. CHECKED: it has a checksum."""
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
@@ -149,11 +158,11 @@ def _inflated(source: Source, member: Member, where: str, checked: bool) -> byte
     )
 
 
-def _check_crc(source: Source, member: Member, where: str) -> None:
+def _check_crc(source: Readable, member: Member, where: str) -> None:
     check_crc32(member.crc32, crc32_of(Span(source, member.data_offset, member.size)), where)
 
 
-def _note(source: Source, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
+def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
     """The few bytes of the record NAME, if there is one."""
     member = names.get(name)
     if member is None:
@@ -170,7 +179,7 @@ def _note(source: Source, names: dict[str, Member], name: str, checked: bool) ->
     return source.read(member.data_offset, member.size)
 
 
-def _byteorder(source: Source, note: bytes | None) -> str:
+def _byteorder(source: Readable, note: bytes | None) -> str:
     if note not in (None, b"little", b"big"):
         raise MalformedError(
             "the byte order is unknown", where=f"{source.path}: byteorder", expected="little or big", got=note
@@ -184,19 +193,11 @@ def _byteorder(source: Source, note: bytes | None) -> str:
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along. Raises RefusedError."""
     if isinstance(checkpoint.container, Archive):
-        return Layout(_rewritten(checkpoint, checkpoint.container, path))
-    troubles = [
-        (place, info.dtype)
-        for place in checkpoint.places
-        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.dtype not in BY_NAME
-    ]
-    if troubles:
-        raise cannot_hold(checkpoint, "torch", troubles)
-    left_behind = [
-        LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
-        for key, text in checkpoint.metadata.items()
-        if key != "format"
-    ]
+        if checkpoint.script_classes is None:
+            return Layout(_rewritten(checkpoint, checkpoint.container, path))
+        return Layout(_written(checkpoint, path, checked=checkpoint.container.has_checksums))
+    refuse_unknown_dtypes(checkpoint)
+    left_behind = [*texts_left_behind(checkpoint), *sources_left_behind(checkpoint)]
     return Layout(_written(checkpoint, path, checked=True), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
 
 
@@ -204,13 +205,14 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
     members = archive.names()
     dropped = {name for name in members if _is_storage(name) and name[5:] not in checkpoint.storages}
-    names = _renumber(checkpoint) if dropped else {}
+    keys = renumber(checkpoint) if dropped else {}
+    names = {f"data/{old}": f"data/{new}" for old, new in keys.items()}
     kept = [
         (names.get(name, name), member)
         for name, member in members.items()
         if name not in _LAYOUT_RECORDS and name not in dropped
     ]
-    pickle = _pickle_pieces(checkpoint)
+    pickle = pickle_pieces(checkpoint)
     writer = _Writer(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
@@ -227,12 +229,12 @@ def archived(checkpoint: Checkpoint) -> OutFile:
 
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
     """An archive as torch writes it. CHECKED: its records get checksums, computed on the way."""
-    names = _renumber(checkpoint)
+    keys = renumber(checkpoint)
     writer = _Writer(_root_name(path), checked=checked)
-    writer.pickle(_pickle_pieces(checkpoint), like=0)
+    writer.pickle(pickle_pieces(checkpoint), like=0)
     writer.record("byteorder", checkpoint.byteorder.encode())
     for key, storage in checkpoint.storages.items():
-        writer.storage(names[f"data/{key}"], storage.data)
+        writer.storage(f"data/{keys[key]}", storage.data)
     writer.record("version", b"3\n")
     return writer.finish(path)
 
@@ -244,29 +246,6 @@ def _root_name(path: Path) -> str:
     except UnicodeEncodeError:
         return "archive"
     return "archive" if path.stem in (".", "..") or "\\" in path.stem else path.stem
-
-
-def _renumber(checkpoint: Checkpoint) -> dict[str, str]:
-    """Give storages keys from 0 on, in the order of first use, in the graph too; old → new record names."""
-    keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
-    for reference in checkpoint.references:
-        if isinstance(reference.node.id, Tuple):
-            kind, cls, _, tag, numel = reference.node.id.items
-            reference.node.id = Tuple([kind, cls, keys[reference.storage.key], tag, numel])
-    return {f"data/{old}": f"data/{new}" for old, new in keys.items()}
-
-
-def _pickle_pieces(checkpoint: Checkpoint) -> list[bytes | Span]:
-    """The pickle, its blobs as ranges of the source, or as bytes where the source's pickle is in memory."""
-    pieces: list[bytes | Span] = []
-    for part in emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph)):
-        if isinstance(part, bytes):
-            pieces.append(part)
-        elif checkpoint.pickle is None:
-            pieces.append(Span(checkpoint.source, part.offset, part.length))
-        else:
-            pieces.append(checkpoint.pickle[part.offset : part.offset + part.length])
-    return pieces
 
 
 class _Writer:
@@ -323,8 +302,8 @@ class _Writer:
         """The bytes of a storage that come from another container, with or without a checksum."""
         crc32: int | Span = 0
         if self.checked and data.length:
-            assert isinstance(data, Span)  # zips alone deflate
-            crc32 = data if data.crc32 is None else data.crc32
+            assert isinstance(data, Span) or data.crc32 is not None  # zips alone deflate
+            crc32 = data if isinstance(data, Span) and data.crc32 is None else data.crc32 or 0
         self.header(
             name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
         )  # fmt: skip

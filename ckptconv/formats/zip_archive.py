@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 from ckptconv.model import Inflate, Span
-from ckptconv.sources import Readable, Source
+from ckptconv.sources import Readable
 
 __all__ = ["Archive", "EndMissing", "Member", "central_directory", "first_member", "local_header", "read_archive"]
 
@@ -87,7 +87,7 @@ class EndMissing(MalformedError):
     """What starts as a zip archive has no end: it was cut short."""
 
 
-def read_archive(source: Source, refuse: Callable[[list[str]], None] | None = None) -> Archive:
+def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = None) -> Archive:
     """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError.
 
     REFUSE is shown the names first: what is another kind of zip is said before what is wrong with it.
@@ -144,7 +144,7 @@ def first_member(source: Readable) -> FirstMember | None:
 class _Window:
     """Short reads close behind one another, with one call of the system for many."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Readable) -> None:
         self.source = source
         self.offset = 0
         self.data = b""
@@ -158,14 +158,14 @@ class _Window:
         return self.data[start : start + length]
 
 
-def _bad(source: Source, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
+def _bad(source: Readable, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
     return MalformedError(what, where=f"{source.path} at byte {offset}", expected=expected, got=got)
 
 
 # The end
 
 
-def _read_end(source: Source) -> tuple[int, int, int]:
+def _read_end(source: Readable) -> tuple[int, int, int]:
     """The number of members, and the size and offset of the central directory."""
     tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
@@ -216,7 +216,7 @@ def _difference(tail: bytes, at: int) -> str:
     return f": {behind:,} bytes follow it" if behind > 0 else f": {-behind:,} bytes of its comment are missing"
 
 
-def _read_zip64_end(source: Source, end: int) -> list[int] | None:
+def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
     """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is one before END."""
     if end < _ZIP64_LOCATOR.size:
         return None
@@ -275,7 +275,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
     return entries
 
 
-def _entry(source: Source, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
+def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
     _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, attributes, header_offset = (
         fields
     )
@@ -316,7 +316,7 @@ def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
     return tuple(next(large) if number == _ONES32 else number for number in numbers)
 
 
-def _extras(source: Source, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
+def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
     """The extra fields by id."""
     found: dict[int, bytes] = {}
     start = 0
@@ -337,7 +337,7 @@ def _extras(source: Source, at: int, raw_name: bytes, extra: bytes) -> dict[int,
     return found
 
 
-def _check_names(source: Source, members: list[Member]) -> None:
+def _check_names(source: Readable, members: list[Member]) -> None:
     """All below one folder, none twice, none that leads out of it."""
     root = members[0].name.split("/")[0]
     seen: dict[str, Member] = {}
@@ -401,7 +401,7 @@ def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
     )
 
 
-def _check_local_numbers(source: Source, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
+def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
     in_descriptor = entry.flags & HAS_DESCRIPTOR
     if in_descriptor and local == (0, 0, 0):
         return  # what torch puts into a zip64 field here nobody reads
@@ -413,7 +413,7 @@ def _check_local_numbers(source: Source, entry: _Entry, local: tuple[int, int, i
         raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, found)
 
 
-def _check_descriptor(source: Source, entry: _Entry, descriptor: bytes, at: int) -> None:
+def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: int) -> None:
     """What stands between a member's data and the next header: a descriptor, with or without its signature, or nothing."""
     if not entry.flags & HAS_DESCRIPTOR:
         if descriptor:

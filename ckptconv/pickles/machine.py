@@ -18,17 +18,22 @@ from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["Machine", "Operation", "kind_of"]
 
-_WINDOW = 1 << 20  # bytes read at a time
+_WINDOW = 1 << 20  # bytes read at a time, at most
+_FIRST = 4096  # bytes read at first, and behind what was stepped over: the next may be near
 
 
 class Machine:
     """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came before each MARK."""
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, where: str, offset: int) -> None:
+    def __init__(
+        self, read: Callable[[int, int], bytes], size: int, where: str, offset: int, leave: tuple[bytes, ...] = ()
+    ) -> None:
         self.read = read
         self.size = size
         self.where = where
         self.start = offset
+        self.leave = leave  # starts of bytes objects that are not held, however short
+        self.ahead = _FIRST
         self.base = offset  # where the window stands in the file
         self.window = b""
         self.pos = 0  # the next byte, in the window
@@ -105,7 +110,8 @@ class Machine:
             raise LimitError(
                 "the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes"
             )
-        self.window = self.read(self.base, min(max(need, _WINDOW), self.size - self.base))
+        self.window = self.read(self.base, min(max(need, min(self.ahead, _WINDOW)), self.size - self.base))
+        self.ahead = min(4 * self.ahead, _WINDOW)
         if len(self.window) < need:
             self.fail("the file became shorter while it was read")
 
@@ -149,11 +155,23 @@ class Machine:
     def skip(self, n: int) -> int:
         """Step over N bytes without holding them; their offset."""
         offset = self.tell()
+        if self.pos + n <= len(self.window):
+            self.pos += n
+            self.budget += n
+            return offset
         self.base = offset + n
         self.budget -= self.pos
         self.window = b""
         self.pos = 0
+        self.ahead = _FIRST
         return offset
+
+    def is_left(self, n: int) -> bool:
+        """Whether the next N bytes start as what is left in the file."""
+        longest = min(max(map(len, self.leave), default=0), n)
+        if self.pos + longest > len(self.window):
+            self.refill(longest)
+        return self.window.startswith(self.leave, self.pos, self.pos + n)
 
     def skip_text(self, n: int) -> int:
         """Step over N bytes of UTF-8, of which one window after another is looked at; their offset."""

@@ -41,13 +41,15 @@ _FLOAT = re.compile(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
 _ESCAPE = re.compile(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
 
 
-def parse(read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0) -> tuple[Graph, int]:
+def parse(
+    read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0, leave: tuple[bytes, ...] = ()
+) -> tuple[Graph, int]:
     """The graph of the pickle at OFFSET, and the offset of the first byte behind it.
 
-    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors.
+    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes objects that start with one of LEAVE stay where they are, short ones too.
     Raises MalformedError, LimitError, UnsupportedError.
     """
-    machine = Machine(read, size, where, offset)
+    machine = Machine(read, size, where, offset, leave)
     graph = machine.load(_DISPATCH)
     return graph, machine.tell()
 
@@ -171,7 +173,8 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[Machine]
         n = length(m)
         if n > m.size - m.tell():
             m.fail("a length in the pickle reaches beyond its end", got=n)
-        m.stack.append(make(m.take(n)) if n <= LIMITS.inline_bytes else Blob(kind, m.skip(n), n))
+        stays = n > LIMITS.inline_bytes or m.is_left(n)
+        m.stack.append(Blob(kind, m.skip(n), n) if stays else make(m.take(n)))
 
     return operation
 

@@ -20,6 +20,7 @@ _SHOWN_LONG = 3  # things that are names twice over
 _LONGEST = 60  # characters of a text from the file
 _LONGEST_PATH = 100
 _USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
+_MACHINERY = re.compile(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and what is in them
 _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 
 
@@ -31,7 +32,8 @@ def facts(summary: Summary, look: Look, *, shown: int | None = None) -> Iterator
     yield from _customs(summary, look)
     yield from _safety(summary, look)
     for key in ("metadata", "others"):
-        texts = sorted(summary[key].items(), key=lambda item: item[0].count("/") + item[0].count("["))
+        texts = [(path, text) for path, text in summary[key].items() if not _MACHINERY.search(path)]
+        texts.sort(key=lambda item: item[0].count("/") + item[0].count("["))
         if texts:
             listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
             yield from _calm(partial(_values, look, key.removesuffix("s"), listed, len(texts)))
@@ -160,6 +162,7 @@ def _contents(summary: Summary, look: Look) -> Iterator[str]:
     if summary["protocol"] is None:
         yield from fact(look, "devices", "none stored: whoever loads it says where to")
     yield from _calm(partial(_state_dicts, summary, look))
+    yield from _calm(partial(_modules, summary, look))
 
 
 def _state_dicts(summary: Summary, look: Look, most: int) -> Iterator[str]:
@@ -171,6 +174,33 @@ def _state_dicts(summary: Summary, look: Look, most: int) -> Iterator[str]:
         yield from fact(look, "state dict", what + ("" if said else _prefix(found["prefixes"], found["names"])))
     if len(every) > most:
         yield from fact(look, "state dict", f"… {len(every) - most:,} more")
+
+
+def _modules(summary: Summary, look: Look, most: int) -> Iterator[str]:
+    """A fact for each of MOST whole modules, with the names of the state dict that it would give."""
+    said = any(finding["kind"] == "prefix" for finding in summary["findings"])
+    every = summary["modules"]
+    for found in every[:most]:
+        what = f"{_short(found['path'], _LONGEST_PATH)}: a whole {_short(found['class_name'], _LONGEST_PATH)}"
+        if found["trouble"]:
+            yield from fact(look, "module", f"{what}, which gives no state dict: {found['trouble']}")
+            continue
+        names = [_short(tensor["name"]) for tensor in found["tensors"]]
+        what += f", {count(len(names), 'name')}, {count(found['parameters'], 'parameter')}"
+        yield from fact(look, "module", what + ("" if said else _prefix(found["prefixes"], len(names))))
+        if names:
+            yield from fact(look, "", ["as a state dict: " + names[0], *some(names, most)[1:]])
+        if found["unknown"]:
+            yield from fact(
+                look,
+                "",
+                [
+                    "without a tensor that is known: " + _short(found["unknown"][0]),
+                    *some(map(_short, found["unknown"]), most)[1:],
+                ],
+            )
+    if len(every) > most:
+        yield from fact(look, "module", f"… {len(every) - most:,} more")
 
 
 def _shares(shares: dict[str, Share]) -> list[str]:

@@ -85,7 +85,12 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
         )
-        take = part and ("state_dict=True" if part.path is None else f"select={part.path!r}")
+        take = part and ", ".join(
+            [
+                *([f"select={part.path!r}"] if part.path is not None else []),
+                *(["state_dict=True"] if part.path is None or part.module else []),
+            ]
+        )
         raise UnsupportedError(
             "loading it takes code that torch's safe loader refuses", where=checkpoint.source.path,
             got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),

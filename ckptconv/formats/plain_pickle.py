@@ -1,0 +1,363 @@
+"""A plain pickle with torch's tensors in it, as ``pickle.dump`` writes it: reader and writer.
+
+Layout: one pickle, in which each storage is a call:
+
+    torch.storage._load_from_bytes(BYTES)   BYTES are a whole file that holds one storage: torch's older format (:mod:`ckptconv.formats.torch_legacy`),
+                                            or, from a few versions, its zip format
+    torch.FloatStorage([1.0, 2.0])          the same before torch 0.4, when numbers stood in lists
+
+So a location tag stands inside each BYTES, where no ``map_location`` of the outer ``pickle.load`` reaches it. Protocols 0 to 2 have no opcode for bytes: Python 3 writes
+``_codecs.encode(TEXT, 'latin1')``, Python 2 its ``str``. Two tensors on one storage get a call each, and share nothing afterwards.
+
+Read, a call becomes a reference to a storage, whose bytes are a range of the file; written, a reference becomes a call again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from ckptconv.dangers import dangerous_globals
+from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
+from ckptconv.formats import torch_legacy, torch_zip
+from ckptconv.formats.joined import joined
+from ckptconv.formats.other_pickles import LOADER, pickle_error
+from ckptconv.formats.pickled import blob_bytes, refuse_unknown_dtypes, sources_left_behind, texts_left_behind
+from ckptconv.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Global,
+    Graph,
+    List,
+    Node,
+    PersistentId,
+    Py2String,
+    Tuple,
+    Value,
+    is_global,
+    replace_nodes,
+    walk,
+)
+from ckptconv.model import Checkpoint, Inflate, Layout, OutFile, Piece, Span, Storage
+from ckptconv.old_spellings import modernise, text_of
+from ckptconv.pickles import emit, parse
+from ckptconv.rebuild_calls import args_of
+from ckptconv.sources import Readable, Source
+from ckptconv.vocabulary import checkpoint_of
+
+__all__ = ["NAME", "layout", "looks_like", "read"]
+
+NAME = "pickle"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, as every version of torch pickles it here
+_OLD_START = re.compile(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
+_LATIN_1 = ("latin1", "latin-1")
+_STEP = 1 << 20  # bytes of a text that are decoded at once
+#: How :mod:`struct` packs the numbers of those storages that were lists.
+_NUMBERS = {
+    "DoubleStorage": "d", "FloatStorage": "f", "HalfStorage": "e", "LongStorage": "q", "IntStorage": "i", "ShortStorage": "h",
+    "CharStorage": "b", "ByteStorage": "B",
+}  # fmt: skip
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that starts with HEAD can be a pickle: protocols 2 and higher say so, a dict, a list or an object of older ones is told by how it starts."""
+    return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or bool(_OLD_START.match(head))
+
+
+# Reading
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
+    where = str(source.path)
+    try:
+        graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY,))
+    except InputError:
+        raise pickle_error(source) from None
+    calls = [call for call in graph.calls if is_global(call.callable, LOADER)]
+    lists = [call for call in graph.calls if _numbers(call) is not None]
+    if graph.references or not (calls or lists or any(_is_torchs(call) for call in graph.calls)):
+        raise pickle_error(source)
+    if end != source.size:
+        raise MalformedError(
+            "bytes behind the end of the pickle", where=where, expected=f"{end} bytes", got=source.size,
+            hint="several pickles in one file must be taken apart with pickle.load, one after another",
+        )  # fmt: skip
+    reader = _Reader(source, graph)
+    reader.read([*calls, *lists])
+    modernise(graph)
+    checkpoint = checkpoint_of(NAME, source, graph, None, reader.spans.get, where)
+    if not checkpoint.tensors and not checkpoint.storages:
+        raise pickle_error(source)
+    checkpoint.notes += reader.notes
+    if lists:
+        checkpoint.notes.append(f"{len(lists):,} storages are lists of numbers, as before torch 0.4; bytes are written")
+    return checkpoint
+
+
+def _is_torchs(call: Call) -> bool:
+    return isinstance(call.callable, Global) and call.callable.module == "torch._utils"
+
+
+def _numbers(call: Call) -> List | None:
+    """The list that is the storage that CALL makes, if it was complete by then."""
+    cls, args = call.callable, args_of(call)
+    if not isinstance(cls, Global) or cls.module not in ("torch", "torch.cuda") or cls.name not in _NUMBERS:
+        return None
+    numbers = args[0] if len(args) == 1 else None
+    if not isinstance(numbers, List) or call.kind != "REDUCE" or call.effects:
+        return None
+    return numbers if all((effect.order or 0) < (call.order or 0) for effect in numbers.effects) else None
+
+
+class _Reader:
+    """Puts references to storages for the calls in GRAPH that make them. ``spans``: the bytes of the storages by key."""
+
+    def __init__(self, source: Source, graph: Graph) -> None:
+        self.source = source
+        self.graph = graph
+        self.spans: dict[str, Span] = {}
+        self.words: dict[str, str] = {"storage": "storage"}
+        self.classes: dict[str, Global] = {}
+        self.used: set[int] = set()
+        self.notes: list[str] = []
+
+    def read(self, calls: list[Call]) -> None:
+        """Put references for CALLS."""
+        graph = self.graph
+        calls.sort(key=lambda call: call.order or 0)
+        new: dict[Node, Node] = {call: self.reference(call, str(i)) for i, call in enumerate(calls)}
+        replace_nodes(graph, new)
+        if any(is_global(node, LOADER) for node in walk([graph.root, *graph.discarded])):
+            raise UnsupportedError(f"{LOADER} is used for something else than a call", where=self.source.path)
+        graph.globals = [node for node in graph.globals if not is_global(node, LOADER)] + [*self.classes.values()]
+        graph.calls = [call for call in graph.calls if call not in new]
+        graph.references = [node for node in new.values() if isinstance(node, PersistentId)]
+
+    def reference(self, call: Call, key: str) -> PersistentId:
+        """The storage KEY, which CALL makes."""
+        numbers = _numbers(call)
+        if numbers is not None and isinstance(call.callable, Global):
+            cls = call.callable
+            self.spans[key] = span = self.packed(numbers, cls, key)
+            tag, numel = "cuda:0" if cls.module == "torch.cuda" else "cpu", span.length
+            numel //= BY_STORAGE_CLASS[cls.name].itemsize
+        else:
+            cls, tag, numel, self.spans[key] = self.nested(call, key)
+        module = "torch.storage" if cls.name == "UntypedStorage" else "torch"
+        cls = self.classes.setdefault(cls.name, Global(module, cls.name))
+        tag = self.words.setdefault(tag, tag)
+        return PersistentId(Tuple([self.words["storage"], cls, key, tag, numel]), call.order)
+
+    def packed(self, numbers: List, cls: Global, key: str) -> Span:
+        values = [*numbers.elements()]
+        try:
+            data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
+        except (struct.error, OverflowError) as error:
+            raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
+        return Span(_Held(data, self.source.path), 0, len(data))
+
+    def nested(self, call: Call, key: str) -> tuple[Global, str, int, Span]:
+        """Class, location tag, number of elements and bytes of the one storage in the file with which CALL is called."""
+        args = args_of(call)
+        if call.kind != "REDUCE" or call.effects or len(args) != 1:
+            self.refuse(key, "something else is done to it than torch does")
+        if id(args[0]) in self.used:
+            self.refuse(key, "its bytes are another storage's as well")
+        self.used.add(id(args[0]))
+        file, start, end = self.bytes_of(args[0], key)
+        head = file.read(start, min(len(_LEGACY), end - start))
+        graph, spans = (
+            self.zipped(file, start, end, key) if torch_zip.looks_like(head) else self.legacy(file, start, end, key)
+        )
+        dangers = sorted(dangerous_globals(graph))
+        if dangers:
+            raise UnsupportedError(
+                f"it names what no checkpoint needs ({some(dangers, 3)})", where=self.where(key), hint="do not load it"
+            )
+        root = graph.root
+        made = [*graph.calls, *graph.discarded, *graph.globals]
+        if not isinstance(root, PersistentId) or len(made) != 1 or len(spans) != 1:  # the class alone
+            self.refuse(key, "its file holds something else than one storage")
+        assert isinstance(root.id, Tuple)
+        _, cls, _, tag, numel = root.id.items
+        assert isinstance(cls, Global) and isinstance(numel, int)
+        return cls, text_of(tag) or "", numel, next(iter(spans.values()))
+
+    def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
+        parsed = torch_legacy.parse_file(file, start, end, self.where(key))
+        self.notes += [note for note in parsed.notes if note not in self.notes]
+        return parsed.graph, parsed.spans
+
+    def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
+        inner = torch_zip.read(_Window(file, start, end - start))
+        if inner.byteorder != "little":
+            self.refuse(key, "its numbers are big-endian")
+        spans = {}
+        for name, storage in inner.storages.items():
+            if isinstance(storage.data, Inflate):
+                self.refuse(key, "its file is compressed")
+            spans[name] = replace(storage.data, source=file, offset=start + storage.data.offset)
+        return inner.graph, spans
+
+    def bytes_of(self, value: Value, key: str) -> tuple[Readable, int, int]:
+        """Where the bytes that VALUE says stand: a file, a start and an end."""
+        path = self.source.path
+        if isinstance(value, Call) and is_global(value.callable, "_codecs.encode") and not value.effects:
+            text, encoding = (*args_of(value), None, None)[:2]
+            if encoding in _LATIN_1 and isinstance(text, Blob):
+                decoded = _Decoded(self.source, text, self.where(key))
+                return decoded, 0, decoded.size
+            if encoding in _LATIN_1 and isinstance(text, str):
+                try:
+                    value = text.encode("latin-1")
+                except UnicodeEncodeError:
+                    raise _no_bytes(self.where(key)) from None
+        if isinstance(value, Blob) and value.kind != "str":
+            return self.source, value.offset, value.offset + value.length
+        if isinstance(value, (Py2String, ByteArray)):
+            value = value.data
+        if not isinstance(value, bytes):
+            self.refuse(key, "what it is loaded from is no bytes")
+        return _Held(value, path), 0, len(value)
+
+    def where(self, key: str) -> str:
+        return f"{self.source.path}: storage {key}"
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        raise UnsupportedError(
+            why, where=self.where(key), hint="torch writes no such pickle; do not load it unless you trust who made it"
+        )
+
+
+def _no_bytes(where: str) -> MalformedError:
+    return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
+
+
+class _Held(Readable):
+    """Bytes in memory."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.path, self.fd, self.size = path, -1, len(data)
+        self._data = data
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        return self._data[offset : offset + length]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET."""
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+
+class _Window(Readable):
+    """LENGTH bytes at START of FILE, as a file of their own."""
+
+    def __init__(self, file: Readable, start: int, length: int) -> None:
+        self.path, self.fd, self.size = file.path, -1, length
+        self._file, self._start = file, start
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        return self._file.read(self._start + offset, length)
+
+
+class _Decoded(Readable):
+    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not fit into memory."""
+
+    def __init__(self, source: Source, text: Blob, where: str) -> None:
+        self.path, self.fd = source.path, -1
+        self._source, self._text, self._where = source, text, where
+        self._starts = [0]  # where the bytes stand of each piece of the text
+        self._last: tuple[int, bytes] = (-1, b"")
+        for i in range(-(-text.length // _STEP)):
+            self._starts.append(self._starts[-1] + len(self._piece(i)))
+        self.size = self._starts.pop()
+
+    def _piece(self, i: int) -> bytes:
+        """The bytes of the characters that start in piece I of the text."""
+        known, data = self._last
+        if known != i:
+            start = i * _STEP
+            end = min(start + _STEP, self._text.length)
+            utf8 = self._source.read(self._text.offset + start, min(end + 1, self._text.length) - start)
+            first = start and _is_inside(utf8[0])
+            last = len(utf8) if end == self._text.length or _is_inside(utf8[-1]) else len(utf8) - 1
+            try:
+                data = utf8[first:last].decode().encode("latin-1")
+            except UnicodeError:
+                raise _no_bytes(self._where) from None
+            self._last = i, data
+        return data
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET."""
+        while buffer:
+            i = bisect_right(self._starts, offset) - 1
+            part = self._piece(i)[offset - self._starts[i] :][: len(buffer)]
+            buffer[: len(part)] = part
+            buffer, offset = buffer[len(part) :], offset + len(part)
+
+
+def _is_inside(byte: int) -> bool:
+    """Whether BYTE goes on with a character of UTF-8."""
+    return byte & 0xC0 == 0x80
+
+
+# Writing
+
+
+def layout(checkpoint: Checkpoint, path: Path) -> Layout:
+    """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
+    refuse_unknown_dtypes(checkpoint)
+    classes = torch_legacy.storage_classes(checkpoint, "a plain pickle")
+    files = _call_again(checkpoint)
+    pieces: list[Piece] = []
+    for part in emit(checkpoint.graph, loadable=False):
+        if isinstance(part, bytes):
+            pieces.append(part)
+        elif part in files:
+            head, storage = files[part]
+            pieces.append(head)
+            if storage.nbytes:
+                pieces.append(torch_legacy.little_endian(storage, classes[storage], checkpoint.byteorder))
+        else:
+            pieces.append(blob_bytes(checkpoint, part))
+    sums = [s.data for s in checkpoint.storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]
+    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+    left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
+    return Layout(OutFile(path, joined(pieces), size, tuple(sums)), left_behind, ties=tuple(checkpoint.ties.items()))
+
+
+def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
+    """Put a call for each reference to a storage, one for all that mean the same; what its argument is made of: all but the storage's bytes, and the storage."""
+    loader = Global("torch.storage", "_load_from_bytes")
+    calls: dict[tuple[str, str], Call] = {}
+    files: dict[Blob, tuple[bytes, Storage]] = {}
+    new: dict[Node, Node] = {}
+    for i, reference in enumerate(checkpoint.references):
+        storage = reference.storage
+        assert isinstance(reference.node.id, Tuple)
+        _, cls, _, _, numel = reference.node.id.items
+        assert isinstance(cls, Global) and isinstance(numel, int)
+        call = calls.get((storage.key, cls.name))
+        if call is None:
+            head = torch_legacy.storage_file_head(cls, str(i), storage.device, numel)
+            blob = Blob("bytes", 0, len(head) + storage.nbytes)
+            files[blob] = head, storage
+            call = calls[storage.key, cls.name] = Call("REDUCE", loader, Tuple([blob]), order=reference.node.order)
+        new[reference.node] = call
+    replace_nodes(checkpoint.graph, new)
+    return files

@@ -1,0 +1,491 @@
+"""torch's format from before 1.6: reader and writer.
+
+Layout: five pickles one behind another, then the storages, in the order of their keys:
+
+    magic number          0x1950a86a20f9469cfc6c
+    version               1001
+    sys_info              {'protocol_version': 1001, 'little_endian': True, 'type_sizes': {...}}; nobody looks at it
+    object                storages in it are persistent ids ('storage', class, key, location, elements, view), the first mention of a module's class is
+                          ('module', class, the file that defines it, its source text)
+    keys                  a list of the storages' keys
+    for each key          the number of elements (8 bytes, little-endian), and the storage's bytes, little-endian on every machine
+
+VIEW is None, or (key, offset, elements) where torch before 0.4 stored a part of a storage under a key of its own. There is no checksum, and no alignment.
+
+Source: ``_legacy_save`` and ``_legacy_load`` in ``torch/serialization.py`` of torch 2.13. What it writes and cannot read back is read here: the persistent ids as texts that protocol 0 makes,
+and ``UntypedStorage``, under which it stores dtypes that have no storage class of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
+from ckptconv.formats.joined import joined
+from ckptconv.formats.pickled import pickle_pieces, refuse_unknown_dtypes, renumber, texts_left_behind
+from ckptconv.graph import (
+    Call,
+    Dict,
+    Effect,
+    Global,
+    Graph,
+    List,
+    Node,
+    PersistentId,
+    Tuple,
+    Value,
+    children,
+    is_global,
+    replace_nodes,
+    walk,
+)
+from ckptconv.model import Checkpoint, Gather, Inflate, Layout, OutFile, Piece, Span, Storage
+from ckptconv.old_spellings import modernise, text_of
+from ckptconv.pickles import emit, parse
+from ckptconv.rebuild_calls import STRIDED, args_of, ints_of, is_count
+from ckptconv.safe_loader import refused_opcodes
+from ckptconv.selection import cannot_hold
+from ckptconv.sources import Readable, Source
+from ckptconv.vocabulary import checkpoint_of
+
+__all__ = [
+    "NAME",
+    "LegacyFile",
+    "layout",
+    "little_endian",
+    "looks_like",
+    "parse_file",
+    "read",
+    "storage_classes",
+    "storage_file_head",
+]
+
+NAME = "torch legacy"
+_KIND = "a checkpoint in torch's format from before 1.6"
+_AGAIN = "download or copy it again"
+_MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
+_MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
+_VERSION = 1001
+_BEFORE_OBJECT = 3  # pickles
+_SIZE = 8  # bytes of the number of elements before each storage
+_TAR_BLOCK = 512
+#: What protocol 0 makes of a persistent id: its repr.
+_ID_TEXT = re.compile(r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, (.*)\)")
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that starts with HEAD starts with the magic number, pickled in any protocol."""
+    return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and _MAGIC_BYTES in head[:24])
+
+
+# Reading
+
+
+@dataclass(eq=False)
+class LegacyFile:
+    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys in their order, and by key the bytes of the storages. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
+
+    head: Span | None
+    graph: Graph
+    keys: list[str]
+    spans: dict[str, Span]
+    class_ids: dict[Global, PersistentId]
+    notes: list[str]
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
+    _refuse_tar(source)
+    parsed = parse_file(source, 0, source.size, str(source.path))
+    checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
+    checkpoint.class_ids = parsed.class_ids
+    checkpoint.notes += parsed.notes
+    return checkpoint
+
+
+def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
+    """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
+    graphs = []
+    at = object_start = start
+    try:
+        for _ in range(5):
+            graph, at = parse(source.read, end, where=where, offset=at)
+            graphs.append(graph)
+            object_start = at if len(graphs) == _BEFORE_OBJECT else object_start
+    except MalformedError as error:
+        error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: {error.what}"
+        error.hint = _AGAIN
+        raise
+    magic, version, sys_info, graph, keys = graphs
+    if any(pickle.calls or pickle.globals for pickle in (magic, version, sys_info, keys)):
+        raise MalformedError(
+            "there is code in the pickles around the object, which hold numbers and texts", where=where
+        )
+    if magic.root != _MAGIC:
+        raise MalformedError("the magic number is another", where=where, expected=f"{_MAGIC:#x}")
+    if version.root != _VERSION:
+        raise UnsupportedError(f"{_KIND}, of a version that nobody wrote", where=where, expected=_VERSION)
+    ids, class_ids = _read_ids(graph, where)
+    modernise(graph)
+    listed = _keys(keys.root, where)
+    spans = _read_sizes(source, at, end, listed, ids, where)
+    notes = _flatten_views(graph, ids, spans, where)
+    if _says_big_endian(sys_info.root):
+        notes.append(
+            "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
+        )
+    head = None if any(map(refused_opcodes, graphs[:_BEFORE_OBJECT])) else Span(source, start, object_start - start)
+    return LegacyFile(head, graph, listed, spans, class_ids, notes)
+
+
+def _refuse_tar(source: Readable) -> None:
+    """torch takes for a tar archive whatever tarfile does, before it looks for the magic number."""
+    if source.size < _TAR_BLOCK:
+        return
+    block = source.read(0, _TAR_BLOCK)
+    said = block[148:156].strip(b" \0")
+    total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
+    if re.fullmatch(rb"[0-7]{1,7}", said) and int(said, 8) == total:
+        raise MalformedError("the file can be read as a tar archive as well", where=source.path)
+
+
+def _says_big_endian(sys_info: Value) -> bool:
+    items = [(e.values[i], e.values[i + 1]) for e, i in sys_info.pairs()] if isinstance(sys_info, Dict) else []
+    return any(text_of(key) == "little_endian" and value is False for key, value in items)
+
+
+def _keys(root: Value, where: str) -> list[str]:
+    keys = [text_of(key) for key in root.elements()] if isinstance(root, List) else [None]
+    if None in keys or len(set(keys)) != len(keys):
+        raise MalformedError("the storages' keys are no list of different texts", where=where)
+    return [key for key in keys if key is not None]
+
+
+# Persistent ids
+
+
+@dataclass(eq=False)
+class _Id:
+    """What one persistent id says: a storage, and which part of it (key, offset, elements) is meant."""
+
+    node: PersistentId
+    cls: Global
+    key: str
+    numel: int
+    view: tuple[str, int, int] | None
+
+    @property
+    def dtype(self) -> str:
+        return BY_STORAGE_CLASS[self.cls.name].name
+
+    @property
+    def itemsize(self) -> int:
+        return BY_STORAGE_CLASS[self.cls.name].itemsize
+
+
+def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
+    """The storages that GRAPH refers to, whose ids are said anew in five parts; and the ids of classes, for which the classes themselves are put."""
+    ids: list[_Id] = []
+    classes: dict[Node, Node] = {}
+    class_ids: dict[Global, PersistentId] = {}
+    texts: dict[Node, str] = {}
+    for node in graph.references:
+        parts = _from_text(node.id, where) if isinstance(node.id, str) else node.id
+        items = parts.items if isinstance(parts, Tuple) else []
+        kind = text_of(items[0]) if items else None
+        if kind == "module" and len(items) == 4 and isinstance(items[1], Global):
+            cls = classes[node] = Global(items[1].module, items[1].name)
+            class_ids[cls] = node
+        elif kind == "storage" and len(items) == 6:
+            ids.append(_read_id(node, items, texts, where))
+        else:
+            raise MalformedError(
+                "a persistent id names neither a storage nor a class", where=where,
+                expected="('storage', class, key, location, elements, view)", got=f"{kind!r}, {len(items)} parts",
+            )  # fmt: skip
+    if classes:
+        replace_nodes(graph, classes)
+        graph.globals += class_ids
+    graph.references = [each.node for each in ids]
+    return ids, class_ids
+
+
+def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], where: str) -> _Id:
+    def text(value: Value) -> str | None:
+        said = text_of(value)
+        return said if said is None or not isinstance(value, Node) else texts.setdefault(value, said)
+
+    kind, cls, key, tag, numel, view = items
+    if not isinstance(cls, Global) or cls.name not in BY_STORAGE_CLASS:
+        got = cls if isinstance(cls, Global) else type(cls).__name__.lower()
+        raise MalformedError("a persistent id names no storage class", where=where, got=got)
+    key_text, tag_text = text(key), text(tag)
+    if key_text is None or tag_text is None or not is_count(numel):
+        raise MalformedError("a persistent id has parts of wrong types", where=where)
+    node.id = Tuple([text(kind), cls, key_text, tag_text, numel])
+    return _Id(node, cls, key_text, numel, _view(view, numel, where))
+
+
+def _view(view: Value, numel: int, where: str) -> tuple[str, int, int] | None:
+    if view is None:
+        return None
+    key, offset, size = view.items if isinstance(view, Tuple) and len(view.items) == 3 else (None, None, None)
+    text = text_of(key)
+    if text is None or not is_count(offset) or not is_count(size) or offset + size > numel:
+        raise MalformedError(
+            "the view of a storage is none", where=where, expected=f"(key, offset, size) within {numel} elements"
+        )
+    return text, offset, size
+
+
+def _from_text(text: str, where: str) -> Tuple:
+    """The storage that a persistent id of protocol 0 names."""
+    found = _ID_TEXT.fullmatch(text)
+    try:
+        rest: tuple[Any, ...] = ast.literal_eval(f"({found[2]},)") if found else ()
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        rest = ()
+    if not found or len(rest) != 4 or rest[3] is not None:
+        raise UnsupportedError(
+            "a persistent id is a text that says no storage, as protocol 0 writes them: torch cannot read it either",
+            where=where, got=text[:80],
+        )  # fmt: skip
+    return Tuple(["storage", Global("torch.storage" if found[1] == "UntypedStorage" else "torch", found[1]), *rest])
+
+
+# Storages
+
+
+def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str) -> dict[str, Span]:
+    """The bytes of the storages, which must fill the file from AT to END."""
+    first: dict[str, _Id] = {}
+    for each in ids:
+        other = first.setdefault(each.key, each)
+        if other.dtype != each.dtype and each.numel:
+            raise MalformedError(
+                f"storage {each.key} is described in two ways", where=where, expected=other.cls, got=each.cls
+            )
+    if first.keys() != set(keys):
+        missing, extra = first.keys() - set(keys), set(keys) - first.keys()
+        raise MalformedError(
+            "the list of keys is not that of the storages that the object refers to", where=where,
+            expected=f"{len(first)} keys", got=f"{len(missing)} missing, {len(extra)} of nothing",
+        )  # fmt: skip
+    whole = at + sum(_SIZE + first[key].numel * first[key].itemsize for key in keys)
+    if whole > end:
+        raise MalformedError(
+            f"{_KIND} that was cut short: {whole - end:,} of {whole:,} bytes are missing", where=where, hint=_AGAIN
+        )
+    spans = {}
+    for key in keys:
+        numel = int.from_bytes(source.read(at, _SIZE), "little", signed=True)
+        if numel != first[key].numel:
+            raise MalformedError(
+                f"storage {key} has another size than its persistent id says", where=f"{where} at byte {at}",
+                expected=f"{first[key].numel:,} elements", got=f"{numel:,}",
+            )  # fmt: skip
+        spans[key] = Span(source, at + _SIZE, numel * first[key].itemsize)
+        at += _SIZE + spans[key].length
+    if at != end:
+        raise MalformedError(
+            "bytes behind the last storage", where=f"{where} at byte {at}", expected="the end of the file",
+            got=f"{end - at:,} bytes", hint="several checkpoints in one file must be taken apart with torch.load, one after another",
+        )  # fmt: skip
+    return spans
+
+
+def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, Span], where: str) -> list[str]:
+    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part that is used in another way gets bytes of its own."""
+    views = {each.node: each for each in ids if each.view}
+    if not views:
+        return []
+    calls = [c for c in graph.calls if str(c.callable) in STRIDED and _storage_of(c) in views and is_count(_offset(c))]
+    tensors = {id(call.args) for call in calls}
+    bare = {
+        child
+        for node in walk([graph.root, *graph.discarded])
+        if id(node) not in tensors
+        for child in children(node)
+        if isinstance(child, PersistentId) and child in views
+    }
+    if isinstance(graph.root, PersistentId) and graph.root in views:
+        bare.add(graph.root)
+    known: dict[str, tuple[str, int, int]] = {}
+    for node, each in views.items():
+        key, offset, size = each.view or ("", 0, 0)
+        if known.setdefault(key, (each.key, offset, size)) != (each.key, offset, size):
+            raise MalformedError(f"the view {key} of a storage is described in two ways", where=where)
+        if node in bare and isinstance(node.id, Tuple):
+            kind, cls, _, tag, _ = node.id.items
+            node.id = Tuple([kind, cls, key, tag, size])
+            whole = spans[each.key]
+            spans[key] = Span(whole.source, whole.offset + offset * each.itemsize, size * each.itemsize)
+    for call in calls:
+        storage, *rest = args_of(call)
+        assert isinstance(storage, PersistentId)
+        view = views[storage].view
+        if view and storage not in bare:
+            _check_within(call, view[2], where)
+            call.args = Tuple([storage, (_offset(call) or 0) + view[1], *rest[1:]])
+    parts = "are parts of others that stand alone now, and share no bytes with them" if bare else ""
+    return [f"{len(bare):,} storages {parts}"] if bare else []
+
+
+def _check_within(call: Call, elements: int, where: str) -> None:
+    """The tensor that CALL makes must lie in its part of a storage, of so many ELEMENTS."""
+    _, offset, *sizes = args_of(call)
+    shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
+    end = (offset if is_count(offset) else 0) + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
+    if 0 not in shape and end > elements:
+        raise MalformedError(
+            "a tensor reaches outside its part of a storage",
+            where=where,
+            expected=f"at most {elements:,} elements",
+            got=f"{end:,}",
+        )
+
+
+def _storage_of(call: Call) -> Node | None:
+    args = args_of(call)
+    return args[0] if args and isinstance(args[0], PersistentId) else None
+
+
+def _offset(call: Call) -> int | None:
+    args = args_of(call)
+    return args[1] if len(args) > 1 and is_count(args[1]) else None
+
+
+# Writing
+
+_AT_ONCE = 1000  # items in one APPENDS, as pickle writes them
+_WHAT = "torch's format from before 1.6"
+_SHOWN = 5  # paths in an error
+_EARLY_READERS = (
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._C.Generator",
+)
+
+
+def layout(checkpoint: Checkpoint, path: Path) -> Layout:
+    """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
+    refuse_unknown_dtypes(checkpoint)
+    _refuse_early_readers(checkpoint)
+    classes = storage_classes(checkpoint, _WHAT)
+    own = checkpoint.container if isinstance(checkpoint.container, LegacyFile) else None
+    if own is None:
+        new = renumber(checkpoint)
+        storages = {new[key]: storage for key, storage in checkpoint.storages.items()}
+    else:
+        storages = {key: checkpoint.storages[key] for key in own.spans if key in checkpoint.storages}
+    _respell(checkpoint)
+    pieces: list[Piece] = [(own and own.head) or _head(), *pickle_pieces(checkpoint), _pickled(_list([*storages]))]
+    for key, storage in storages.items():
+        itemsize = BY_STORAGE_CLASS[classes[storage]].itemsize
+        if own is not None and key in own.keys and isinstance(storage.data, Span):  # the number before it stays
+            pieces.append(Span(storage.data.source, storage.data.offset - _SIZE, storage.data.length + _SIZE))
+            continue
+        pieces.append((storage.nbytes // itemsize).to_bytes(_SIZE, "little"))
+        if storage.nbytes:
+            pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
+    sums = [s.data for s in storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]
+    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+    return Layout(OutFile(path, joined(pieces), size, tuple(sums)), tuple(texts_left_behind(checkpoint)))
+
+
+def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
+    """All that stands before the bytes of the one storage that a file holds and nothing else, as :func:`torch.storage._load_from_bytes` takes it."""
+    reference = PersistentId(Tuple(["storage", cls, key, tag, numel, None]))
+    return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
+
+
+def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
+    """The class of each storage. Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each, and none that counts bytes."""
+    classes: dict[Storage, str] = {}
+    refused: set[Storage] = set()
+    for reference in checkpoint.references:
+        assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
+        name = reference.node.id.items[1].name
+        if name == "UntypedStorage" or (
+            classes.setdefault(reference.storage, name) != name and reference.storage.nbytes
+        ):
+            refused.add(reference.storage)
+    if not refused:
+        return classes
+    troubles = [
+        (place, info.dtype)
+        for place in checkpoint.places
+        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.storage in refused
+    ]
+    if troubles:
+        error = cannot_hold(checkpoint, what, troubles)
+        error.hint = f"--format pt writes them{'; ' + error.hint if error.hint else ''}"
+        raise error
+    raise RefusedError(
+        f"{what} cannot hold a storage without a dtype", where=checkpoint.source.path, hint="--format pt writes it"
+    )
+
+
+def _refuse_early_readers(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError where a call needs values while the pickle is read, before those of the storages are there."""
+    early = {id(call) for call in checkpoint.graph.calls if is_global(call.callable, *_EARLY_READERS)}
+    found = [place.path for place in checkpoint.places if id(place.node) in early]
+    if early:
+        raise RefusedError(
+            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators): torch finds whatever memory held",
+            where=checkpoint.source.path, got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors", hint="--format pt writes it",
+        )  # fmt: skip
+
+
+def _respell(checkpoint: Checkpoint) -> None:
+    """Say ids and classes as this format does."""
+    for node in checkpoint.references:
+        assert isinstance(node.node.id, Tuple)
+        node.node.id = Tuple([*node.node.id.items, None])
+    if checkpoint.class_ids:
+        replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
+
+
+def little_endian(storage: Storage, cls: str, byteorder: str) -> Span | Inflate | Gather:
+    """The bytes of STORAGE, of class CLS, the numbers turned round where they come from a big-endian zip."""
+    dtype = BY_STORAGE_CLASS[cls]
+    if byteorder == "little" or dtype.itemsize == 1:
+        return storage.data
+    return Gather(
+        storage.data, dtype.name, (storage.nbytes // dtype.itemsize,), (1,), 0, conj=False, neg=False, swapped=True,
+        length=storage.nbytes,
+    )  # fmt: skip
+
+
+@cache
+def _head() -> bytes:
+    """The three pickles before the object."""
+    sizes = _dict([("short", 2), ("int", 4), ("long", 4)])
+    sys_info = _dict([("protocol_version", _VERSION), ("little_endian", True), ("type_sizes", sizes)])
+    return _pickled(_MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
+
+
+def _pickled(value: Value) -> bytes:
+    graph = Graph(value, 2, 0, frozenset(), [], [], [], [], set())
+    return b"".join(piece for piece in emit(graph, loadable=True) if isinstance(piece, bytes))
+
+
+def _dict(items: list[tuple[str, Value]]) -> Dict:
+    made = Dict()
+    made.add(Effect("SETITEMS", [part for item in items for part in item], None))
+    return made
+
+
+def _list(items: list[str]) -> List:
+    made = List()
+    for at in range(0, len(items), _AT_ONCE):
+        some: list[Value] = [*items[at : at + _AT_ONCE]]
+        made.add(Effect("APPEND" if len(some) == 1 else "APPENDS", some, None))
+    return made

@@ -1,0 +1,236 @@
+"""TorchScript archives (``torch.jit.save``): read for what is in them and for their weights. They are programs, so they are not written.
+
+Layout: that of torch's zip format (:mod:`ckptconv.formats.torch_zip`), and beside that
+
+    data.pkl                  the module: objects of the classes in code/, each with a dict of attributes; storages are data/KEY
+    code/__torch__/A/B.py     the classes ``__torch__.A.B.Name``, in a part of Python's grammar; deflated
+    code/….py.debug_pkl       where its lines came from
+    constants.pkl             the tuple of what the code calls CONSTANTS.c0, CONSTANTS.c1, …; storages are constants/KEY
+    traced_inputs.pkl         the shapes of the inputs that a model was traced with
+    extra/NAME                what its author put in (``_extra_files``)
+
+A class in the code that is a module, with the names that are no identifiers as the last one's:
+
+    class Linear(Module):
+      __parameters__ = ["weight", "bias", ]
+      __buffers__ = []
+      weight : Tensor
+      __annotations__["0"] = __torch__.torch.nn.modules.linear.Linear
+
+The code is only searched, never run. Source: ``torch/csrc/jit/serialization`` of torch 2.13: ``export_module.cpp``, ``python_print.cpp`` and ``import_source.cpp``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptconv.checksums import check_crc32, crc32_of
+from ckptconv.commands import literal
+from ckptconv.errors import LimitError, RefusedError, count, some
+from ckptconv.formats.torch_zip import read_pickle
+from ckptconv.formats.zip_archive import Archive, Member
+from ckptconv.graph import Node
+from ckptconv.limits import LIMITS
+from ckptconv.model import Checkpoint, Inflate, LeftBehind, Span
+from ckptconv.ranges import inflated
+from ckptconv.script_modules import ScriptClasses, script_tensors
+from ckptconv.sources import Source
+from ckptconv.vocabulary import checkpoint_of
+
+__all__ = ["NAME", "is_program", "read_program", "refuse"]
+
+NAME = "TorchScript"
+_CONSTANTS = "constants.pkl"
+#: What else there is, by the first part of its name, for who takes the weights alone.
+_PROGRAM = {"code": "the program", "bytecode": "the program", "constants": "constants of the program", "traced_inputs": "inputs of the program"}  # fmt: skip
+_EXTRA = "it belongs to the program"
+_SHOWN = 5  # devices in a note
+_STRING = rb'"((?:[^"\\\n]|\\.){0,1000})"'  # no attribute has a longer name
+_ITEM = re.compile(_STRING + rb",? *")
+_CLASS_LINE = re.compile(
+    rb"^(?:class (?P<cls>[^(:\n]+)(?P<module>\(Module\))?[^\n]*"
+    rb"|  __(?P<kind>parameters|buffers)__ = \[(?P<names>[^\n]*)\]"
+    rb"|  __annotations__\[" + _STRING.replace(b"(", b"(?P<quoted>", 1) + rb"\] = (?P<annotation>[^\n]+)"
+    rb"|  (?P<name>\w+) : (?P<type>[^\n]+))$",
+    re.MULTILINE,
+)  # fmt: skip
+_DEVICE = re.compile(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+
+
+def is_program(checkpoint: Checkpoint) -> bool:
+    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by the record by which torch knows it."""
+    return isinstance(checkpoint.container, Archive) and _CONSTANTS in checkpoint.container.names()
+
+
+def read_program(source: Source, checkpoint: Checkpoint) -> None:
+    """Add to CHECKPOINT, read from SOURCE, what the program beside it says: the classes of its modules, devices, what a copy of its weights leaves behind.
+
+    Raises MalformedError, LimitError.
+    """
+    archive = checkpoint.container
+    assert isinstance(archive, Archive)
+    checkpoint.format = NAME
+    checkpoint.script_classes = {}
+    devices: Counter[str] = Counter()
+    where: dict[str, str] = {}
+    for name, text in _code(source, archive):
+        checkpoint.script_classes |= _classes(name.removeprefix("code/").removesuffix(".py").replace("/", "."), text)
+        for device, n in _devices(text).items():
+            devices[device] += n
+            where.setdefault(device, name)
+    if devices:
+        listed = [f"{device} ×{n:,} (first in {where[device]})" for device, n in devices.most_common()]
+        checkpoint.notes.append(f"devices in its code, which no map_location changes: {some(listed, _SHOWN)}")
+    constants = _constants(source, archive)
+    if constants.tensors:
+        found = Counter(info.device for info in constants.tensors.values())
+        on = [f"{device} ×{n:,}" for device, n in found.most_common()]
+        nbytes = sum(storage.nbytes for storage in constants.storages.values())
+        checkpoint.notes.append(
+            f"constants of its code: {count(len(constants.tensors), 'tensor')} in {_CONSTANTS}, {nbytes:,} bytes, on {some(on, _SHOWN)}"
+        )
+    if not _weights(checkpoint):
+        checkpoint.notes.append(_why_none(archive))
+    checkpoint.unused += _left_behind(archive)
+
+
+# The code
+
+
+def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
+    """The name and the text of each file of code. Raises LimitError before anything is inflated."""
+    files = [(name, each) for name, each in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"]
+    size = sum(max(member.size, member.stored_size) for _, member in files)
+    if size > LIMITS.script_bytes:
+        raise LimitError(
+            "a TorchScript archive has too much code", where=source.path, expected=f"at most {LIMITS.script_bytes:,} bytes", got=f"{size:,}"
+        )  # fmt: skip
+    for name, member in files:
+        yield name, _bytes(source, member, checked=archive.has_checksums)
+
+
+def _bytes(source: Source, member: Member, *, checked: bool) -> bytes:
+    data = member.data(source, checked=checked)
+    if isinstance(data, Inflate):
+        return b"".join(inflated(data))
+    if data.crc32 is not None:
+        check_crc32(data.crc32, crc32_of(data), f"{source.path}: {member.name}")
+    return source.read(data.offset, data.length)
+
+
+class _Class(NamedTuple):
+    """A class in the code: its lists, and its attributes that are not simply tensors."""
+
+    name: bytes | None
+    parameters: list[str]
+    buffers: list[str]
+    others: set[str]
+
+
+def _classes(module: str, text: bytes) -> ScriptClasses:
+    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers."""
+    every = [_Class(None, [], [], set())]  # for lines before the first
+    for line in _CLASS_LINE.finditer(text):
+        cls, kind = line["cls"], line["kind"]
+        if cls is not None:
+            every.append(_Class(cls if line["module"] else None, [], [], set()))
+        elif kind is not None:
+            (every[-1].parameters if kind == b"parameters" else every[-1].buffers).extend(_listed(line["names"]))
+        elif (line["type"] or line["annotation"]) != b"Tensor":
+            every[-1].others.add(_unquoted(line["name"] or line["quoted"]))
+    return {  # a buffer that can be None is in no state dict; a parameter that can is, where it is not
+        f"{module}.{each.name.decode('utf-8', 'replace')}": (
+            each.parameters,
+            [name for name in each.buffers if name not in each.others],
+        )
+        for each in every
+        if each.name is not None
+    }
+
+
+def _listed(names: bytes) -> Iterator[str]:
+    """The strings in NAMES, what stands between the brackets of a list."""
+    at = 0
+    while item := _ITEM.match(names, at):
+        yield _unquoted(item[1])
+        at = item.end()
+
+
+def _unquoted(text: bytes) -> str:
+    """TEXT of a string in the code; other letters than those of ASCII stand there as three octal digits for each byte."""
+
+    def character(match: re.Match[bytes]) -> bytes:
+        code = match[1]
+        return bytes([int(code, 8) & 0xFF]) if len(code) == 3 else _ESCAPED.get(code, code)
+
+    return _ESCAPE.sub(character, text).decode("utf-8", "surrogateescape")
+
+
+def _devices(text: bytes) -> Counter[str]:
+    """The devices that TEXT names, and how often; ``torch.cuda(x)`` is what becomes of ``x.cuda()``."""
+    return Counter((device or call).decode("utf-8", "replace") for device, call in _DEVICE.findall(text))
+
+
+# The constants
+
+
+def _constants(source: Source, archive: Archive) -> Checkpoint:
+    """What the code calls CONSTANTS."""
+    names, checked = archive.names(), archive.has_checksums
+    where = f"{source.path}: {_CONSTANTS}"
+    graph, _ = read_pickle(source, names[_CONSTANTS], where, checked=checked)
+
+    def record(key: str) -> Span | Inflate | None:
+        found = names.get(f"constants/{key}")
+        return found.data(source, checked=checked) if found else None
+
+    return checkpoint_of(NAME, source, graph, archive, record, where)
+
+
+# Its weights
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Node]:
+    """The state dict that the module gives."""
+    classes = checkpoint.script_classes or {}
+    return script_tensors(checkpoint.graph.root, classes, checkpoint.tensor_nodes, checkpoint.source.path)
+
+
+def _why_none(archive: Archive) -> str:
+    frozen = any(name.startswith("constants/") for name in archive.names())
+    why = ": torch.jit.freeze made them constants of its code, without names" if frozen else ""
+    return f"it has no parameters and no buffers, so no state dict{why}"
+
+
+def _left_behind(archive: Archive) -> list[LeftBehind]:
+    """What a copy of the weights does not have: the program and what belongs to it, each kind as one."""
+    names = archive.names()
+    sizes: Counter[str] = Counter()
+    for name, member in names.items():
+        kind = name.partition("/")[0].removesuffix(".pkl")
+        if kind in _PROGRAM:
+            sizes[kind] += member.size
+        elif kind == "extra":
+            sizes[name] += member.size
+    if sizes["constants"] == names[_CONSTANTS].size:
+        del sizes["constants"]  # it says that there are none
+    return [LeftBehind(name, size, _PROGRAM.get(name, _EXTRA)) for name, size in sizes.items() if size]
+
+
+def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
+    """Raise RefusedError where more is wanted of CHECKPOINT than it can give: it whole, or, if it is the WEIGHTS alone, those of a model that has none."""
+    archive, where = checkpoint.container, checkpoint.source.path
+    assert isinstance(archive, Archive)
+    if not weights:
+        load = f'torch.jit.load({literal(where)}, map_location="cpu")'
+        raise RefusedError(
+            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be another one", where=where,
+            hint=f"--state-dict takes its weights alone; to have it on another device, load it there: {load}",
+        )  # fmt: skip
+    if not _weights(checkpoint):
+        raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")

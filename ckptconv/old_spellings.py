@@ -1,0 +1,94 @@
+"""What Python 2 and torch before 0.4 wrote, said as it is said today: a loader gives the same objects, and everything here knows one spelling.
+
+    a key of a mapping that is Python 2's ``str``   text, where it is UTF-8, as torch's loader decodes it
+    ``OrderedDict([[key, value], ...])``            an OrderedDict on which the items are set
+    ``torch.cuda.FloatTensor()`` and its state      ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
+    ``Parameter(tensor)`` and its state             ``_rebuild_parameter(tensor, requires_grad, hooks)``
+
+Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still knows the old states.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptconv.graph import Call, Effect, Global, Graph, List, Object, Py2String, Tuple, Value, is_global, walk
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["modernise", "text_of"]
+
+_PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
+_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
+_PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
+
+
+def text_of(value: Value) -> str | None:
+    """A text, in Python 3's way or in Python 2's; None for anything else."""
+    if isinstance(value, Py2String):
+        try:
+            return value.data.decode()
+        except UnicodeDecodeError:
+            return None
+    return value if isinstance(value, str) else None
+
+
+def modernise(graph: Graph) -> None:
+    """Say everything in GRAPH as today's torch and Python do."""
+    rebuild_tensor = Global("torch._utils", "_rebuild_tensor")
+    rebuild_parameter = Global("torch._utils", "_rebuild_parameter")
+    for call in graph.calls:
+        if is_global(call.callable, "collections.OrderedDict"):
+            _set_items(call, graph)
+        elif (state := _state(call)) is None:
+            continue
+        elif len(state.items) == 4 and _TENSOR_CLASS.fullmatch(str(call.callable)) and not _args(call):
+            _become(call, rebuild_tensor, state)
+        elif len(state.items) == 3 and is_global(call.callable, *_PARAMETERS) and len(_args(call)) in (1, 2):
+            requires_grad, _, hooks = state.items
+            if isinstance(requires_grad, bool):
+                _become(call, rebuild_parameter, Tuple([_args(call)[0], requires_grad, hooks]))
+    if not _PYTHON_2.isdisjoint(graph.used):
+        _modernise_keys(graph)
+
+
+def _modernise_keys(graph: Graph) -> None:
+    """Make text of mappings' keys; one text of one string that is used several times."""
+    texts: dict[Py2String, str] = {}
+    for node in walk([graph.root, *graph.discarded]):
+        for effect, i in node.pairs() if isinstance(node, Object) else ():
+            key = effect.values[i]
+            if isinstance(key, Py2String) and (text := text_of(key)) is not None:
+                effect.values[i] = texts.setdefault(key, text)
+
+
+def _set_items(call: Call, graph: Graph) -> None:
+    """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else has that list."""
+    pairs = _args(call)[0] if len(_args(call)) == 1 else None
+    if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
+        return
+    items: list[Value] = []
+    for pair in pairs.elements():
+        parts = list(pair.elements()) if isinstance(pair, List) else pair.items if isinstance(pair, Tuple) else []
+        if len(parts) != 2 or pair in graph.shared:
+            return
+        items += parts
+    order, call.order, call.args = call.order, None, Tuple([])
+    call.effects = [*([Effect("SETITEMS", items, order)] if items else []), *call.effects]
+
+
+def _args(call: Call) -> list[Value]:
+    return call.args.items if isinstance(call.args, Tuple) else []
+
+
+def _state(call: Call) -> Tuple | None:
+    """The one thing that is done to what CALL gives, if it is a state that is a tuple."""
+    if call.kind != "REDUCE" or len(call.effects) != 1 or call.effects[0].opcode != "BUILD":
+        return None
+    state = call.effects[0].values[0]
+    return state if isinstance(state, Tuple) else None
+
+
+def _become(call: Call, function: Global, args: Tuple) -> None:
+    """Make of CALL and its state one call, which comes when the state came."""
+    call.callable, call.args, call.order = function, args, call.effects[0].order
+    call.effects = []
