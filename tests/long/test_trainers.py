@@ -1,0 +1,231 @@
+"""Real trainers as the judge: a run of Lightning's and one of transformers' Trainer go on from checkpoints that were sent to a GPU and back as from the originals, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptconv
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+
+Losses = list[float]
+
+
+def there_and_back(file: Path, folder: Path) -> Path:
+    """FILE sent to a GPU and back to the CPU, in FOLDER under its name; what torch's safe loader says of it is the same on the way and at the end."""
+    away, back = folder / f"on-gpu-{file.name}", folder / file.name
+    ckptconv.convert(file, away, map_location="cuda:0")
+    ckptconv.convert(away, back, map_location="cpu")
+    before = ckptconv.inspect(file)
+    if before["format"] != "safetensors":
+        there = ckptconv.inspect(away)
+        on_gpu = {t["path"] for t in there["tensors"] if t["device"] == "cuda:0"}
+        assert on_gpu == {t["path"] for t in before["tensors"]} - set(before["rng_states"])
+        assert refusal(file) == refusal(away) == refusal(back)
+        assert set(ckptconv.inspect(back)["devices"]) <= {"cpu"}
+    away.unlink()
+    return back
+
+
+def refusal(file: Path) -> str | None:
+    """What torch's safe loader has against FILE."""
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+# Lightning
+
+
+class Config:
+    """A user's class among the hyperparameters, which the safe loader does not know."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and other.width == self.width
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def lightning() -> ModuleType:
+    return pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'ckptconv[long]'")
+
+
+Fit = Callable[..., tuple[Losses, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture
+def fit(lightning: ModuleType, tmp_path: Path) -> Fit:
+    """Train a tiny network for four epochs, or go on from a checkpoint; the losses from there on, and the weights.
+
+    A scheduler, BatchNorm's buffers and a generator that makes noise are what a checkpoint must bring back.
+    """
+
+    class Noise(lightning.Callback):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(3)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            batch[0].add_(torch.randn(batch[0].shape, generator=self.generator) / 10)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": self.generator.get_state()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.generator.set_state(state_dict["generator"])
+
+    class Net(lightning.LightningModule):
+        def __init__(self, width: int = 8, config: object = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+            self.losses: Losses = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
+
+    def fit(folder: str, resume: Path | None = None, config: object = None, **kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        net = Net(config=config)
+        every_epoch = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
+        trainer = lightning.Trainer(
+            max_epochs=4, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Noise(), every_epoch], default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume, **kwargs)
+        return net.losses, net.state_dict()
+
+    return fit
+
+
+def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
+    """From the retagged checkpoint the last two epochs have the losses of the run that never stopped, and of the one that goes on from the original."""
+    losses, weights = fit("run")
+    original = tmp_path / "run" / "epoch=1.ckpt"
+    (tmp_path / "back").mkdir()
+    ours = there_and_back(original, tmp_path / "back")
+    for name, checkpoint in [("again", original), ("once more", original), ("ours", ours)]:
+        resumed, after = fit(name, checkpoint)
+        assert resumed == losses[len(losses) // 2 :], name
+        assert all(torch.equal(after[key], weights[key]) for key in weights), name
+
+
+@pytest.mark.parametrize("left_out", ["optimizer_states", "lr_schedulers", "callbacks", "state_dict"])
+def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, left_out: str) -> None:
+    """With the checkpoint of the first epoch in place of the second's, in one part, the losses differ: the test above sees what is lost."""
+    losses, _ = fit("run")
+    checkpoint, earlier = (
+        torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0)
+    )  # fmt: skip
+    checkpoint[left_out] = earlier[left_out]
+    torch.save(checkpoint, tmp_path / "mixed.ckpt")
+    assert fit("again", tmp_path / "mixed.ckpt")[0] != losses[len(losses) // 2 :]
+
+
+def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
+    """A class among the hyperparameters is refused with ``weights_only=True`` as before, and comes back without."""
+    config = Config(8)
+    losses, _ = fit("run", config=config)
+    original = tmp_path / "run" / "epoch=1.ckpt"
+    (tmp_path / "back").mkdir()
+    ours = there_and_back(original, tmp_path / "back")
+    for checkpoint in (original, ours):
+        with pytest.raises(Exception, match=r"test_trainers\.Config"):
+            fit("refused", checkpoint, config, weights_only=True)
+        assert fit("taken", checkpoint, config, weights_only=False)[0] == losses[len(losses) // 2 :]
+        assert torch.load(checkpoint, weights_only=False)["hyper_parameters"]["config"] == config
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[ModuleType]:
+    """The library, which takes seconds to import, without a network."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ckptconv[long]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
+        yield pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ckptconv[long]'")
+
+
+@pytest.fixture
+def train(transformers: ModuleType, tmp_path: Path) -> Fit:
+    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder; the losses of all steps, and the weights."""
+
+    def train(folder: str, resume: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+        )
+        tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / folder), max_steps=8, save_steps=4, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2,
+            seed=3, use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model.state_dict()
+
+    return train
+
+
+def retagged(checkpoint: Path, folder: Path) -> Path:
+    """CHECKPOINT, a folder of the Trainer's, in FOLDER: all that can hold tensors there and back, the rest as it is."""
+    shutil.copytree(checkpoint, folder)
+    for file in checkpoint.iterdir():
+        if file.suffix in (".pt", ".pth", ".bin", ".safetensors"):
+            (folder / file.name).unlink()
+            there_and_back(file, folder)
+    return folder
+
+
+def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
+    """From weights, optimizer, scheduler, generator states and arguments that were retagged, and from the weights as a ``pytorch_model.bin``, the losses and weights are those of the run that never stopped."""
+    losses, weights = train("run")
+    original = tmp_path / "run" / "checkpoint-4"
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} <= {
+        file.name for file in original.iterdir()
+    }
+    ours = retagged(original, tmp_path / "ours")
+    as_bin = tmp_path / "bin"
+    shutil.copytree(ours, as_bin)
+    ckptconv.convert(as_bin / "model.safetensors", tmp_path / "weights.bin", map_location="cuda:0")
+    ckptconv.convert(tmp_path / "weights.bin", as_bin / "pytorch_model.bin", map_location="cpu")
+    (as_bin / "model.safetensors").unlink()
+    for name, checkpoint in [("again", original), ("once more", original), ("resumed", ours), ("of bin", as_bin)]:
+        resumed, after = train(name, checkpoint)
+        assert resumed == losses, name
+        assert all(torch.equal(after[key], weights[key]) for key in weights), name
+
+
+@pytest.mark.parametrize("wrong", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_every_file_of_the_trainer_counts(train: Fit, tmp_path: Path, wrong: str) -> None:
+    """Without its optimizer or its generators' states, or with a scheduler that starts anew, the run ends elsewhere: the test above sees what is lost."""
+    losses, _ = train("run")
+    file = tmp_path / "run" / "checkpoint-4" / wrong
+    if wrong == "scheduler.pt":  # without it the optimizer is not loaded either
+        torch.save({**torch.load(file, weights_only=True), "last_epoch": 0}, file)
+    else:
+        file.unlink()
+    assert train("again", file.parent)[0] != losses
