@@ -3,7 +3,7 @@
     a key of a mapping that is Python 2's ``str``   text, where it is UTF-8, as torch's loader decodes it
     ``OrderedDict([[key, value], ...])``            an OrderedDict on which the items are set
     ``torch.cuda.FloatTensor()`` and its state      ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
-    ``Parameter(tensor)`` and its state             ``_rebuild_parameter(tensor, requires_grad, hooks)``
+    ``Parameter(tensor, ...)`` and its state        ``_rebuild_parameter(tensor, requires_grad, hooks)``
 
 Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still knows the old states.
 """
@@ -39,14 +39,14 @@ def modernise(graph: Graph) -> None:
     for call in graph.calls:
         if is_global(call.callable, "collections.OrderedDict"):
             _set_items(call, graph)
-        elif (state := _state(call)) is None:
-            continue
-        elif len(state.items) == 4 and _TENSOR_CLASS.fullmatch(str(call.callable)) and not _args(call):
-            _become(call, rebuild_tensor, state)
-        elif len(state.items) == 3 and is_global(call.callable, *_PARAMETERS) and len(_args(call)) in (1, 2):
-            requires_grad, _, hooks = state.items
-            if isinstance(requires_grad, bool):
-                _become(call, rebuild_parameter, Tuple([_args(call)[0], requires_grad, hooks]))
+        elif is_global(call.callable, *_PARAMETERS):
+            args = _parameter(call)
+            if args:
+                _become(call, rebuild_parameter, args)
+        elif _TENSOR_CLASS.fullmatch(str(call.callable)) and not _args(call):
+            state = _state(call)
+            if state and len(state.items) == 4:
+                _become(call, rebuild_tensor, state)
     if not _PYTHON_2.isdisjoint(graph.used):
         _modernise_keys(graph)
 
@@ -88,7 +88,20 @@ def _state(call: Call) -> Tuple | None:
     return state if isinstance(state, Tuple) else None
 
 
+def _parameter(call: Call) -> Tuple | None:
+    """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor, requires_grad)``, before that ``Parameter(tensor)`` and a state."""
+    args, state = _args(call), _state(call)
+    if call.kind != "REDUCE" or len(args) not in (1, 2):
+        return None
+    requires_grad, _, hooks = state.items if state and len(state.items) == 3 else ((*args, True)[1], None, None)
+    if not isinstance(requires_grad, bool) or (call.effects and not state):
+        return None
+    return Tuple([args[0], requires_grad, hooks])
+
+
 def _become(call: Call, function: Global, args: Tuple) -> None:
-    """Make of CALL and its state one call, which comes when the state came."""
-    call.callable, call.args, call.order = function, args, call.effects[0].order
-    call.effects = []
+    """Make of CALL and its state, if it has one, one call, which comes when the state came."""
+    call.callable, call.args = function, args
+    if call.effects:
+        call.order = call.effects[0].order
+        call.effects = []

@@ -90,10 +90,11 @@ class ModuleSummary(TypedDict):
 
 
 class TensorSummary(TypedDict):
-    """One row of the tensor table; shape, stride and offset in elements. ``name`` is the key in a mapping, or the name in the state dict that a module would give."""
+    """One row of the tensor table; shape, stride and offset in elements. ``name`` is the key in a mapping, or the name in the state dict that the whole module at the path ``module`` would give."""
 
     path: str
     name: str | None
+    module: str | None
     kind: str
     dtype: str
     shape: list[int]
@@ -163,7 +164,9 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
     refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     globals_ = Counter(map(str, graph.globals))
-    names = {place.path: name for found in customs.modules for name, place in reversed(found.places.items())}
+    in_modules = {
+        place.path: (name, found.path) for found in customs.modules for name, place in reversed(found.places.items())
+    }
     others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -194,7 +197,9 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         others=others,
         metadata=checkpoint.metadata,
         notes=list(checkpoint.notes),
-        tensors=[_tensor(info, names.get(info.path, info.name), stores_device=has_pickle) for info in tensors],
+        tensors=[
+            _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
+        ],
     )
 
 
@@ -259,9 +264,9 @@ def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tensor(info: TensorInfo, name: str | None, *, stores_device: bool) -> TensorSummary:
+def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool) -> TensorSummary:
     return TensorSummary(
-        path=info.path, name=name, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
+        path=info.path, name=name, module=module, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
         offset=info.offset, device=info.device if stores_device else None, nbytes=info.nbytes,
         storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
     )  # fmt: skip

@@ -14,7 +14,7 @@ TARGET_FORMATS = ("pt", "legacy", "pickle", "safetensors")
 #: The formats that each suffix admits. What they name first is meant where nobody says anything else.
 _SUFFIXES = {
     **dict.fromkeys((".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar"), ("pt", "legacy")),
-    **dict.fromkeys((".pkl", ".pickle"), ("pt", "legacy", "pickle")),
+    **dict.fromkeys((".pkl", ".pickle", ".p"), ("pt", "legacy", "pickle")),
     ".safetensors": ("safetensors",),
 }
 

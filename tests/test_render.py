@@ -37,7 +37,7 @@ def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSum
         nbytes *= n
     row: TensorSummary = {
         "path": path, "name": path, "kind": "strided", "dtype": "float32", "shape": list(shape), "stride": [], "offset": 0,
-        "device": "cpu", "nbytes": nbytes, "storage_nbytes": nbytes, "requires_grad": False, "tied_to": None,
+        "device": "cpu", "module": None, "nbytes": nbytes, "storage_nbytes": nbytes, "requires_grad": False, "tied_to": None,
     }  # fmt: skip
     return {**row, **fields}  # type: ignore[typeddict-item]
 

@@ -305,6 +305,23 @@ def test_parameters_with_a_state(tmp_path: Path) -> None:
     assert [t["requires_grad"] for t in ckptconv.inspect(tmp_path / "src.pt")["tensors"]] == [True, False]
 
 
+def test_parameters_without_a_state(tmp_path: Path) -> None:
+    """``Parameter(tensor, requires_grad)``, as torch 0.4 wrote it, is a parameter as well, and so are a module's."""
+    tensors = [rebuilt(storage_id(torch.FloatStorage, str(i), "cpu", 6), 0, 6) for i in range(3)]
+    made = [
+        Old(nn.Parameter, (tensors[0], True)),
+        Old(nn.Parameter, (tensors[1], False)),
+        Old(nn.Parameter, (tensors[2],)),
+    ]
+    data = legacy_file(made, {str(i): (6, FLOATS) for i in range(3)})
+    (tmp_path / "src.pt").write_bytes(data)
+    wanted = torch.load(tmp_path / "src.pt", weights_only=True)
+    assert [p.requires_grad for p in wanted] == [True, False, True]
+    for path in both(data, tmp_path):
+        assert_same(wanted, torch.load(path, weights_only=True))
+    assert [t["path"] for t in ckptconv.inspect(tmp_path / "src.pt")["tensors"]] == ["[0]", "[1]", "[2]"]
+
+
 def test_parts_of_storages(tmp_path: Path) -> None:
     """Tensors on parts of one storage share its bytes as before; torch reads the same values, each at its place."""
     parts = [("v1", 0, 4), ("v2", 2, 4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptconv.names import key_segment
 from ckptconv.render.text import Look, broken, cells, count, padded, size, wrapped
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ def table_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows. Only terminals see blocks folded."""
+    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows. Only terminals see blocks folded.
+
+    What stands in a whole module is called as in the state dict that it would give.
+    """
+    tensors = _as_in_state_dicts(tensors)
     if look.width is None:
         for tensor in tensors[:limit]:
             yield "\t".join((look.text(_named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
@@ -66,6 +71,27 @@ def table_lines(
         name = _named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
         rows.append(Row((look.text(name), *fields(leaf.tensor, look), size(nbytes)), nbytes, leaf.times))
     yield from drawn(rows, look, len(tensors), every=len(every), height=height)
+
+
+def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
+    """TENSORS under the paths that they would have in the state dicts of whole modules."""
+    new = {
+        tensor["path"]: ("" if tensor["module"] == "." else tensor["module"]) + key_segment(tensor["name"], 0)
+        for tensor in tensors
+        if tensor["module"] is not None and tensor["name"] is not None
+    }
+    return (
+        [
+            {
+                **tensor,
+                "path": new.get(tensor["path"], tensor["path"]).removeprefix("/"),
+                "tied_to": new.get(tensor["tied_to"] or "", tensor["tied_to"]),
+            }
+            for tensor in tensors
+        ]
+        if new
+        else tensors
+    )
 
 
 def _named(name: str, tensor: TensorSummary) -> str:
