@@ -202,7 +202,7 @@ class Checkpoint:
 
     ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``pickle`` the bytes of the pickle where they do not stand in the source as they are, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
-    ``script_classes``: of a TorchScript archive the classes of modules (see :mod:`ckptconv.script_modules`), None for everything else.
+    ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its parameters and of its buffers; None for everything else.
     """
 
     format: str

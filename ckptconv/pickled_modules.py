@@ -5,6 +5,9 @@ detached. No class is needed, so what only a class's own code would add is not t
 it says the version of each class, which no pickle has. Without it torch takes a module's oldest version; torch's own modules still take their tensors then, because what they lack is added only where it is missing
 (``BatchNorm``'s counter). Quantized modules are the exception: they have read tuples since their versions were counted.
 
+The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class says, which stands in the archive's code
+(:mod:`ckptconv.formats.torchscript`).
+
 Packed weights of quantized modules are objects of torch's C++. ``state_dict()`` gives them as tuples or as objects, which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias`` where
 linear layers packed them, ``NAME`` where there is one tensor, else ``NAME.0`` and so on.
 """
@@ -17,7 +20,6 @@ from dataclasses import dataclass, field
 from ckptconv.graph import Call, Dict, FrozenSet, Global, List, Node, Object, Set, Tuple, Value, children, is_global
 from ckptconv.model import Checkpoint, Place
 from ckptconv.rebuild_calls import FROM_TYPE, STRIDED, args_of
-from ckptconv.script_modules import script_tensors
 
 __all__ = ["PickledModule", "detached", "is_bookkeeping", "read_modules"]
 
@@ -68,11 +70,12 @@ class PickledModule:
 
 
 def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
-    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things."""
+    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things. A TorchScript archive is its root or none."""
     reader = _Reader(checkpoint)
-    nodes = {id(place.node) for place in checkpoint.places if reader.is_module(place.node)}
+    places = checkpoint.places if checkpoint.script_classes is None else checkpoint.places[:1]
+    nodes = {id(place.node) for place in places if reader.is_module(place.node)}
     outermost: dict[int, Place] = {}
-    for place in checkpoint.places if nodes else ():
+    for place in places if nodes else ():
         if id(place.node) in nodes and not _stands_in(place, nodes):
             known = outermost.setdefault(id(place.node), place)
             if place.depth < known.depth:
@@ -138,7 +141,7 @@ class _Reader:
 
     def has_parts(self, node: Call) -> bool:
         if self.scripts:
-            return isinstance(node.callable, Global) and str(node.callable) in self.scripts
+            return _class_of(node) in self.scripts
         if _conv_state(node) is not None:
             return True
         return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in _PARTS)
@@ -166,7 +169,9 @@ class _Reader:
         if id(node) not in self.levels:
             self.levels[id(node)] = level = _Level(opened=[node])
             conv = _conv_state(node)
-            if is_global(node.callable, _COMPILED):
+            if self.scripts:
+                self.read_script(node, level)
+            elif is_global(node.callable, _COMPILED):
                 inner = args_of(node)[0]
                 assert isinstance(inner, Call)
                 level.modules.append(("_orig_mod", inner))
@@ -204,6 +209,21 @@ class _Reader:
                 level.modules.append((name, value))
             elif value is not None:
                 level.unknown.append((name, value))
+
+    def read_script(self, node: Call, level: _Level) -> None:
+        """The parts of a module of TorchScript, in the order of its attributes, as torch has it."""
+        attributes: dict[str, Value] = {}
+        for state in _states(node):
+            attributes |= self.strings(state)
+        self.room -= len(attributes)
+        for names in map(frozenset, self.scripts[_class_of(node)]):
+            found = [(name, attributes[name]) for name in attributes if name in names]
+            level.tensors += [
+                (n, node, n, value) for n, value in found if isinstance(value, Node) and id(value) in self.tensors
+            ]
+        level.modules += [
+            (n, value) for n, value in attributes.items() if isinstance(value, Call) and self.is_module(value)
+        ]
 
     def add(self, level: _Level, name: str, holder: Node, key: str | None, value: Value) -> None:
         if isinstance(value, Node) and id(value) in self.tensors:
@@ -246,8 +266,6 @@ class _Reader:
     def module_at(self, place: Place) -> PickledModule:
         node = place.node
         assert isinstance(node, Call)
-        if self.scripts:
-            return self.script_at(place, node)
         module = PickledModule(place.path, place, _class_of(node))
         above: set[int] = set()
         todo: list[tuple[str, Call | None]] = [("", node)]
@@ -280,21 +298,6 @@ class _Reader:
             if standing is not None:
                 module.places[prefix + name] = standing
         module.unknown.update((prefix + name, value) for name, value in level.unknown)
-
-    def script_at(self, place: Place, node: Call) -> PickledModule:
-        """The module that is the root of a TorchScript archive."""
-        module = PickledModule(place.path, place, _class_of(node))
-        module.tensors.update(script_tensors(node, self.scripts, self.tensors, self.checkpoint.source.path))
-        taken = {id(each) for each in module.tensors.values()}
-        names = {id(each): name for name, each in reversed(module.tensors.items())}
-        for each in self.checkpoint.places:
-            if self.is_module(each.node):
-                module.opened.add(id(each.node))
-        for each in self.checkpoint.places:
-            if id(each.node) in taken and each.parent is not None and id(each.parent.node) in module.opened:
-                module.holders.add(id(each.parent.node))
-                module.places.setdefault(names[id(each.node)], each)
-        return module
 
 
 def _trouble(again: bool, prefix: str, room: int) -> str | None:

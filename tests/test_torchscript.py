@@ -26,11 +26,11 @@ from ckptconv.cli import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.formats import torchscript
 from ckptconv.formats.zip_archive import Archive
-from ckptconv.graph import Call, Dict, Effect, Global, Node, Tuple
+from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint
-from ckptconv.script_modules import script_tensors
-from ckptconv.sources import Source
+from ckptconv.model import Checkpoint, Place, TensorInfo
+from ckptconv.pickled_modules import PickledModule, read_modules
+from ckptconv.sources import Readable, Source
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -142,7 +142,7 @@ def read(path: Path) -> Checkpoint:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
     assert checkpoint.script_classes is not None
-    return script_tensors(checkpoint.graph.root, checkpoint.script_classes, checkpoint.tensor_nodes)
+    return next((found.tensors for found in read_modules(checkpoint)), {})
 
 
 def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -549,6 +549,17 @@ def module(cls: str, **attributes: Any) -> Call:
 CLASSES = {"__torch__.M": (["w"], ["b"])}
 
 
+def module_of(root: Call, *tensors: Call) -> PickledModule:
+    """What is found in an archive whose module is ROOT and in which these are the TENSORS."""
+    source = Readable()
+    source.path = Path("m.pt")
+    info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
+    places, nodes = [Place(None, "", root, 0)], {id(each): info for each in tensors}
+    graph = Graph(root, 2, 0, frozenset(), [], [], [], [], set())
+    checkpoint = Checkpoint("", source, graph, None, {}, [], [], places, {}, nodes, script_classes=CLASSES)
+    return read_modules(checkpoint)[0]
+
+
 def tensor() -> Call:
     return Call("REDUCE", Global("torch._utils", "_rebuild_tensor_v2"), Tuple([]))
 
@@ -563,11 +574,11 @@ def test_what_is_listed_and_no_tensor_is_left_out() -> None:
     """A module, or a list of the file's, under the name of a parameter."""
     w = tensor()
     root = module("M", w=module("M", w=w), b=Tuple([]))
-    assert list(script_tensors(root, CLASSES, {id(w)})) == ["w.w"]
+    assert module_of(root, w).names() == ["w.w"]
 
 
 def test_modules_in_one_another_end() -> None:
-    """A module in itself, and one in its own part: an error and no endless walk."""
+    """A module in itself, and one in its own part: said, and no endless walk."""
     w = tensor()
     alone = module("M", w=w)
     add(alone, "me", alone)
@@ -575,8 +586,7 @@ def test_modules_in_one_another_end() -> None:
     outer = module("M", inner=inner)
     add(inner, "outer", outer)
     for root in (alone, outer):
-        with pytest.raises(LimitError, match="too often or too deep"):
-            script_tensors(root, CLASSES, {id(w)}, "m.pt")
+        assert "stands in itself" in str(module_of(root, w).trouble)
 
 
 def test_modules_that_double_at_each_level_end() -> None:
@@ -585,17 +595,18 @@ def test_modules_that_double_at_each_level_end() -> None:
     at = module("M", w=w)
     for _ in range(40):
         at = module("M", left=at, right=at)
-    with pytest.raises(LimitError, match="too often or too deep"):
-        script_tensors(at, CLASSES, {id(w)}, "m.pt")
+    assert "too many" in str(module_of(at, w).trouble)
 
 
 def test_a_long_chain_of_modules_ends() -> None:
-    """Listed in a tuple from the inside out, so that no place of theirs is deep."""
-    at = module("M")
-    for _ in range(LIMITS.nesting + 10):
-        at = module("M", n=at)
-    with pytest.raises(LimitError, match="too often or too deep"):
-        script_tensors(at, CLASSES, set(), "m.pt")
+    """Hundreds of levels are names; of tens of thousands, deeper than any recursion, the names are too many."""
+    w = tensor()
+    for levels in (500, 20_000):
+        at = module("M", w=w)
+        for _ in range(levels):
+            at = module("M", n=at)
+        found = module_of(at, w)
+        assert (found.names()[0] == "n." * levels + "w") if levels == 500 else "too many" in str(found.trouble)
 
 
 def test_long_names_are_not_multiplied() -> None:
@@ -604,8 +615,7 @@ def test_long_names_are_not_multiplied() -> None:
     at = module("M", w=w)
     for _ in range(LIMITS.nesting - 1):
         at = module("M", **{"n" * 60_000: at})
-    with pytest.raises(LimitError, match="too often or too deep"):
-        script_tensors(at, CLASSES, {id(w)}, "m.pt")
+    assert "too many" in str(module_of(at, w).trouble)
 
 
 def test_one_state_of_many_objects_is_read_once() -> None:
@@ -618,7 +628,7 @@ def test_one_state_of_many_objects_is_read_once() -> None:
         call.add(Effect("BUILD", [state], None))
         others.append(call)
     root = module("M", **{f"m{i}": each for i, each in enumerate(others)})
-    assert script_tensors(root, CLASSES, set()) == {}
+    assert "too many" in str(module_of(root).trouble)
 
 
 def test_code_that_is_slow_to_search_is_not() -> None:
@@ -642,7 +652,7 @@ def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
     w = tensor()
     layer = module("M", w=w)
     root = module("M", **{f"layer{i}": layer for i in range(24)})
-    assert list(script_tensors(root, CLASSES, {id(w)})) == [f"layer{i}.w" for i in range(24)]
+    assert module_of(root, w).names() == [f"layer{i}.w" for i in range(24)]
 
 
 def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(tmp_path: Path) -> None:

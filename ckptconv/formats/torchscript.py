@@ -32,11 +32,10 @@ from ckptconv.commands import literal
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import read_pickle
 from ckptconv.formats.zip_archive import Archive, Member
-from ckptconv.graph import Node
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Inflate, LeftBehind, Span
+from ckptconv.pickled_modules import read_modules
 from ckptconv.ranges import inflated
-from ckptconv.script_modules import ScriptClasses, script_tensors
 from ckptconv.sources import Source
 from ckptconv.vocabulary import checkpoint_of
 
@@ -94,7 +93,7 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
         checkpoint.notes.append(
             f"constants of its code: {count(len(constants.tensors), 'tensor')} in {_CONSTANTS}, {nbytes:,} bytes, on {some(on, _SHOWN)}"
         )
-    if not _weights(checkpoint):
+    if not _has_weights(checkpoint):
         checkpoint.notes.append(_why_none(archive))
     checkpoint.unused += _left_behind(archive)
 
@@ -132,7 +131,7 @@ class _Class(NamedTuple):
     others: set[str]
 
 
-def _classes(module: str, text: bytes) -> ScriptClasses:
+def _classes(module: str, text: bytes) -> dict[str, tuple[list[str], list[str]]]:
     """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers."""
     every = [_Class(None, [], [], set())]  # for lines before the first
     for line in _CLASS_LINE.finditer(text):
@@ -195,10 +194,9 @@ def _constants(source: Source, archive: Archive) -> Checkpoint:
 # Its weights
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, Node]:
-    """The state dict that the module gives."""
-    classes = checkpoint.script_classes or {}
-    return script_tensors(checkpoint.graph.root, classes, checkpoint.tensor_nodes, checkpoint.source.path)
+def _has_weights(checkpoint: Checkpoint) -> bool:
+    """Whether there is a module with a state dict, or one that cannot be known."""
+    return any(module.tensors or module.trouble for module in read_modules(checkpoint))
 
 
 def _why_none(archive: Archive) -> str:
@@ -232,5 +230,5 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
             "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be another one", where=where,
             hint=f"--state-dict takes its weights alone; to have it on another device, load it there: {load}",
         )  # fmt: skip
-    if not _weights(checkpoint):
+    if not _has_weights(checkpoint):
         raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")
