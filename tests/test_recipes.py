@@ -93,6 +93,27 @@ def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
+def dumped() -> Callable[[], Any]:
+    with zoo.tagging(["cuda:0"]):
+        Path("data.pkl").write_bytes(pickle.dumps(net().state_dict()))
+    return lambda: pickle.loads(Path("data.pkl").read_bytes())
+
+
+def loads_the_dumped() -> None:
+    net().load_state_dict(pickle.loads(Path("cpu.pkl").read_bytes()), strict=True)
+    into_net("cpu.pt")
+
+
+def before_zips() -> Callable[[], Any]:
+    torch.save(net().state_dict(), "model.pt", _use_new_zipfile_serialization=False)
+    return lambda: torch.load("model.pt", mmap=True)
+
+
+def maps_into_memory() -> None:
+    net().load_state_dict(torch.load("new.pt", mmap=True), strict=True)
+    into_net("old.pt")
+
+
 def with_class() -> Callable[[], Any]:
     torch.save({"state_dict": net().state_dict(), "args": Arguments()}, "model.pt")
     return load
@@ -273,6 +294,10 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     'Unexpected key(s) in state_dict: "features.module.0.weight"': (inner, loads_into("plain.pt")),
     'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"': (compiled, loads_into("plain.pt")),
     'Unexpected key(s) in state_dict: "layers.0._checkpoint_wrapped_module.weight"': (activations, loads_into("plain.pt")),
+    "RuntimeError: Attempting to deserialize object on a CUDA device, from pickle.load": (dumped, loads_the_dumped),
+    "RuntimeError: mmap can only be used with files saved with torch.save(... _use_new_zipfile_serialization=True)": (
+        before_zips, maps_into_memory,
+    ),
     "UnpicklingError: Weights only load failed": (with_class, loads_into("weights.pt")),
     "UnpicklingError: Weights only load failed ... Unsupported operand 149": (of_protocol_4, loads_into("loadable.pt")),
     "ModuleNotFoundError: No module named 'models'": (with_lost_class, loads_into("weights.pt")),
@@ -304,7 +329,9 @@ def parts(heading: str) -> list[str]:
     """What of HEADING stands in the exception's text."""
     text = re.sub(r"^[\w.]+: ", "", heading) if "Error: " in heading.split(" ")[0] + " " else heading
     return [
-        part.strip() for part in re.split(r"\.\.\.|\(tagged|'models'.*|'Net'|'__main__'.*", text) if part.strip(" )")
+        part.strip()
+        for part in re.split(r"\.\.\.|, from pickle.*|\(tagged|'models'.*|'Net'|'__main__'.*", text)
+        if part.strip(" )")
     ]
 
 

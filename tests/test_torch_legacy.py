@@ -68,6 +68,7 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
         assert_same(tags_of(tmp_path / "zip.pt")[0], tags_of(there)[0])
         with pytest.raises(RefusedError, match=r"before 1\.6 cannot hold"):
             ckptconv.convert(there, back, format="legacy")
+        assert "legacy" in {finding["kind"] for finding in ckptconv.inspect(src)["findings"]}
         return
     wanted, tags = tags_of(src)
     found, found_tags = tags_of(there)
@@ -163,10 +164,13 @@ def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, tmp_path: Path) 
     wanted = torch.load(tmp_path / "zip.pt", weights_only=True)
     ckptconv.convert(src, dst)
     assert_same(wanted, torch.load(dst, weights_only=True))
-    if refusal(lambda: torch.load(src, weights_only=True)):
+    summary = ckptconv.inspect(src)
+    assert summary["loads_here"] == (refusal(lambda: torch.load(src, weights_only=True)) is None)
+    if not summary["loads_here"]:
+        assert [finding["kind"] for finding in summary["findings"]] == ["legacy"]
         with pytest.raises(RefusedError, match=r"cannot hold w \(\w+\).*format='pt'"):
             ckptconv.convert(dst, tmp_path / "no.pt", format="legacy")
-        assert f"torch.{ckptconv.inspect(src)['tensors'][0]['dtype']}" == str(dtype)
+        assert f"torch.{summary['tensors'][0]['dtype']}" == str(dtype)
     else:
         ckptconv.convert(dst, tmp_path / "again.pt", format="legacy")
         assert_same(wanted, torch.load(tmp_path / "again.pt", weights_only=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ckptconv.customs import Customs, StateDict
 from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
 from ckptconv.errors import count
+from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
 from ckptconv.model import Checkpoint
 from ckptconv.pickled_modules import PickledModule, detached
@@ -43,7 +44,7 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[C
     cure, last = _cure(scope.checkpoint, part)
     complaints = [Complaint("code", text, blocks=True) for text in texts]
     complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
-    return [*complaints, *_plain_pickle(scope.checkpoint)], part
+    return [*complaints, *_container(scope.checkpoint)], part
 
 
 def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
@@ -160,19 +161,23 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
     return found
 
 
-def _plain_pickle(checkpoint: Checkpoint) -> list[Complaint]:
-    """A pickle that torch did not write, and does not read."""
-    if checkpoint.format != "pickle":
+def _container(checkpoint: Checkpoint) -> list[Complaint]:
+    """A file that torch does not read, for what it is."""
+    if checkpoint.format == plain_pickle.NAME:
+        text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
+        return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
+    lost = torch_legacy.unreadable(checkpoint) if checkpoint.format == torch_legacy.NAME else None
+    if lost is None:
         return []
-    text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
-    return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
+    text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"
+    return [Complaint("legacy", text, Cure("-readable"), blocks=True)]
 
 
 def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
     """A pickle that only has to be written in another way."""
-    plain = _plain_pickle(checkpoint)
-    if plain:
-        return plain
+    unread = _container(checkpoint)
+    if unread:
+        return unread
     graph = checkpoint.graph
     unknown = refused_opcodes(graph)
     if unknown:

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.joined import joined
 from ckptconv.formats.pickled import pickle_pieces, refuse_unknown_dtypes, renumber, texts_left_behind
@@ -45,7 +45,7 @@ from ckptconv.graph import (
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Gather, Inflate, Layout, OutFile, Piece, Span, Storage
+from ckptconv.model import Checkpoint, Gather, Inflate, Layout, OutFile, Piece, Reference, Span, Storage
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
 from ckptconv.rebuild_calls import STRIDED, args_of, ints_of, is_count
@@ -64,6 +64,7 @@ __all__ = [
     "read",
     "storage_classes",
     "storage_file_head",
+    "unreadable",
 ]
 
 NAME = "torch legacy"
@@ -411,9 +412,8 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     classes: dict[Storage, str] = {}
     refused: set[Storage] = set()
     for reference in checkpoint.references:
-        assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
-        name = reference.node.id.items[1].name
-        if name == "UntypedStorage" or (
+        name = _class_name(reference)
+        if name == UNTYPED.storage_class or (
             classes.setdefault(reference.storage, name) != name and reference.storage.nbytes
         ):
             refused.add(reference.storage)
@@ -433,9 +433,27 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     )
 
 
+def unreadable(checkpoint: Checkpoint) -> str | None:
+    """What of CHECKPOINT torch cannot read back from this format, in words."""
+    if _early_readers(checkpoint):
+        return "nested tensors and generators"
+    untyped = {each.storage for each in checkpoint.references if _class_name(each) == UNTYPED.storage_class}
+    dtypes = {info.dtype for info in checkpoint.tensors.values() if info.storage in untyped}
+    return some(sorted(dtypes), _SHOWN) or "storages without a dtype" if untyped else None
+
+
+def _early_readers(checkpoint: Checkpoint) -> set[int]:
+    """The ids of calls that need values while the pickle is read, before those of the storages are there."""
+    return {id(call) for call in checkpoint.graph.calls if is_global(call.callable, *_EARLY_READERS)}
+
+
+def _class_name(reference: Reference) -> str:
+    assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
+    return reference.node.id.items[1].name
+
+
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where a call needs values while the pickle is read, before those of the storages are there."""
-    early = {id(call) for call in checkpoint.graph.calls if is_global(call.callable, *_EARLY_READERS)}
+    early = _early_readers(checkpoint)
     found = [place.path for place in checkpoint.places if id(place.node) in early]
     if early:
         raise RefusedError(
