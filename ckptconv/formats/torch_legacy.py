@@ -74,7 +74,6 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _VERSION = 1001
-_BEFORE_OBJECT = 3  # pickles
 _SIZE = 8  # bytes of the number of elements before each storage
 _TAR_BLOCK = 512
 #: What protocol 0 makes of a persistent id: its repr.
@@ -113,37 +112,48 @@ def read(source: Source) -> Checkpoint:
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
     """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
-    graphs = []
-    at = object_start = start
     try:
-        for _ in range(5):
-            graph, at = parse(source.read, end, where=where, offset=at)
-            graphs.append(graph)
-            object_start = at if len(graphs) == _BEFORE_OBJECT else object_start
+        head, notes, at = _read_head(source, start, end, where)
+        graph, at = parse(source.read, end, where=where, offset=at)
+        keys, at = parse(source.read, end, where=where, offset=at)
     except MalformedError as error:
         error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: {error.what}"
         error.hint = _AGAIN
         raise
-    magic, version, sys_info, graph, keys = graphs
-    if any(pickle.calls or pickle.globals for pickle in (magic, version, sys_info, keys)):
-        raise MalformedError(
-            "there is code in the pickles around the object, which hold numbers and texts", where=where
-        )
-    if magic.root != _MAGIC:
-        raise MalformedError("the magic number is another", where=where, expected=f"{_MAGIC:#x}")
-    if version.root != _VERSION:
-        raise UnsupportedError(f"{_KIND}, of a version that nobody wrote", where=where, expected=_VERSION)
+    _refuse_code(keys, where)
     ids, class_ids = _read_ids(graph, where)
     modernise(graph)
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, at, end, listed, ids, where)
-    notes = _flatten_views(graph, ids, spans, where)
-    if _says_big_endian(sys_info.root):
-        notes.append(
-            "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
-        )
-    head = None if any(map(refused_opcodes, graphs[:_BEFORE_OBJECT])) else Span(source, start, object_start - start)
+    notes += _flatten_views(graph, ids, spans, where)
     return LegacyFile(head, graph, listed, spans, class_ids, notes)
+
+
+def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span | None, list[str], int]:
+    """The pickles before the object, if torch's safe loader takes them; notes; and where the object starts."""
+    usual = _head()
+    if source.read(start, min(len(usual), end - start)) == usual:
+        return Span(source, start, len(usual)), [], start + len(usual)
+    graphs, at = [], start
+    for _ in range(3):
+        graph, at = parse(source.read, end, where=where, offset=at)
+        _refuse_code(graph, where)
+        graphs.append(graph)
+    magic, version, sys_info = graphs
+    if magic.root != _MAGIC:
+        raise MalformedError("the magic number is another", where=where, expected=f"{_MAGIC:#x}")
+    if version.root != _VERSION:
+        raise UnsupportedError(f"{_KIND}, of a version that nobody wrote", where=where, expected=_VERSION)
+    note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
+    head = None if any(map(refused_opcodes, graphs)) else Span(source, start, at - start)
+    return head, [note] if _says_big_endian(sys_info.root) else [], at
+
+
+def _refuse_code(graph: Graph, where: str) -> None:
+    if graph.calls or graph.globals or graph.references:
+        raise MalformedError(
+            "there is code in the pickles around the object, which hold numbers and texts", where=where
+        )
 
 
 def _refuse_tar(source: Readable) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NoReturn, TypeAlias
 
 from ckptconv.errors import LimitError, MalformedError
@@ -85,7 +86,7 @@ class Machine:
             self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
         root = self.stack[0]
         discarded = _lost(root, self.popped) if self.popped else []
-        used = frozenset(code for code in range(256) if self.used[code])
+        used = frozenset(compress(range(256), self.used))
         return Graph(
             root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared
         )
