@@ -131,18 +131,30 @@ def _selected(
 ) -> list[TensorSummary]:
     """The tensors to show. A glob that matches nothing is a typo."""
     tensors = summary["tensors"]
-    for glob in (*include, *exclude):
-        if not any(matches(glob, tensor["path"], tensor["name"]) for tensor in tensors):
-            raise NoMatchError(f"no tensor matches {glob!r}", where=summary["path"])
-    tensors = [
-        tensor
-        for tensor in tensors
-        if (not include or any(matches(glob, tensor["path"], tensor["name"]) for glob in include))
-        and not any(matches(glob, tensor["path"], tensor["name"]) for glob in exclude)
-    ]
+    if include or exclude:
+        tensors = _filtered(summary, include, exclude)
     if sort == "size":
         return sorted(tensors, key=lambda tensor: -tensor["nbytes"])
     return sorted(tensors, key=lambda tensor: render.natural(tensor["path"])) if sort else tensors
+
+
+def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[TensorSummary]:
+    """The tensors that the globs leave, each under the first of its names that they leave: what stands in a module that has two names has two."""
+    names: dict[str, list[str]] = {}
+    for named in chain.from_iterable(module["tensors"] for module in summary["modules"]):
+        if named["path"] is not None:
+            names.setdefault(named["path"], []).append(named["name"])
+    called = [(tensor, names.get(tensor["path"], [tensor["name"]])) for tensor in summary["tensors"]]
+    for glob in (*include, *exclude):
+        if not any(matches(glob, tensor["path"], name) for tensor, each in called for name in each):
+            raise NoMatchError(f"no tensor matches {glob!r}", where=summary["path"])
+
+    def is_left(path: str, name: str | None) -> bool:
+        taken = not include or any(matches(glob, path, name) for glob in include)
+        return taken and not any(matches(glob, path, name) for glob in exclude)
+
+    left = [(tensor, next((n for n in each if is_left(tensor["path"], n)), _GONE)) for tensor, each in called]
+    return [{**tensor, "name": name} for tensor, name in left if name is not _GONE]
 
 
 def _show(

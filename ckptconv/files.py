@@ -14,6 +14,7 @@ from ckptconv import formats, output
 from ckptconv.conversion import edits_from, make_plan, report_of
 from ckptconv.edits import apply
 from ckptconv.errors import NoMatchError, UsageError
+from ckptconv.formats import torchscript
 from ckptconv.graph import Call, Global, uncollected, walk
 from ckptconv.locations import MapLocation
 from ckptconv.model import Checkpoint, Report, TensorInfo
@@ -164,6 +165,8 @@ def load(
     with Source(path) as source:
         with uncollected():
             checkpoint = formats.read(source)
+            if checkpoint.script_classes is not None:
+                torchscript.refuse(checkpoint, weights=state_dict)
             apply(checkpoint, edits)
         from ckptconv.tensors.loading import load_checkpoint
 

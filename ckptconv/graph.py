@@ -35,6 +35,7 @@ __all__ = [
     "Set",
     "Tuple",
     "Value",
+    "args_of",
     "children",
     "is_global",
     "replace_nodes",
@@ -272,6 +273,11 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
             seen.add(id(node))
             yield node
             todo += children(node)[::-1]
+
+
+def args_of(call: Call) -> list[Value]:
+    """The arguments of CALL; none where they are themselves what a call gives."""
+    return call.args.items if isinstance(call.args, Tuple) else []
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:

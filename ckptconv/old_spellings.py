@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from ckptconv.graph import Call, Effect, Global, Graph, List, Object, Py2String, Tuple, Value, is_global, walk
+from ckptconv.graph import Call, Effect, Global, Graph, List, Object, Py2String, Tuple, Value, args_of, is_global, walk
 from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["modernise", "text_of"]
@@ -34,21 +34,28 @@ def text_of(value: Value) -> str | None:
 
 def modernise(graph: Graph) -> None:
     """Say everything in GRAPH as today's torch and Python do."""
+    if not _PYTHON_2.isdisjoint(graph.used):
+        for call in graph.calls:
+            if is_global(call.callable, "collections.OrderedDict"):
+                _set_items(call, graph)
+        _modernise_keys(graph)
+    names = {str(node) for node in graph.globals}
+    if not names.isdisjoint(_PARAMETERS) or any(map(_TENSOR_CLASS.fullmatch, names)):
+        _modernise_tensors(graph)
+
+
+def _modernise_tensors(graph: Graph) -> None:
     rebuild_tensor = Global("torch._utils", "_rebuild_tensor")
     rebuild_parameter = Global("torch._utils", "_rebuild_parameter")
     for call in graph.calls:
-        if is_global(call.callable, "collections.OrderedDict"):
-            _set_items(call, graph)
-        elif is_global(call.callable, *_PARAMETERS):
+        if is_global(call.callable, *_PARAMETERS):
             args = _parameter(call)
             if args:
                 _become(call, rebuild_parameter, args)
-        elif _TENSOR_CLASS.fullmatch(str(call.callable)) and not _args(call):
+        elif _TENSOR_CLASS.fullmatch(str(call.callable)) and not args_of(call):
             state = _state(call)
             if state and len(state.items) == 4:
                 _become(call, rebuild_tensor, state)
-    if not _PYTHON_2.isdisjoint(graph.used):
-        _modernise_keys(graph)
 
 
 def _modernise_keys(graph: Graph) -> None:
@@ -63,7 +70,7 @@ def _modernise_keys(graph: Graph) -> None:
 
 def _set_items(call: Call, graph: Graph) -> None:
     """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else has that list."""
-    pairs = _args(call)[0] if len(_args(call)) == 1 else None
+    pairs = args_of(call)[0] if len(args_of(call)) == 1 else None
     if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
         return
     items: list[Value] = []
@@ -76,10 +83,6 @@ def _set_items(call: Call, graph: Graph) -> None:
     call.effects = [*([Effect("SETITEMS", items, order)] if items else []), *call.effects]
 
 
-def _args(call: Call) -> list[Value]:
-    return call.args.items if isinstance(call.args, Tuple) else []
-
-
 def _state(call: Call) -> Tuple | None:
     """The one thing that is done to what CALL gives, if it is a state that is a tuple."""
     if call.kind != "REDUCE" or len(call.effects) != 1 or call.effects[0].opcode != "BUILD":
@@ -90,7 +93,7 @@ def _state(call: Call) -> Tuple | None:
 
 def _parameter(call: Call) -> Tuple | None:
     """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor, requires_grad)``, before that ``Parameter(tensor)`` and a state."""
-    args, state = _args(call), _state(call)
+    args, state = args_of(call), _state(call)
     if call.kind != "REDUCE" or len(args) not in (1, 2):
         return None
     requires_grad, _, hooks = state.items if state and len(state.items) == 3 else ((*args, True)[1], None, None)

@@ -17,13 +17,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptconv.graph import Call, Dict, FrozenSet, Global, List, Node, Object, Set, Tuple, Value, children, is_global
+from ckptconv.graph import (
+    Call,
+    Dict,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    Object,
+    Set,
+    Tuple,
+    Value,
+    args_of,
+    children,
+    is_global,
+)
 from ckptconv.model import Checkpoint, Place
-from ckptconv.rebuild_calls import FROM_TYPE, STRIDED, args_of
+from ckptconv.rebuild_calls import FROM_TYPE, STRIDED
 
-__all__ = ["PickledModule", "detached", "is_bookkeeping", "read_modules"]
+__all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+PARTS = ("_parameters", "_buffers", "_modules")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _SETS = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 _FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
@@ -37,7 +51,13 @@ _OLD_CLASS = (
 #: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in ``torch/ao/nn/quantized/modules/conv.py``.
 _CONV_STATE = {"weight": 10, "bias": 11}
 _CONV_LENGTH = 15
-_BOOKKEEPING = {"training", "_is_full_backward_hook", "_non_persistent_buffers_set"}
+_NOT_PERSISTENT = "_non_persistent_buffers_set"
+#: What torch gives every module for its own use: the attributes of ``Module.__init__``, torch 0.1 to 2.13.
+_BOOKKEEPING = {
+    _NOT_PERSISTENT, "training", "_backend", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+}  # fmt: skip
 #: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a third twice, and so on.
 _ROOM, _ROOM_EACH = 1_000_000, 100
 
@@ -47,7 +67,7 @@ class PickledModule:
     """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in ``state_dict()``'s order.
 
     ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something that is no tensor of torch's and no module. ``opened`` are the nodes (by id) that the module
-    itself is made of, ``holders`` those of them that tensors were taken from. ``trouble``: why it gives no state dict.
+    itself is made of, ``modules`` those of them that are modules, ``holders`` those that tensors were taken from. ``trouble``: why it gives no state dict.
     """
 
     path: str
@@ -57,6 +77,7 @@ class PickledModule:
     places: dict[str, Place] = field(default_factory=dict)
     unknown: dict[str, Value] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
+    modules: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
     trouble: str | None = None
 
@@ -67,6 +88,13 @@ class PickledModule:
     def items(self) -> Iterable[tuple[Value, Value]]:
         """Its names and tensors."""
         return self.tensors.items()
+
+    def is_bookkeeping(self, place: Place) -> bool:
+        """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of the model's is in it."""
+        key, above = place.key or "", place.parent
+        if key not in _BOOKKEEPING or place.segment != f"/.{key}" or above is None or id(above.node) not in self.modules:
+            return False
+        return key == _NOT_PERSISTENT or _is_empty(place.node)
 
 
 def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
@@ -144,7 +172,7 @@ class _Reader:
             return _class_of(node) in self.scripts
         if _conv_state(node) is not None:
             return True
-        return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in _PARTS)
+        return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in PARTS)
 
     def attribute(self, node: Call, name: str) -> Value:
         """The attribute NAME of the object NODE: the last that a state gives it."""
@@ -188,8 +216,8 @@ class _Reader:
         states = _states(node)
         level.opened += states
         level.opened += [state for state in _built(node) if isinstance(state, Tuple)]
-        parameters, buffers, modules = (self.attribute(node, part) for part in _PARTS)
-        passing = set(_members(self.attribute(node, "_non_persistent_buffers_set")))
+        parameters, buffers, modules = (self.attribute(node, part) for part in PARTS)
+        passing = set(_members(self.attribute(node, _NOT_PERSISTENT)))
         for mapping, left_out in ((parameters, set[str]()), (buffers, passing)):
             assert isinstance(mapping, Object)
             level.opened.append(mapping)
@@ -283,6 +311,7 @@ class _Reader:
                 return PickledModule(module.path, place, module.cls, opened={id(node)}, trouble=trouble)
             above.add(id(inner))
             way.append(inner)
+            module.modules.add(id(inner))
             self.take(module, prefix, level)
             todo.append((prefix, None))
             todo += [(f"{prefix}{name}.", each) for name, each in reversed(level.modules)]
@@ -348,12 +377,11 @@ def _members(node: Value) -> Iterable[str]:
     return (value for value in values if isinstance(value, str))
 
 
-def is_bookkeeping(place: Place) -> bool:
-    """Whether PLACE, right inside a module, is one of the attributes that each has for torch's own use, and there is nothing in it."""
-    key = place.key or ""
-    if place.segment != f"/.{key}" or (isinstance(place.node, Object) and place.node.effects):
-        return False
-    return key in _BOOKKEEPING or (key.startswith("_") and "_hooks" in key)
+def _is_empty(node: Value) -> bool:
+    """Whether NODE is an atom, a mapping without items, or what a call without arguments gives."""
+    if not isinstance(node, Object):
+        return not isinstance(node, Node)
+    return not node.effects and not (isinstance(node, Call) and children(node.args))
 
 
 def detached(node: Node) -> Node:

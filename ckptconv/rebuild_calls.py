@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
-from ckptconv.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, is_global
+from ckptconv.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, args_of, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.model import DeviceArgument, Place, Storage, TensorInfo
 
@@ -22,7 +22,6 @@ __all__ = [
     "STRIDED",
     "OtherDType",
     "TensorReader",
-    "args_of",
     "device_arguments",
     "ints_of",
     "is_count",
@@ -286,10 +285,6 @@ def is_word(node: Node) -> bool:
     )
 
 
-def args_of(call: Call) -> list[Value]:
-    return call.args.items if isinstance(call.args, Tuple) else []
-
-
 def _at(args: list[Value], index: int) -> Value:
     if index < len(args):
         return args[index]
@@ -319,7 +314,7 @@ def _is_partial(cls: Value) -> bool:
 def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """What to know where some of TENSORS are partial."""
     paths = [path for path, info in tensors.items() if info.kind == "partial"]
-    what = "of each the file holds one process's part, and the shape is that of the whole"
+    what = "the file holds what one process had of each, and the shape is that of the whole"
     return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 
+from ckptconv.commands import shell
 from ckptconv.customs import StateDict, read_customs
-from ckptconv.errors import NoMatchError, RefusedError, printable
+from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.graph import Call, Dict, Effect, Global, Node, Object, PersistentId, Tuple, Value, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
-from ckptconv.pickled_modules import PickledModule, detached, is_bookkeeping
+from ckptconv.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.places import is_repeated, item_segments
 from ckptconv.vocabulary import attributes, places_in, restrict
 
@@ -50,10 +52,34 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
             if written(place.path) == path:
                 return place
     raise NoMatchError(
-        f"neither an object nor a tensor stands at {path}",
-        where=checkpoint.source.path,
-        got=f"state dicts at {_candidates(checkpoint)}",
-    )
+        f"neither an object nor a tensor stands at {path}", where=checkpoint.source.path,
+        expected="a path" + (f" such as {known}" if (known := _candidates(checkpoint)) else ""),
+        hint=_hint_of_path(checkpoint, path),
+    )  # fmt: skip
+
+
+def _hint_of_path(checkpoint: Checkpoint, path: str) -> str | None:
+    """What to type instead of PATH, which may be a name in a whole module, or lack the attributes in which modules keep their parts."""
+    modules = read_customs(checkpoint).modules
+    words = _words(path)
+    meant = (words, *(_words(module.path) + words for module in modules)) if words else ()
+    found = next((place for place in checkpoint.places if _words(place.path) in meant), None)
+    if found is None:
+        return _look_for(checkpoint, "--tree")
+    is_module = any(id(found.node) in module.modules for module in modules)
+    weights = " (and --state-dict for its weights alone)" if is_module else ""
+    return f"what is called so has another path: --select {shlex.quote(found.path)}{weights}"
+
+
+def _words(path: str) -> list[str]:
+    """The words of a path or name, without what says where a module keeps its parts."""
+    return [word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS]
+
+
+def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
+    """The command that shows what there is, in a file."""
+    source = checkpoint.source
+    return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if source.fd >= 0 else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
@@ -64,17 +90,11 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
     if not found:
         root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
-        source = checkpoint.source
-        see = (
-            f"see what there is: ckptconv inspect {shlex.quote(str(source.path))}"
-            if source.fd >= 0
-            else "pass a state dict, such as model.state_dict()"
-        )
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
             where=checkpoint.source.path,
             hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there" if tensors
-            else see,
+            else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()",
         )  # fmt: skip
     raise RefusedError(
         f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,
@@ -98,7 +118,7 @@ def _candidates(checkpoint: Checkpoint) -> str:
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in customs.modules if each.tensors]
     sizes = [sum(s.nbytes for s in _storages(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
     listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
-    return ", ".join(listed) + (" ..." if len(found) > _LISTED else "") or "no state dict"
+    return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
@@ -136,6 +156,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     taken = {id(node) for node in module.tensors.values()}
     unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
     whys: dict[str, list[Place]] = {}
+    of_torch: list[Place] = []
     for place in (
         *places_in(checkpoint, module.opened | _above(module.place)),
         *attributes(checkpoint, module.tensors.values()),
@@ -143,14 +164,17 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
         if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
             continue
         if id(place.node) in unknown:
-            why = "it has a name in the state dict, and is no tensor that is known"
-        elif is_bookkeeping(place):
-            why = "what every module has"
+            whys.setdefault("it has a name in the state dict, and is no tensor that is known", []).append(place)
+        elif module.is_bookkeeping(place):
+            of_torch.append(place)
         else:
-            why = f"not in the state dict of {module.path}"
-        whys.setdefault(why, []).append(place)
+            whys.setdefault(f"not in the state dict of {module.path}", []).append(place)
     kept = _storages(checkpoint, *module.tensors.values())
     left = [each for why, places in whys.items() for each in left_behind_at(checkpoint, places, kept, why)]
+    if of_torch:  # a line for all: there are more of them than of everything else
+        numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
+        why = f"what every module has for torch's own use (hooks, training; {numbers})"
+        left.append(LeftBehind(module.path, 0, why))
     new = {id(node): detached(node) for node in module.tensors.values()}
     state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
     items: list[Value] = [value for name, node in module.tensors.items() for value in (name, new[id(node)])]

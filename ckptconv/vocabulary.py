@@ -9,12 +9,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import MalformedError
-from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, walk
+from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
 from ckptconv.model import Checkpoint, Inflate, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.old_spellings import text_of
 from ckptconv.ordering import forget_order
 from ckptconv.places import Leaf, find_places
-from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, args_of, device_arguments, is_count, is_word, partial_notes
+from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, device_arguments, is_count, is_word, partial_notes
 from ckptconv.sources import Readable
 
 __all__ = ["attributes", "checkpoint_of", "every_place", "places_in", "restrict"]

@@ -103,6 +103,24 @@ def test_the_picture_is_what_inspect_shows() -> None:
     assert squeezed[0] == squeezed[1]
 
 
+def test_imports_point_up_the_table_of_modules() -> None:
+    """Every module stands in the design page's table, and imports what stands above it or beside it; one exception, which the table names."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    row_of = {name: i for i, row in enumerate(rows) for name in re.findall(r"`(\w+)`", row)}
+    wrong = []
+    for path in (ROOT / "ckptconv").rglob("*.py"):
+        own = path.relative_to(ROOT / "ckptconv").parts[0].removesuffix(".py")
+        if own.startswith("__"):
+            continue
+        for module, names in re.findall(
+            r"^ *from ckptconv(?:\.(\w+)[\w.]*)? import (.*)$", path.read_text(), re.MULTILINE
+        ):
+            for other in [module] if module else names.split(", "):
+                if not other.startswith("__") and row_of[other] > row_of[own]:
+                    wrong.append((own, other))
+    assert set(wrong) == {("transfer", "tensors")}
+
+
 def test_changelog_and_version() -> None:
     """The changelog speaks of what is unreleased or of this version."""
     text = (ROOT / "CHANGELOG.md").read_text()

@@ -66,7 +66,7 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
     if not readable(name, src):
         zoo.save(made, tmp_path / "zip.pt", pickle_protocol=protocol)
         assert_same(tags_of(tmp_path / "zip.pt")[0], tags_of(there)[0])
-        with pytest.raises(RefusedError, match=r"before 1\.6 cannot hold"):
+        with pytest.raises(RefusedError, match=r"before 1\.6 .*cannot hold"):
             ckptconv.convert(there, back, format="legacy")
         assert "legacy" in {finding["kind"] for finding in ckptconv.inspect(src)["findings"]}
         return

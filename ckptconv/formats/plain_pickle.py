@@ -27,7 +27,14 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_pickles import LOADER, pickle_error
-from ckptconv.formats.pickled import blob_bytes, refuse_unknown_dtypes, sources_left_behind, texts_left_behind
+from ckptconv.formats.writing import (
+    blob_bytes,
+    little_endian,
+    refuse_unknown_dtypes,
+    sources_left_behind,
+    storage_classes,
+    texts_left_behind,
+)
 from ckptconv.graph import (
     Blob,
     ByteArray,
@@ -40,6 +47,7 @@ from ckptconv.graph import (
     Py2String,
     Tuple,
     Value,
+    args_of,
     is_global,
     replace_nodes,
     walk,
@@ -47,7 +55,6 @@ from ckptconv.graph import (
 from ckptconv.model import Checkpoint, Inflate, Layout, OutFile, Piece, Span, Storage
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
-from ckptconv.rebuild_calls import args_of
 from ckptconv.sources import Readable, Source
 from ckptconv.vocabulary import checkpoint_of
 
@@ -322,7 +329,7 @@ def _is_inside(byte: int) -> bool:
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
-    classes = torch_legacy.storage_classes(checkpoint, "a plain pickle")
+    classes = storage_classes(checkpoint, "a plain pickle")
     files = _call_again(checkpoint)
     pieces: list[Piece] = []
     for part in emit(checkpoint.graph, loadable=False):
@@ -332,7 +339,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             head, storage = files[part]
             pieces.append(head)
             if storage.nbytes:
-                pieces.append(torch_legacy.little_endian(storage, classes[storage], checkpoint.byteorder))
+                pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
         else:
             pieces.append(blob_bytes(checkpoint, part))
     sums = [s.data for s in checkpoint.storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]

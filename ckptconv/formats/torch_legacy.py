@@ -4,7 +4,7 @@ Layout: five pickles one behind another, then the storages, in the order of thei
 
     magic number          0x1950a86a20f9469cfc6c
     version               1001
-    sys_info              {'protocol_version': 1001, 'little_endian': True, 'type_sizes': {...}}; nobody looks at it
+    sys_info              {'protocol_version': 1001, 'little_endian': True, 'type_sizes': {...}}; no reader needs it
     object                storages in it are persistent ids ('storage', class, key, location, elements, view), the first mention of a module's class is
                           ('module', class, the file that defines it, its source text)
     keys                  a list of the storages' keys
@@ -28,7 +28,15 @@ from typing import Any, cast
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.joined import joined
-from ckptconv.formats.pickled import pickle_pieces, refuse_unknown_dtypes, renumber, texts_left_behind
+from ckptconv.formats.writing import (
+    little_endian,
+    pickle_pieces,
+    refuse_unknown_dtypes,
+    renumber,
+    storage_class,
+    storage_classes,
+    texts_left_behind,
+)
 from ckptconv.graph import (
     Call,
     Dict,
@@ -40,17 +48,17 @@ from ckptconv.graph import (
     PersistentId,
     Tuple,
     Value,
+    args_of,
     children,
     is_global,
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Gather, Inflate, Layout, OutFile, Piece, Reference, Span, Storage
+from ckptconv.model import Checkpoint, Layout, OutFile, Piece, Span
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
-from ckptconv.rebuild_calls import STRIDED, args_of, ints_of, is_count
+from ckptconv.rebuild_calls import STRIDED, ints_of, is_count
 from ckptconv.safe_loader import refused_opcodes
-from ckptconv.selection import cannot_hold
 from ckptconv.sources import Readable, Source
 from ckptconv.vocabulary import checkpoint_of
 
@@ -58,11 +66,9 @@ __all__ = [
     "NAME",
     "LegacyFile",
     "layout",
-    "little_endian",
     "looks_like",
     "parse_file",
     "read",
-    "storage_classes",
     "storage_file_head",
     "unreadable",
 ]
@@ -143,7 +149,7 @@ def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span
     if magic.root != _MAGIC:
         raise MalformedError("the magic number is another", where=where, expected=f"{_MAGIC:#x}")
     if version.root != _VERSION:
-        raise UnsupportedError(f"{_KIND}, of a version that nobody wrote", where=where, expected=_VERSION)
+        raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
     note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
     head = None if any(map(refused_opcodes, graphs)) else Span(source, start, at - start)
     return head, [note] if _says_big_endian(sys_info.root) else [], at
@@ -265,7 +271,7 @@ def _from_text(text: str, where: str) -> Tuple:
         rest = ()
     if not found or len(rest) != 4 or rest[3] is not None:
         raise UnsupportedError(
-            "a persistent id is a text that says no storage, as protocol 0 writes them: torch cannot read it either",
+            "a persistent id of protocol 0 names no storage; torch reads none of these",
             where=where, got=text[:80],
         )  # fmt: skip
     return Tuple(["storage", Global("torch.storage" if found[1] == "UntypedStorage" else "torch", found[1]), *rest])
@@ -376,7 +382,7 @@ def _offset(call: Call) -> int | None:
 # Writing
 
 _AT_ONCE = 1000  # items in one APPENDS, as pickle writes them
-_WHAT = "torch's format from before 1.6"
+_WHAT = "a file in torch's format from before 1.6"
 _SHOWN = 5  # paths in an error
 _EARLY_READERS = (
     "torch._utils._rebuild_nested_tensor",
@@ -417,37 +423,11 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
 
-def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
-    """The class of each storage. Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each, and none that counts bytes."""
-    classes: dict[Storage, str] = {}
-    refused: set[Storage] = set()
-    for reference in checkpoint.references:
-        name = _class_name(reference)
-        if name == UNTYPED.storage_class or (
-            classes.setdefault(reference.storage, name) != name and reference.storage.nbytes
-        ):
-            refused.add(reference.storage)
-    if not refused:
-        return classes
-    troubles = [
-        (place, info.dtype)
-        for place in checkpoint.places
-        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.storage in refused
-    ]
-    if troubles:
-        error = cannot_hold(checkpoint, what, troubles)
-        error.hint = f"--format pt writes them{'; ' + error.hint if error.hint else ''}"
-        raise error
-    raise RefusedError(
-        f"{what} cannot hold a storage without a dtype", where=checkpoint.source.path, hint="--format pt writes it"
-    )
-
-
 def unreadable(checkpoint: Checkpoint) -> str | None:
     """What of CHECKPOINT torch cannot read back from this format, in words."""
     if _early_readers(checkpoint):
         return "nested tensors and generators"
-    untyped = {each.storage for each in checkpoint.references if _class_name(each) == UNTYPED.storage_class}
+    untyped = {each.storage for each in checkpoint.references if storage_class(each) == UNTYPED.storage_class}
     dtypes = {info.dtype for info in checkpoint.tensors.values() if info.storage in untyped}
     return some(sorted(dtypes), _SHOWN) or "storages without a dtype" if untyped else None
 
@@ -455,11 +435,6 @@ def unreadable(checkpoint: Checkpoint) -> str | None:
 def _early_readers(checkpoint: Checkpoint) -> set[int]:
     """The ids of calls that need values while the pickle is read, before those of the storages are there."""
     return {id(call) for call in checkpoint.graph.calls if is_global(call.callable, *_EARLY_READERS)}
-
-
-def _class_name(reference: Reference) -> str:
-    assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
-    return reference.node.id.items[1].name
 
 
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
@@ -474,22 +449,11 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
 
 def _respell(checkpoint: Checkpoint) -> None:
     """Say ids and classes as this format does."""
-    for node in checkpoint.references:
-        assert isinstance(node.node.id, Tuple)
-        node.node.id = Tuple([*node.node.id.items, None])
+    for reference in checkpoint.references:
+        assert isinstance(reference.node.id, Tuple)
+        reference.node.id = Tuple([*reference.node.id.items, None])
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
-
-
-def little_endian(storage: Storage, cls: str, byteorder: str) -> Span | Inflate | Gather:
-    """The bytes of STORAGE, of class CLS, the numbers turned round where they come from a big-endian zip."""
-    dtype = BY_STORAGE_CLASS[cls]
-    if byteorder == "little" or dtype.itemsize == 1:
-        return storage.data
-    return Gather(
-        storage.data, dtype.name, (storage.nbytes // dtype.itemsize,), (1,), 0, conj=False, neg=False, swapped=True,
-        length=storage.nbytes,
-    )  # fmt: skip
 
 
 @cache
@@ -514,6 +478,6 @@ def _dict(items: list[tuple[str, Value]]) -> Dict:
 def _list(items: list[str]) -> List:
     made = List()
     for at in range(0, len(items), _AT_ONCE):
-        some: list[Value] = [*items[at : at + _AT_ONCE]]
-        made.add(Effect("APPEND" if len(some) == 1 else "APPENDS", some, None))
+        values: list[Value] = [*items[at : at + _AT_ONCE]]
+        made.add(Effect("APPEND" if len(values) == 1 else "APPENDS", values, None))
     return made

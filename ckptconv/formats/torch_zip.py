@@ -28,7 +28,7 @@ from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_zips import cut_short, refuse_other_zips
-from ckptconv.formats.pickled import (
+from ckptconv.formats.writing import (
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
@@ -49,6 +49,7 @@ from ckptconv.formats.zip_archive import (
 from ckptconv.graph import Graph
 from ckptconv.limits import LIMITS
 from ckptconv.model import BLOCK, Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
+from ckptconv.old_spellings import modernise
 from ckptconv.pickles import parse
 from ckptconv.ranges import inflated
 from ckptconv.sources import Readable
@@ -83,6 +84,7 @@ def read(source: Readable) -> Checkpoint:
     checked = archive.has_checksums
     where = f"{source.path}: {PICKLE}"
     graph, pickle = read_pickle(source, names[PICKLE], where, checked=checked)
+    modernise(graph)
 
     def record(key: str) -> Span | Inflate | None:
         found = names.get(f"data/{key}")

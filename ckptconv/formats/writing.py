@@ -1,0 +1,128 @@
+"""What the writers of torch's formats have in common: the pickle in pieces, storages by new keys and by their classes, what has no place."""
+
+from __future__ import annotations
+
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
+from ckptconv.errors import RefusedError
+from ckptconv.graph import Blob, Global, Py2String, Tuple
+from ckptconv.model import Checkpoint, Gather, Inflate, LeftBehind, Reference, Span, Storage
+from ckptconv.pickles import emit
+from ckptconv.safe_loader import can_be_made_loadable
+from ckptconv.selection import cannot_hold
+
+__all__ = [
+    "blob_bytes",
+    "little_endian",
+    "pickle_pieces",
+    "refuse_unknown_dtypes",
+    "renumber",
+    "sources_left_behind",
+    "storage_class",
+    "storage_classes",
+    "texts_left_behind",
+]
+
+
+def renumber(checkpoint: Checkpoint) -> dict[str, str]:
+    """Give storages keys from 0 on, in the order of first use, in the graph too; old key → new key."""
+    keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
+    for reference in checkpoint.references:
+        assert isinstance(reference.node.id, Tuple)
+        kind, cls, _, tag, numel = reference.node.id.items
+        reference.node.id = Tuple([kind, cls, keys[reference.storage.key], tag, numel])
+    return keys
+
+
+def pickle_pieces(checkpoint: Checkpoint) -> list[bytes | Span]:
+    """The pickle, its blobs as ranges of the source, or as bytes where the source's pickle is in memory."""
+    parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph))
+    return [part if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
+
+
+def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> bytes | Span:
+    """Where the bytes of BLOB, which the source's pickle has, stand."""
+    if checkpoint.pickle is None:
+        return Span(checkpoint.source, blob.offset, blob.length)
+    return checkpoint.pickle[blob.offset : blob.offset + blob.length]
+
+
+def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
+    """The texts of a container that has some, for which torch's formats have no place."""
+    return [
+        LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
+        for key, text in checkpoint.metadata.items()
+        if key != "format"
+    ]
+
+
+def sources_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
+    """The source code of classes, for which torch's older format alone has a place."""
+    found: dict[str, LeftBehind] = {}
+    for cls, named in checkpoint.class_ids.items():
+        text = named.id.items[3] if isinstance(named.id, Tuple) else None
+        if isinstance(text, str):
+            size = len(text.encode("utf-8", "surrogatepass"))
+        else:
+            size = text.length if isinstance(text, Blob) else len(text.data) if isinstance(text, Py2String) else 0
+        if size:
+            why = "torch's older format alone has a place for it"
+            found[str(cls)] = LeftBehind(f"the source code of {cls}", size, why)
+    return list(found.values())
+
+
+def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError where a tensor has a dtype that torch has not."""
+    troubles = [
+        (place, info.dtype)
+        for place in checkpoint.places
+        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.dtype not in BY_NAME
+    ]
+    if troubles:
+        raise cannot_hold(checkpoint, "torch", troubles)
+
+
+# For formats that know one class for each storage
+
+
+def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
+    """The class of each storage. Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each, and none that counts bytes."""
+    classes: dict[Storage, str] = {}
+    refused: set[Storage] = set()
+    what = f"{what} that torch can read back"
+    for reference in checkpoint.references:
+        name = storage_class(reference)
+        if name == UNTYPED.storage_class or (
+            classes.setdefault(reference.storage, name) != name and reference.storage.nbytes
+        ):
+            refused.add(reference.storage)
+    if not refused:
+        return classes
+    troubles = [
+        (place, info.dtype)
+        for place in checkpoint.places
+        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.storage in refused
+    ]
+    if troubles:
+        error = cannot_hold(checkpoint, what, troubles)
+        error.hint = f"--format pt writes them{'; ' + error.hint if error.hint else ''}"
+        raise error
+    raise RefusedError(
+        f"{what} cannot hold a storage without a dtype", where=checkpoint.source.path, hint="--format pt writes it"
+    )
+
+
+def storage_class(reference: Reference) -> str:
+    """The name of the storage class that REFERENCE says."""
+    assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
+    return reference.node.id.items[1].name
+
+
+def little_endian(storage: Storage, cls: str, byteorder: str) -> Span | Inflate | Gather:
+    """The bytes of STORAGE, of class CLS, the numbers turned round where they come from a big-endian zip."""
+    dtype = BY_STORAGE_CLASS[cls]
+    if byteorder == "little" or dtype.itemsize == 1:
+        return storage.data
+    return Gather(
+        storage.data, dtype.name, (storage.nbytes // dtype.itemsize,), (1,), 0, conj=False, neg=False, swapped=True,
+        length=storage.nbytes,
+    )  # fmt: skip
