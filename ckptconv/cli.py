@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -144,7 +144,9 @@ def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ..
     for named in chain.from_iterable(module["tensors"] for module in summary["modules"]):
         if named["path"] is not None:
             names.setdefault(named["path"], []).append(named["name"])
-    called = [(tensor, names.get(tensor["path"], [tensor["name"]])) for tensor in summary["tensors"]]
+    called: list[tuple[TensorSummary, Sequence[str | None]]] = [
+        (tensor, names.get(tensor["path"]) or [tensor["name"]]) for tensor in summary["tensors"]
+    ]
     for glob in (*include, *exclude):
         if not any(matches(glob, tensor["path"], name) for tensor, each in called for name in each):
             raise NoMatchError(f"no tensor matches {glob!r}", where=summary["path"])
@@ -153,8 +155,8 @@ def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ..
         taken = not include or any(matches(glob, path, name) for glob in include)
         return taken and not any(matches(glob, path, name) for glob in exclude)
 
-    left = [(tensor, next((n for n in each if is_left(tensor["path"], n)), _GONE)) for tensor, each in called]
-    return [{**tensor, "name": name} for tensor, name in left if name is not _GONE]
+    left = [(tensor, [name for name in each if is_left(tensor["path"], name)]) for tensor, each in called]
+    return [{**tensor, "name": each[0]} for tensor, each in left if each]
 
 
 def _show(

@@ -34,7 +34,9 @@ class Limits:
     zip_members: int = 1_000_000
     #: The zip format's own bound on a name.
     member_name: int = 64 * KIB
-    #: Real pickles deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
+    #: Of the code of a TorchScript archive: lines that say classes, attributes, listed names, devices. A model of 10,000 layers has some ten of them for each.
+    script_words: int = 500_000
+    #: Real pickles, and code, deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
     pickle_inflate_ratio: int = 100
     #: All code of a TorchScript archive: a model of 10,000 layers has a few megabytes.
     script_bytes: int = 64 * MIB

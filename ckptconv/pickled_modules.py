@@ -91,10 +91,10 @@ class PickledModule:
 
     def is_bookkeeping(self, place: Place) -> bool:
         """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of the model's is in it."""
-        key, above = place.key or "", place.parent
-        if key not in _BOOKKEEPING or place.segment != f"/.{key}" or above is None or id(above.node) not in self.modules:
+        is_inside = place.parent is not None and id(place.parent.node) in self.modules
+        if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
             return False
-        return key == _NOT_PERSISTENT or _is_empty(place.node)
+        return place.key == _NOT_PERSISTENT or _is_empty(place.node)
 
 
 def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:

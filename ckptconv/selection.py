@@ -13,7 +13,7 @@ from ckptconv.graph import Call, Dict, Effect, Global, Node, Object, PersistentI
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
 from ckptconv.pickled_modules import PARTS, PickledModule, detached
-from ckptconv.places import is_repeated, item_segments
+from ckptconv.places import is_item, is_repeated, item_segments
 from ckptconv.vocabulary import attributes, places_in, restrict
 
 __all__ = ["cannot_hold", "left_behind_at", "select"]
@@ -51,29 +51,31 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
         for place in checkpoint.places:
             if written(place.path) == path:
                 return place
+    known, meant = _candidates(checkpoint), _called(checkpoint, path)
     raise NoMatchError(
-        f"neither an object nor a tensor stands at {path}", where=checkpoint.source.path,
-        expected="a path" + (f" such as {known}" if (known := _candidates(checkpoint)) else ""),
-        hint=_hint_of_path(checkpoint, path),
-    )  # fmt: skip
+        f"neither an object nor a tensor stands at {path}",
+        where=checkpoint.source.path,
+        expected=f"a path such as {known}" if known and not meant else None,
+        hint=meant or _look_for(checkpoint, "--tree"),
+    )
 
 
-def _hint_of_path(checkpoint: Checkpoint, path: str) -> str | None:
-    """What to type instead of PATH, which may be a name in a whole module, or lack the attributes in which modules keep their parts."""
+def _called(checkpoint: Checkpoint, name: str) -> str | None:
+    """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep their parts."""
     modules = read_customs(checkpoint).modules
-    words = _words(path)
-    meant = (words, *(_words(module.path) + words for module in modules)) if words else ()
+    words = _words(name)
+    meant = {words, *(_words(module.path) + words for module in modules)} if words else set()
     found = next((place for place in checkpoint.places if _words(place.path) in meant), None)
     if found is None:
-        return _look_for(checkpoint, "--tree")
+        return None
     is_module = any(id(found.node) in module.modules for module in modules)
     weights = " (and --state-dict for its weights alone)" if is_module else ""
     return f"what is called so has another path: --select {shlex.quote(found.path)}{weights}"
 
 
-def _words(path: str) -> list[str]:
+def _words(path: str) -> tuple[str, ...]:
     """The words of a path or name, without what says where a module keeps its parts."""
-    return [word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS]
+    return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
 
 
 def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
@@ -175,9 +177,15 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
         numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
         why = f"what every module has for torch's own use (hooks, training; {numbers})"
         left.append(LeftBehind(module.path, 0, why))
-    new = {id(node): detached(node) for node in module.tensors.values()}
     state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
-    items: list[Value] = [value for name, node in module.tensors.items() for value in (name, new[id(node)])]
+    items: list[Value] = []
+    named: set[int] = set()
+    for name, node in module.tensors.items():
+        tensor = detached(node)
+        if id(node) in named and isinstance(tensor, Call):  # each name has a tensor of its own, as detach() makes them
+            tensor = Call(tensor.kind, tensor.callable, tensor.args)
+        named.add(id(node))
+        items += (name, tensor)
     for at in range(0, len(items), 2 * _AT_ONCE):
         state_dict.add(Effect("SETITEMS", items[at : at + 2 * _AT_ONCE], None))
     place = module.place
@@ -283,14 +291,25 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
         of_source.setdefault(id(place.node), []).append(place)
     listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
     once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
-    if len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
-        once = []  # nothing would be left
-    globs = [f"--exclude {shlex.quote(glob_of(place.path, place.key))}" for place in once]
+    droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
+    if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
+        once = []  # what has no key cannot be left out, or nothing would be left
+    globs = [f"--exclude {shlex.quote(glob)}" for glob in _globs(checkpoint, once)]
     hint = f"to leave them out: {' '.join(globs)}" if globs else None
     if len(globs) > _LISTED:
         listed = f"{len(troubles):,} tensors: {listed}"
         hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
     return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
+
+
+def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
+    """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
+    named = {id(found.node) for found in read_customs(checkpoint).state_dicts} if places else set()
+    return [
+        glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
+        else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
+        for place in places
+    ]  # fmt: skip
 
 
 # Both

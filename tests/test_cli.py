@@ -82,7 +82,11 @@ def test_quiet_says_nothing(ddp: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["convert", "{src}", "{out}", "--strip-prefix", "net."], 1, ["net.", "module. ("]),
         (["convert", "{src}", "{out}.safetensors", "--format", "pt"], 2, ["suffix", "--format"]),
         (["convert", "{src}", "{out}", "--copy-tied"], 2, ["safetensors"]),
-        (["convert", "{src}", "{out}", "--select", "nowhere"], 1, ["nowhere", "state dicts at ."]),
+        (
+            ["convert", "{src}", "{out}", "--select", "nowhere"],
+            1,
+            ["nowhere", "expected a path such as . (", "ckptconv inspect ddp.pt --tree"],
+        ),
         (["convert", "{src}", "{out}", "--exclude", "nothing*"], 1, ["nothing*"]),
         (["inspect", "missing.pt"], 1, ["missing.pt"]),
         (["inspect"], 2, ["PATH"]),

@@ -473,6 +473,8 @@ def test_protocol_4_is_written_again() -> None:
     assert not only(look("three.pt"), "opcodes")["blocks"]
     assert loads("three.pt")
     mended("three.pt", "opcodes")
+    torch.save(linear(), "one.pt", pickle_protocol=1)
+    assert only(look("one.pt"), "opcodes")["text"].endswith("which pickle protocol 0 or 1 uses")
     torch.save({"a": linear(), "b": Unknown()}, "both.pt", pickle_protocol=4)
     assert kinds(look("both.pt")) == ["code"]
     assert loads(mended("both.pt", "code"))
@@ -572,6 +574,41 @@ def test_one_remedy_for_several_complaints() -> None:
     assert look("o.pt")["remedy"] is None
     torch.save(linear("module."), "n.pt", pickle_protocol=4)
     assert look(run(look("n.pt")["remedy"]))["findings"] == []
+
+
+def pickled(obj: Any, tag: str) -> None:
+    with zoo.tagging([tag]), Path("m.pkl").open("wb") as file:
+        pickle.dump(obj, file)
+
+
+def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
+    """A container or opcodes: the command for the device, or the one for all, mends them too. They have one of their own where no other writes the whole file, or nobody knows whether it is needed."""
+    torch.save(linear(), "four.pt", pickle_protocol=4)
+    zoo.save(linear(), "four_cuda.pt", ["cuda:0"], pickle_protocol=4)
+    zoo.save(
+        {"a": torch.ones(2, dtype=torch.float8_e5m2)}, "old_cuda.pt", ["cuda:0"], _use_new_zipfile_serialization=False
+    )
+    pickled(linear(), "cuda:0")
+    for name, kind in (("m.pkl", "pickle"), ("four_cuda.pt", "opcodes"), ("old_cuda.pt", "legacy")):
+        found = look(name)
+        assert (only(found, kind)["blocks"], only(found, kind)["command"], found["remedy"]) == (True, None, None)
+        assert kind not in kinds(look(made := mended(name, "device")))
+        assert loads(made)
+        assert only(look(name, TWO), kind)["command"].split()[4:] == []  # type: ignore[union-attr]
+    pickled(linear("module."), "cpu")
+    found = look("m.pkl")
+    assert only(found, "pickle")["command"] is None
+    assert look(run(found["remedy"]))["findings"] == []
+    pickled(linear(), "xpu:1")
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    net = fresh()
+    net.body = nn.DataParallel(net.body)
+    pickled(net.state_dict(), "cpu")
+    assert kinds(look("m.pkl")) == ["pickle", "inner-prefix"]
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    pickled({"model": linear(), "args": Unknown()}, "cpu")
+    assert only(look("m.pkl"), "code")["command"] == "ckptconv convert m.pkl m-weights.pt --state-dict"
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
 
 
 def test_one_command_is_its_own_remedy(fixtures: Path) -> None:

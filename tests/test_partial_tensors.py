@@ -51,7 +51,9 @@ def test_they_are_shown(run: Path) -> None:
         "model/net.weight", "model/net.bias", "model/net.head", "optimizer/state[0]/exp_avg",
     ]  # fmt: skip
     (note,) = ckptconv.inspect(run / "dtensor1.pt")["notes"]
-    assert note.startswith("partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file holds what one process had")
+    assert note.startswith(
+        "partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file holds what one process had"
+    )
 
 
 def test_sharded_tensors_are_shown(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickletools
+import shlex
 import subprocess
 import sys
 import types
@@ -114,6 +115,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "fake quantized": lambda: torch.ao.quantization.FakeQuantize(), "observers": lambda: torch.ao.quantization.PerChannelMinMaxObserver(),
     "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]), "empty": nn.Sequential, "double": lambda: nn.Linear(2, 2).double(),
 }  # fmt: skip
+#: The attributes that torch gives every module, but for those that hold tensors and modules.
+TORCHS_OWN = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
 #: What has no tensors in it has no state dict to take.
 HAVE_TENSORS = [name for name in MODULES if name != "empty"]
 
@@ -212,20 +215,20 @@ def test_inspect_says_what_it_would_give(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
 def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
-    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with the bytes that go."""
+    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with the bytes that go; torch's own attributes alone are only counted."""
     model = made(name)
     torch.save({"epoch": 3, "model": model, "weight": next(model.parameters(), None)}, tmp_path / "m.pt")
     report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
     found = inspect(tmp_path / "m.pt")
     (module,) = found["modules"]
     taken = {each["path"] for each in module["tensors"]}
-    left = {each.path for each in report.left_behind}
+    left = {each.path for each in report.left_behind if not each.why.startswith("what every module has")}
     assert {"epoch", "weight"} <= left
     assert not taken & left
     opened = _opened(tmp_path / "m.pt")
     for path in (*(row["path"] for row in found["tensors"]), *found["others"]):
         above = [path[:i] for i, c in enumerate(path + "/") if c in "/["]
-        assert path in taken or path in opened or left & set(above), path
+        assert path in taken or path in opened or left & set(above) or path.rpartition("/.")[2] in TORCHS_OWN, path
     kept = sum(
         t.untyped_storage().nbytes()
         for t in {t.untyped_storage()._cdata: t for t in model.state_dict().values()}.values()
@@ -242,15 +245,23 @@ def _opened(path: Path) -> set[str]:
 
 
 def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
-    """The model's own attributes apart from what every module has; a tensor that is no parameter with its bytes."""
-    torch.save(made("everything"), tmp_path / "m.pt")
+    """The model's own attributes one by one, a tensor that is no parameter with its bytes; what every module has in one line, but for what somebody put there."""
+    model = Everything()
+    model.head.register_forward_hook(zoo.module)
+    model._hooks_seen = 3
+    model.tagged.training = True
+    config = zoo.Config(weight=model)
+    config.training = True
+    torch.save(config, tmp_path / "m.pt")
     report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     left = {each.path: each for each in report.left_behind}
-    assert left[".plain"].nbytes == 28 and left["._buffers/cache"].nbytes == 20 and left[".best"].nbytes == 16
-    assert left[".plain"].why == "not in the state dict of ."
-    assert left["._modules/head/._forward_hooks"].why == left[".training"].why == "what every module has"
-    assert left["._modules/head/.in_features"].why == "not in the state dict of ."
-    assert any(path.startswith("._parameters/tagged/") for path in left)
+    nbytes = {".weight/.plain": 28, ".weight/._buffers/cache": 20, ".weight/.best": 16}
+    assert {path: left[path].nbytes for path in nbytes} == nbytes
+    own = {".training", *(f".weight/{path}" for path in ("._modules/head/._forward_hooks", "._parameters/tagged/.training", "._hooks_seen", "._modules/head/.in_features"))}  # fmt: skip
+    assert {left[path].why for path in (*own, *nbytes)} == {"not in the state dict of .weight"}
+    numbers = f"{3 * len(TORCHS_OWN) - 1} attributes of 3 modules"
+    assert left[".weight"].why == f"what every module has for torch's own use (hooks, training; {numbers})"
+    assert not [path for path in left.keys() - own if path.rpartition("/.")[2] in TORCHS_OWN]
 
 
 # Classes that are gone, and those that never were
@@ -350,6 +361,17 @@ def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFi
         convert(tmp_path / "m.pt", tmp_path / "out.pt", "-f", "--state-dict", "--include", glob)
         taken = set(torch.load(tmp_path / "out.pt"))
         assert shown == {each["path"] for each in module["tensors"] if each["name"] in taken}
+    for name in names:  # a module that stands in another under several names has one row
+        for flag in ("--include", "--exclude"):
+            assert main(["inspect", str(tmp_path / "m.pt"), flag, name, "--json"]) == 0
+            shown = {row["path"]: row["name"] for row in json.loads(capsys.readouterr().out)["tensors"]}
+            taken = {
+                each["path"]: each["name"]
+                for each in module["tensors"][::-1]
+                if (each["name"] == name) == (flag == "--include")
+            }
+            assert shown == taken
+    assert main(["inspect", str(tmp_path / "m.pt"), "--include", "c.*"]) == 1
     with pytest.raises(NoMatchError, match="state_dict=True"):
         ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", exclude="a.0.*")
     with pytest.raises(NoMatchError, match="something like model/"):
@@ -400,6 +422,43 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
     convert(tmp_path / "m.pt", tmp_path / "w.safetensors", "--select", "critic/._modules/0")
     assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "bias"}
     assert {"weight", "bias"} == set(names_of(tmp_path / "m.pt", select="actor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("fc", "net/._modules/fc"), ("net.fc", "net/._modules/fc"), ("net/fc/0", "net/._modules/fc/._modules/0"), ("_modules/fc", "net/._modules/fc"),
+        ("fc.0.weight", "net/._modules/fc/._modules/0/._parameters/weight"), ("more.0.up", "more[0]/._modules/up"), ("epoch.n", "epoch/n"),
+    ],
+)  # fmt: skip
+def test_a_name_is_answered_with_its_path(
+    name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands at a path and is asked for by its name: the command of the hint runs, and for a module what the hint says of its weights."""
+    net = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(2, 2))})
+    more = [nn.ModuleDict({"up": nn.Linear(3, 3)})]
+    torch.save({"net": net, "more": more, "epoch": {"n": {"of": torch.ones(1)}}}, tmp_path / "m.pt")
+    assert main(["convert", str(tmp_path / "m.pt"), str(tmp_path / "no.pt"), "--select", name]) == 1
+    said = capsys.readouterr().err
+    assert shlex.split(said.partition(" --select ")[2])[0] == path
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--select", path)
+    weights = "(and --state-dict for its weights alone)"
+    assert (weights in said) == isinstance(torch.load(tmp_path / "out.pt", weights_only=False), nn.Module)
+    if weights in said:
+        convert(tmp_path / "m.pt", tmp_path / "weights.pt", "--select", path, "--state-dict")
+        assert torch.load(tmp_path / "weights.pt")
+
+
+def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
+    """What there is, and the command that shows it all."""
+    torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
+    with pytest.raises(
+        NoMatchError, match=r"expected a path such as net, a .*; see .* ckptconv inspect .*m\.pt --tree$"
+    ):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", select="nte")
+    torch.save([1], tmp_path / "n.pt")
+    with pytest.raises(NoMatchError, match=r"stands at x; see what there is: "):
+        ckptconv.convert(tmp_path / "n.pt", tmp_path / "no.pt", select="x")
 
 
 # What gives none, or not all
@@ -539,7 +598,7 @@ def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert lines[at + 2].strip() == "without a tensor that is known: lazy.weight, lazy.bias"
     (other,) = (line for line in lines if line.startswith("  other"))
-    assert "epoch = 7" in other and "hooks" not in other
+    assert other.split(maxsplit=1)[1] == "epoch = 7"
 
 
 # Hostile files
@@ -565,3 +624,14 @@ def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
         except CkptconvError:
             continue
         inspect(tmp_path / "y.pt")
+
+
+def test_each_name_has_a_tensor_of_its_own(tmp_path: Path) -> None:
+    """Of one parameter under two names ``state_dict()`` gives two tensors on one storage, and so does what is taken out."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    torch.save(model, tmp_path / "m.pt")
+    ckptconv.convert(tmp_path / "m.pt", tmp_path / "w.pt", state_dict=True)
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found["0.weight"] is not found["1.weight"]
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()

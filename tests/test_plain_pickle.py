@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from judge import assert_same, tags_of
+from legacy_files import legacy_file
 from safetensors.torch import load_file, save_file
 from zoo import TAGS, ZOO, save, tagging
 
@@ -751,3 +752,48 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
     assert len(ckptconv.inspect(path)["tensors"]) == sum(
         str(c.callable).endswith("_rebuild_tensor_v2") for c in graph.calls
     )
+
+
+def test_one_value_serves_one_storage(write: Write) -> None:
+    """A text, a bytes object or a list that many calls share is refused: torch writes none such, and a small file would become a large one."""
+    whole = nested_file(torch.arange(4.0)._typed_storage())
+    text = (
+        b"\x80\x02c_codecs\nencode\nq\x000"
+        + text_of(whole.decode("latin-1"))
+        + b"q\x010"
+        + text_of("latin1")
+        + b"q\x020]("
+    )
+    one = b"ctorch.storage\n_load_from_bytes\nh\x00h\x01h\x02\x86R\x85R"
+    shared_list = b"\x80\x02(K\x01K\x02lq\x000](" + 2 * b"ctorch\nFloatStorage\nh\x00\x85R" + b"e."
+    for data in (text + 2 * one + b"e.", shared_list):
+        assert "another storage's as well" in str(error_of(write(data)))
+    assert len(tags(write(text + one + b"e."))) == 1
+
+
+def text_of(text: str) -> bytes:
+    """The opcode that says TEXT in protocol 2."""
+    data = text.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path) -> None:
+    """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is decoded at a time."""
+    made = {f"w{i}": torch.rand(10_000) for i in range(1000)}
+    path = write(pickle.dumps(made, 2))
+    tracemalloc.start()
+    try:
+        ckptconv.convert(path, tmp_path / "dst.pt")
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000 < path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert_same(made, torch.load(tmp_path / "dst.pt", weights_only=True))
+
+
+def test_texts_of_python_2_are_said_to_need_an_encoding(tmp_path: Path) -> None:
+    """torch's loader decodes them as UTF-8, pickle's as ASCII unless it is told."""
+    (tmp_path / "src.pt").write_bytes(legacy_file({"name": "Zürich"}, {}, python2=True))
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pkl", format="pickle")
+    assert any("encoding='utf-8'" in note for note in report.notes)
+    with (tmp_path / "dst.pkl").open("rb") as file:
+        assert pickle.load(file, encoding="utf-8") == torch.load(tmp_path / "src.pt", weights_only=False)

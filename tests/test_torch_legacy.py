@@ -7,6 +7,7 @@ import pickle
 import re
 import struct
 import tarfile
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import zoo
 from judge import assert_same, tags_of
 from legacy_files import Old, keys_and_data, legacy, legacy_file, object_pickle, storage_id
 from torch import nn
+from torch.ao.nn import quantized as nq
 
 import ckptconv
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, RefusedError, UnsupportedError
@@ -192,6 +194,19 @@ def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", format="legacy")
 
 
+def test_only_what_has_a_key_is_offered_to_be_left_out(tmp_path: Path) -> None:
+    """The hint names the flags that leave out what cannot be written, where that works: an element of a list has none."""
+    odd = torch.ones(2, dtype=torch.uint16)
+    torch.save({"a": odd, "b": [torch.ones(2)]}, tmp_path / "one.pt")
+    with pytest.raises(RefusedError, match=r"exclude='\./a'"):
+        ckptconv.convert(tmp_path / "one.pt", tmp_path / "dst.pt", format="legacy")
+    ckptconv.convert(tmp_path / "one.pt", tmp_path / "dst.pt", format="legacy", exclude="./a")
+    torch.save({"a": odd, "b": [odd.clone(), torch.ones(2)]}, tmp_path / "two.pt")
+    with pytest.raises(RefusedError, match="cannot hold a ") as caught:
+        ckptconv.convert(tmp_path / "two.pt", tmp_path / "other.pt", format="legacy")
+    assert "exclude" not in str(caught.value)
+
+
 def test_a_bare_storage_of_bytes_is_refused(tmp_path: Path) -> None:
     """An untyped storage that no tensor uses is read, and refused by name on the way back; a typed one is written."""
     src, there = tmp_path / "src.pt", tmp_path / "there.pt"
@@ -218,6 +233,46 @@ def test_big_endian_zips_are_turned_round(tmp_path: Path) -> None:
     assert_same(made, torch.load(big, weights_only=True))
     ckptconv.convert(big, tmp_path / "dst.pt", format="legacy")
     assert_same(made, torch.load(tmp_path / "dst.pt", weights_only=True))
+
+
+def quantized(kind: str) -> nn.Module:
+    """A module whose weights torch packs when it is loaded."""
+    torch.backends.quantized.engine = "fbgemm" if "fbgemm" in torch.backends.quantized.supported_engines else "qnnpack"
+    made: nn.Module = {"linear": lambda: nq.Linear(4, 3), "conv": lambda: nq.Conv2d(2, 2, 3), "embedding": lambda: nq.Embedding(4, 4)}.get(
+        kind, lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=torch.qint8)
+    )()  # fmt: skip
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["linear", "conv", "embedding", "dynamic"])
+def test_packed_weights_are_refused(kind: str, tmp_path: Path) -> None:
+    """torch packs quantized weights while it reads the pickle, before their bytes are there: refused by name; ``inspect`` says so of a file that has them already."""
+    src, old = tmp_path / "src.pt", tmp_path / "old.pt"
+    torch.save(quantized(kind), src)
+    with pytest.raises(RefusedError, match="packed weights"):
+        ckptconv.convert(src, tmp_path / "dst.pt", format="legacy")
+    legacy(quantized(kind), old)
+    assert "legacy" in {finding["kind"] for finding in ckptconv.inspect(old)["findings"]}
+
+
+def test_names_that_only_the_zip_loader_maps(tmp_path: Path) -> None:
+    """``torch.tensor._rebuild_from_type_v2``, as torch 1.8 wrote it, is found by torch's zip loader alone; in the older format and in plain pickles it has its new name."""
+    made = torch.ones(2)
+    made.note = "x"  # type: ignore[attr-defined]
+    torch.save({"w": made}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(tmp_path / "src.pt", "w") as old:
+        pickled = new.read("new/data.pkl")
+        assert b"ctorch._tensor\n_rebuild_from_type_v2" in pickled
+        old.writestr("src/data.pkl", pickled.replace(b"ctorch._tensor\n", b"ctorch.tensor\n"))
+        old.writestr("src/data/0", new.read("new/data/0"))
+        old.writestr("src/version", "3\n")
+    wanted = torch.load(tmp_path / "src.pt", weights_only=False)
+    for format in ("pt", "legacy"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", format=format, force=True)
+        assert_same(wanted, torch.load(tmp_path / "dst.pt", weights_only=False))
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pkl", format="pickle")
+    assert_same(wanted, pickle.loads((tmp_path / "dst.pkl").read_bytes()))
 
 
 # As torch of long ago and Python 2 wrote it
@@ -361,6 +416,18 @@ def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
     ]
     (tmp_path / "src.pt").write_bytes(legacy_file(made, {"root": (6, FLOATS)}))
     with pytest.raises(MalformedError, match="two ways"):
+        ckptconv.inspect(tmp_path / "src.pt")
+
+
+@pytest.mark.parametrize("key", ["root", "other"])
+def test_a_part_with_the_key_of_a_storage(key: str, tmp_path: Path) -> None:
+    """torch has one table for both, and would take the one for the other."""
+    made = [
+        rebuilt(storage_id(torch.FloatStorage, "other", "cpu", 6), 0, 6),
+        rebuilt(storage_id(torch.FloatStorage, "root", "cpu", 6, (key, 2, 3)), 0, 3),
+    ]
+    (tmp_path / "src.pt").write_bytes(legacy_file(made, {"other": (6, FLOATS), "root": (6, FLOATS)}))
+    with pytest.raises(MalformedError, match="of a storage and of a part"):
         ckptconv.inspect(tmp_path / "src.pt")
 
 
@@ -571,3 +638,17 @@ def test_ids_as_texts(tmp_path: Path) -> None:
         path.write_bytes(data.replace(found[0], text))
         with pytest.raises((UnsupportedError, MalformedError, LimitError)):
             ckptconv.inspect(path)
+
+
+def test_long_ids_as_texts_cost_nothing(tmp_path: Path) -> None:
+    """A persistent id of megabytes is looked at as a text; nothing is made of it."""
+    text = b"('storage', <class 'torch.FloatStorage'>, " + b"1," * 1_000_000 + b")"
+    head = b"".join(pickle.dumps(value, 0) for value in (0x1950A86A20F9469CFC6C, 1001, {}))
+    (tmp_path / "src.pt").write_bytes(head + b"P" + text + b"\n." + pickle.dumps([], 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedError, match="names no storage"):
+            ckptconv.inspect(tmp_path / "src.pt")
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()

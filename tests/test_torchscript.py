@@ -664,3 +664,31 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(tmp_path: Pat
     assert read(path).format == torchscript.NAME
     with pytest.raises(RefusedError, match="is a program"):
         ckptconv.convert(path, tmp_path / "o.pt", map_location="cpu")
+
+
+@pytest.mark.parametrize(
+    "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
+)
+def test_code_that_says_too_much_is_refused(save: Save, tmp_path: Path, line: bytes) -> None:
+    """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is code that deflates too well."""
+    path = save(torch.jit.script(nn.Linear(2, 2)))
+    many = line * (LIMITS.script_words + 1)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "many.pt", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data + many if name.endswith(".py") else data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError, match="says too much"):
+            read(tmp_path / "many.pt")
+        assert tracemalloc.get_traced_memory()[1] < 250_000_000
+    finally:
+        tracemalloc.stop()
+    with (
+        zipfile.ZipFile(tmp_path / "many.pt") as old,
+        zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(LimitError, match="too large"):
+        read(tmp_path / "deflated.pt")

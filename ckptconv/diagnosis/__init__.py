@@ -62,6 +62,9 @@ def diagnose(
     needed = len(cures) > 1 and all_at_once.flags() != cures[0].flags()
     curable = not refused or part is not None
     remedy = command(checkpoint, all_at_once) if needed and curable else None
+    needful = [each.cure for each in combined if each.blocks and each.cure] + ([all_at_once] if remedy else [])
+    if any(cure.flags() and not cure.part for cure in needful):  # typed anyway, it mends that too
+        complaints = [replace(each, cure=None) if each.cure and each.cure.is_any else each for each in complaints]
     return Diagnosis([finding(checkpoint, complaint) for complaint in with_names_apart(complaints)], remedy)
 
 

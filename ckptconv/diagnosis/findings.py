@@ -74,6 +74,11 @@ class Cure:
     maps: dict[str, str] = field(default_factory=dict)
     format: str | None = None
 
+    @property
+    def is_any(self) -> bool:
+        """Whether every conversion of the whole file does it."""
+        return not self.flags() and self.format is None
+
     def flags(self) -> list[str]:
         maps = [] if self.to_cpu else [word for old, new in self.maps.items() for word in ("--map", f"{old}={new}")]
         return [*self.part, *self.names, *(("--to", "cpu") if self.to_cpu else ()), *maps]

@@ -181,9 +181,8 @@ def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
     graph = checkpoint.graph
     unknown = refused_opcodes(graph)
     if unknown:
-        text = (
-            f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {graph.protocol} uses"
-        )
+        protocol = graph.protocol or "0 or 1"  # neither says which it is
+        text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
     elif graph.protocol > 2:
         text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
     else:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from ckptconv.formats.writing import (
     blob_bytes,
     little_endian,
     refuse_unknown_dtypes,
+    say_for_older_loaders,
     sources_left_behind,
     storage_classes,
     texts_left_behind,
@@ -62,6 +63,7 @@ __all__ = ["NAME", "layout", "looks_like", "read"]
 
 NAME = "pickle"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, as every version of torch pickles it here
+_LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that stands for bytes
 _OLD_START = re.compile(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
 _LATIN_1 = ("latin1", "latin-1")
 _STEP = 1 << 20  # bytes of a text that are decoded at once
@@ -84,7 +86,7 @@ def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
     where = str(source.path)
     try:
-        graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY,))
+        graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY, _LEGACY_TEXT))
     except InputError:
         raise pickle_error(source) from None
     calls = [call for call in graph.calls if is_global(call.callable, LOADER)]
@@ -133,6 +135,7 @@ class _Reader:
         self.words: dict[str, str] = {"storage": "storage"}
         self.classes: dict[str, Global] = {}
         self.used: set[int] = set()
+        self.decoded = _Piece(-1, -1, b"")
         self.notes: list[str] = []
 
     def read(self, calls: list[Call]) -> None:
@@ -163,6 +166,7 @@ class _Reader:
         return PersistentId(Tuple([self.words["storage"], cls, key, tag, numel]), call.order)
 
     def packed(self, numbers: List, cls: Global, key: str) -> Span:
+        self.use(numbers, key)
         values = [*numbers.elements()]
         try:
             data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
@@ -175,9 +179,6 @@ class _Reader:
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
             self.refuse(key, "something else is done to it than torch does")
-        if id(args[0]) in self.used:
-            self.refuse(key, "its bytes are another storage's as well")
-        self.used.add(id(args[0]))
         file, start, end = self.bytes_of(args[0], key)
         head = file.read(start, min(len(_LEGACY), end - start))
         graph, spans = (
@@ -216,10 +217,12 @@ class _Reader:
     def bytes_of(self, value: Value, key: str) -> tuple[Readable, int, int]:
         """Where the bytes that VALUE says stand: a file, a start and an end."""
         path = self.source.path
+        self.use(value, key)
         if isinstance(value, Call) and is_global(value.callable, "_codecs.encode") and not value.effects:
             text, encoding = (*args_of(value), None, None)[:2]
+            self.use(text, key)
             if encoding in _LATIN_1 and isinstance(text, Blob):
-                decoded = _Decoded(self.source, text, self.where(key))
+                decoded = _Decoded(self.source, text, self.decoded, self.where(key))
                 return decoded, 0, decoded.size
             if encoding in _LATIN_1 and isinstance(text, str):
                 try:
@@ -233,6 +236,12 @@ class _Reader:
         if not isinstance(value, bytes):
             self.refuse(key, "what it is loaded from is no bytes")
         return _Held(value, path), 0, len(value)
+
+    def use(self, value: Value, key: str) -> None:
+        """Refuse what torch never writes, and what could make a small file large: one VALUE for two storages."""
+        if id(value) in self.used:
+            self.refuse(key, "its bytes are another storage's as well")
+        self.used.add(id(value))
 
     def where(self, key: str) -> str:
         return f"{self.source.path}: storage {key}"
@@ -275,33 +284,43 @@ class _Window(Readable):
         return self._file.read(self._start + offset, length)
 
 
-class _Decoded(Readable):
-    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not fit into memory."""
+@dataclass
+class _Piece:
+    """The piece that was decoded last: number INDEX of the text at OFFSET."""
 
-    def __init__(self, source: Source, text: Blob, where: str) -> None:
+    offset: int
+    index: int
+    data: bytes
+
+
+class _Decoded(Readable):
+    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not fit into memory. LAST is shared by all texts."""
+
+    def __init__(self, source: Source, text: Blob, last: _Piece, where: str) -> None:
         self.path, self.fd = source.path, -1
         self._source, self._text, self._where = source, text, where
         self._starts = [0]  # where the bytes stand of each piece of the text
-        self._last: tuple[int, bytes] = (-1, b"")
+        self._last = last
         for i in range(-(-text.length // _STEP)):
             self._starts.append(self._starts[-1] + len(self._piece(i)))
         self.size = self._starts.pop()
 
     def _piece(self, i: int) -> bytes:
         """The bytes of the characters that start in piece I of the text."""
-        known, data = self._last
-        if known != i:
+        last = self._last
+        if (last.offset, last.index) != (self._text.offset, i):
             start = i * _STEP
             end = min(start + _STEP, self._text.length)
             utf8 = self._source.read(self._text.offset + start, min(end + 1, self._text.length) - start)
             first = start and _is_inside(utf8[0])
-            last = len(utf8) if end == self._text.length or _is_inside(utf8[-1]) else len(utf8) - 1
+            stop = len(utf8) if end == self._text.length or _is_inside(utf8[-1]) else len(utf8) - 1
             try:
-                data = utf8[first:last].decode().encode("latin-1")
+                last.data = utf8[first:stop].decode().encode("latin-1")
             except UnicodeError:
+                last.offset = -1
                 raise _no_bytes(self._where) from None
-            self._last = i, data
-        return data
+            last.offset, last.index = self._text.offset, i
+        return last.data
 
     def read(self, offset: int, length: int) -> bytes:
         """LENGTH bytes at OFFSET."""
@@ -329,6 +348,7 @@ def _is_inside(byte: int) -> bool:
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
+    say_for_older_loaders(checkpoint)
     classes = storage_classes(checkpoint, "a plain pickle")
     files = _call_again(checkpoint)
     pieces: list[Piece] = []
@@ -345,7 +365,17 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     sums = [s.data for s in checkpoint.storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]
     size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
-    return Layout(OutFile(path, joined(pieces), size, tuple(sums)), left_behind, ties=tuple(checkpoint.ties.items()))
+    return Layout(
+        OutFile(path, joined(pieces), size, tuple(sums)), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items())
+    )  # fmt: skip
+
+
+def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What torch's loader does by itself and Python's has to be told."""
+    every = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
+    if any(isinstance(node, Py2String) and not node.data.isascii() for node in every):
+        return ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
+    return ()
 
 
 def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:

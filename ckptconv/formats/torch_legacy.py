@@ -18,12 +18,11 @@ and ``UntypedStorage``, under which it stores dtypes that have no storage class 
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
@@ -33,6 +32,7 @@ from ckptconv.formats.writing import (
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
+    say_for_older_loaders,
     storage_class,
     storage_classes,
     texts_left_behind,
@@ -50,7 +50,6 @@ from ckptconv.graph import (
     Value,
     args_of,
     children,
-    is_global,
     replace_nodes,
     walk,
 )
@@ -83,7 +82,9 @@ _VERSION = 1001
 _SIZE = 8  # bytes of the number of elements before each storage
 _TAR_BLOCK = 512
 #: What protocol 0 makes of a persistent id: its repr.
-_ID_TEXT = re.compile(r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, (.*)\)")
+_ID_TEXT = re.compile(
+    r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]{1,100})', '([^'\\]{1,100})', (0|[1-9][0-9]{0,18}), None\)"
+)
 
 
 def looks_like(head: bytes) -> bool:
@@ -265,16 +266,13 @@ def _view(view: Value, numel: int, where: str) -> tuple[str, int, int] | None:
 def _from_text(text: str, where: str) -> Tuple:
     """The storage that a persistent id of protocol 0 names."""
     found = _ID_TEXT.fullmatch(text)
-    try:
-        rest: tuple[Any, ...] = ast.literal_eval(f"({found[2]},)") if found else ()
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        rest = ()
-    if not found or len(rest) != 4 or rest[3] is not None:
+    if not found:
         raise UnsupportedError(
-            "a persistent id of protocol 0 names no storage; torch reads none of these",
-            where=where, got=text[:80],
-        )  # fmt: skip
-    return Tuple(["storage", Global("torch.storage" if found[1] == "UntypedStorage" else "torch", found[1]), *rest])
+            "a persistent id of protocol 0 names no storage; torch reads none of these", where=where, got=text[:80]
+        )
+    cls, key, tag, numel = found.groups()
+    module = "torch.storage" if cls == "UntypedStorage" else "torch"
+    return Tuple(["storage", Global(module, cls), key, tag, int(numel), None])
 
 
 # Storages
@@ -335,8 +333,11 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, Span], where: 
     if isinstance(graph.root, PersistentId) and graph.root in views:
         bare.add(graph.root)
     known: dict[str, tuple[str, int, int]] = {}
+    keys = {each.key for each in ids}
     for node, each in views.items():
         key, offset, size = each.view or ("", 0, 0)
+        if key in keys:  # torch has one table for both
+            raise MalformedError(f"{key} is the key of a storage and of a part of one", where=where)
         if known.setdefault(key, (each.key, offset, size)) != (each.key, offset, size):
             raise MalformedError(f"the view {key} of a storage is described in two ways", where=where)
         if node in bare and isinstance(node.id, Tuple):
@@ -384,16 +385,17 @@ def _offset(call: Call) -> int | None:
 _AT_ONCE = 1000  # items in one APPENDS, as pickle writes them
 _WHAT = "a file in torch's format from before 1.6"
 _SHOWN = 5  # paths in an error
-_EARLY_READERS = (
-    "torch._utils._rebuild_nested_tensor",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-    "torch._C.Generator",
+#: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions that pack them.
+_EARLY_READERS = re.compile(
+    r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator|torch\.(_C\.)?ScriptObject"
+    r"|torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(\w+\.)*\w*Conv\w*"
 )
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
+    say_for_older_loaders(checkpoint)
     _refuse_early_readers(checkpoint)
     classes = storage_classes(checkpoint, _WHAT)
     own = checkpoint.container if isinstance(checkpoint.container, LegacyFile) else None
@@ -426,7 +428,7 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
 def unreadable(checkpoint: Checkpoint) -> str | None:
     """What of CHECKPOINT torch cannot read back from this format, in words."""
     if _early_readers(checkpoint):
-        return "nested tensors and generators"
+        return "nested tensors, generators and packed weights of quantized modules"
     untyped = {each.storage for each in checkpoint.references if storage_class(each) == UNTYPED.storage_class}
     dtypes = {info.dtype for info in checkpoint.tensors.values() if info.storage in untyped}
     return some(sorted(dtypes), _SHOWN) or "storages without a dtype" if untyped else None
@@ -434,7 +436,7 @@ def unreadable(checkpoint: Checkpoint) -> str | None:
 
 def _early_readers(checkpoint: Checkpoint) -> set[int]:
     """The ids of calls that need values while the pickle is read, before those of the storages are there."""
-    return {id(call) for call in checkpoint.graph.calls if is_global(call.callable, *_EARLY_READERS)}
+    return {id(call) for call in checkpoint.graph.calls if _EARLY_READERS.fullmatch(str(call.callable))}
 
 
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
@@ -442,7 +444,7 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
     found = [place.path for place in checkpoint.places if id(place.node) in early]
     if early:
         raise RefusedError(
-            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators): torch finds whatever memory held",
+            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights of quantized modules): torch finds whatever memory held",
             where=checkpoint.source.path, got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors", hint="--format pt writes it",
         )  # fmt: skip
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.commands import literal
@@ -56,6 +56,7 @@ _CLASS_LINE = re.compile(
     rb"|  (?P<name>\w+) : (?P<type>[^\n]+))$",
     re.MULTILINE,
 )  # fmt: skip
+_Word = TypeVar("_Word")
 _DEVICE = re.compile(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
 _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
@@ -77,9 +78,11 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
     checkpoint.script_classes = {}
     devices: Counter[str] = Counter()
     where: dict[str, str] = {}
+    words = _Words(source)
     for name, text in _code(source, archive):
-        checkpoint.script_classes |= _classes(name.removeprefix("code/").removesuffix(".py").replace("/", "."), text)
-        for device, n in _devices(text).items():
+        module = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
+        checkpoint.script_classes |= _classes(module, text, words.count)
+        for device, n in _devices(text, words.count).items():
             devices[device] += n
             where.setdefault(device, name)
     if devices:
@@ -110,6 +113,12 @@ def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
             "a TorchScript archive has too much code", where=source.path, expected=f"at most {LIMITS.script_bytes:,} bytes", got=f"{size:,}"
         )  # fmt: skip
     for name, member in files:
+        if member.size > LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes:
+            raise LimitError(
+                "a deflated record is too large",
+                where=f"{source.path}: {name}",
+                got=f"{member.size:,} from {member.stored_size:,}",
+            )
         yield name, _bytes(source, member, checked=archive.has_checksums)
 
 
@@ -122,6 +131,27 @@ def _bytes(source: Source, member: Member, *, checked: bool) -> bytes:
     return source.read(data.offset, data.length)
 
 
+class _Words:
+    """How many words of interest the code of SOURCE has."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.left = LIMITS.script_words
+
+    def count(self, words: Iterator[_Word]) -> Iterator[_Word]:
+        """WORDS, each counted. Raises LimitError."""
+        for word in words:
+            self.left -= 1
+            if self.left < 0:
+                raise LimitError(
+                    "the code of a TorchScript archive says too much", where=self.source.path, expected=f"at most {LIMITS.script_words:,} classes, attributes and devices"
+                )  # fmt: skip
+            yield word
+
+
+_Counted: TypeAlias = "Callable[[Iterator[Any]], Iterator[Any]]"
+
+
 class _Class(NamedTuple):
     """A class in the code: its lists, and its attributes that are not simply tensors."""
 
@@ -131,15 +161,17 @@ class _Class(NamedTuple):
     others: set[str]
 
 
-def _classes(module: str, text: bytes) -> dict[str, tuple[list[str], list[str]]]:
-    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers."""
+def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
+    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers. COUNTED bounds what it is given."""
     every = [_Class(None, [], [], set())]  # for lines before the first
-    for line in _CLASS_LINE.finditer(text):
+    for line in counted(_CLASS_LINE.finditer(text)):
         cls, kind = line["cls"], line["kind"]
         if cls is not None:
             every.append(_Class(cls if line["module"] else None, [], [], set()))
         elif kind is not None:
-            (every[-1].parameters if kind == b"parameters" else every[-1].buffers).extend(_listed(line["names"]))
+            (every[-1].parameters if kind == b"parameters" else every[-1].buffers).extend(
+                counted(_listed(line["names"]))
+            )
         elif (line["type"] or line["annotation"]) != b"Tensor":
             every[-1].others.add(_unquoted(line["name"] or line["quoted"]))
     return {  # a buffer that can be None is in no state dict; a parameter that can is, where it is not
@@ -170,9 +202,10 @@ def _unquoted(text: bytes) -> str:
     return _ESCAPE.sub(character, text).decode("utf-8", "surrogateescape")
 
 
-def _devices(text: bytes) -> Counter[str]:
+def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
     """The devices that TEXT names, and how often; ``torch.cuda(x)`` is what becomes of ``x.cuda()``."""
-    return Counter((device or call).decode("utf-8", "replace") for device, call in _DEVICE.findall(text))
+    found = counted(_DEVICE.finditer(text))
+    return Counter((device[1] or device[2]).decode("utf-8", "replace") for device in found)
 
 
 # The constants

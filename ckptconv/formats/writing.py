@@ -16,6 +16,7 @@ __all__ = [
     "pickle_pieces",
     "refuse_unknown_dtypes",
     "renumber",
+    "say_for_older_loaders",
     "sources_left_behind",
     "storage_class",
     "storage_classes",
@@ -44,6 +45,13 @@ def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> bytes | Span:
     if checkpoint.pickle is None:
         return Span(checkpoint.source, blob.offset, blob.length)
     return checkpoint.pickle[blob.offset : blob.offset + blob.length]
+
+
+def say_for_older_loaders(checkpoint: Checkpoint) -> None:
+    """Name what torch's zip loader alone finds under its old name (``load_module_mapping`` in ``torch/serialization.py``) by the new one."""
+    for node in checkpoint.graph.globals:
+        if node.module == "torch.tensor":
+            node.module = "torch._tensor"
 
 
 def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:

@@ -33,7 +33,7 @@ class Machine:
         self.size = size
         self.where = where
         self.start = offset
-        self.leave = leave  # starts of bytes objects that are not held, however short
+        self.leave = leave  # starts of bytes objects and texts that are not held, however short
         self.ahead = _FIRST
         self.base = offset  # where the window stands in the file
         self.window = b""
@@ -169,7 +169,7 @@ class Machine:
 
     def is_left(self, n: int) -> bool:
         """Whether the next N bytes start as what is left in the file."""
-        longest = min(max(map(len, self.leave), default=0), n)
+        longest = min(max(map(len, self.leave)), n)
         if self.pos + longest > len(self.window):
             self.refill(longest)
         return self.window.startswith(self.leave, self.pos, self.pos + n)

@@ -46,7 +46,7 @@ def parse(
 ) -> tuple[Graph, int]:
     """The graph of the pickle at OFFSET, and the offset of the first byte behind it.
 
-    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes objects that start with one of LEAVE stay where they are, short ones too.
+    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes objects and texts that start with one of LEAVE stay where they are, short ones too.
     Raises MalformedError, LimitError, UnsupportedError.
     """
     machine = Machine(read, size, where, offset, leave)
@@ -163,7 +163,8 @@ def _utf8(m: Machine, data: bytes) -> str:
 def _text(width: int) -> Operation:
     def operation(m: Machine) -> None:
         n = m.length(width)
-        m.stack.append(_utf8(m, m.take(n)) if n <= LIMITS.inline_bytes else Blob("str", m.skip_text(n), n))
+        stays = n > LIMITS.inline_bytes or (m.leave and m.is_left(n))
+        m.stack.append(Blob("str", m.skip_text(n), n) if stays else _utf8(m, m.take(n)))
 
     return operation
 
@@ -173,7 +174,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[Machine]
         n = length(m)
         if n > m.size - m.tell():
             m.fail("a length in the pickle reaches beyond its end", got=n)
-        stays = n > LIMITS.inline_bytes or m.is_left(n)
+        stays = n > LIMITS.inline_bytes or (m.leave and m.is_left(n))
         m.stack.append(Blob(kind, m.skip(n), n) if stays else make(m.take(n)))
 
     return operation

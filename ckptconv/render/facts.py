@@ -31,8 +31,11 @@ def facts(summary: Summary, look: Look, *, shown: int | None = None) -> Iterator
     yield from _contents(summary, look)
     yield from _customs(summary, look)
     yield from _safety(summary, look)
+    modules = {found["path"] for found in summary["modules"]}  # each has a line of its own
     for key in ("metadata", "others"):
-        texts = [(path, text) for path, text in summary[key].items() if not _MACHINERY.search(path)]
+        texts = [
+            (path, text) for path, text in summary[key].items() if not _MACHINERY.search(path) and path not in modules
+        ]
         texts.sort(key=lambda item: item[0].count("/") + item[0].count("["))
         if texts:
             listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
