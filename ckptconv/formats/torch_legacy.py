@@ -19,10 +19,11 @@ and ``UntypedStorage``, under which it stores dtypes that have no storage class 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
@@ -189,15 +190,23 @@ def _keys(root: Value, where: str) -> list[str]:
 # Persistent ids
 
 
+class _View(NamedTuple):
+    """A part of a storage: its own key, where it starts, and how many elements it has."""
+
+    key: str
+    offset: int
+    elements: int
+
+
 @dataclass(eq=False)
 class _Id:
-    """What one persistent id says: a storage, and which part of it (key, offset, elements) is meant."""
+    """What one persistent id says: a storage, and which part of it is meant, where that is not the whole."""
 
     node: PersistentId
     cls: Global
     key: str
     numel: int
-    view: tuple[str, int, int] | None
+    view: _View | None
 
     @property
     def dtype(self) -> str:
@@ -251,7 +260,7 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
     return _Id(node, cls, key_text, numel, _view(view, numel, where))
 
 
-def _view(view: Value, numel: int, where: str) -> tuple[str, int, int] | None:
+def _view(view: Value, numel: int, where: str) -> _View | None:
     if view is None:
         return None
     key, offset, size = view.items if isinstance(view, Tuple) and len(view.items) == 3 else (None, None, None)
@@ -260,7 +269,7 @@ def _view(view: Value, numel: int, where: str) -> tuple[str, int, int] | None:
         raise MalformedError(
             "the view of a storage is none", where=where, expected=f"(key, offset, size) within {numel} elements"
         )
-    return text, offset, size
+    return _View(text, offset, size)
 
 
 def _from_text(text: str, where: str) -> Tuple:
@@ -316,58 +325,70 @@ def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[
     return spans
 
 
+# Parts of storages
+
+
 def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, Span], where: str) -> list[str]:
-    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part that is used in another way gets bytes of its own."""
+    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part that is used in another way gets bytes of its own. Gives notes."""
     views = {each.node: each for each in ids if each.view}
     if not views:
         return []
+    _check_keys(ids, where)
     calls = [c for c in graph.calls if str(c.callable) in STRIDED and _storage_of(c) in views and is_count(_offset(c))]
-    tensors = {id(call.args) for call in calls}
-    bare = {
-        child
-        for node in walk([graph.root, *graph.discarded])
-        if id(node) not in tensors
-        for child in children(node)
-        if isinstance(child, PersistentId) and child in views
-    }
-    if isinstance(graph.root, PersistentId) and graph.root in views:
-        bare.add(graph.root)
-    known: dict[str, tuple[str, int, int]] = {}
-    keys = {each.key for each in ids}
-    for node, each in views.items():
-        key, offset, size = each.view or ("", 0, 0)
-        if key in keys:  # torch has one table for both
-            raise MalformedError(f"{key} is the key of a storage and of a part of one", where=where)
-        if known.setdefault(key, (each.key, offset, size)) != (each.key, offset, size):
-            raise MalformedError(f"the view {key} of a storage is described in two ways", where=where)
-        if node in bare and isinstance(node.id, Tuple):
-            kind, cls, _, tag, _ = node.id.items
-            node.id = Tuple([kind, cls, key, tag, size])
-            whole = spans[each.key]
-            spans[key] = Span(whole.source, whole.offset + offset * each.itemsize, size * each.itemsize)
+    alone = _used_alone(graph, views, {id(call.args) for call in calls})
+    for node in alone:
+        _stand_alone(views[node], spans)
     for call in calls:
-        storage, *rest = args_of(call)
-        assert isinstance(storage, PersistentId)
+        storage, offset, *sizes = args_of(call)
+        assert isinstance(storage, PersistentId) and is_count(offset)
         view = views[storage].view
-        if view and storage not in bare:
-            _check_within(call, view[2], where)
-            call.args = Tuple([storage, (_offset(call) or 0) + view[1], *rest[1:]])
-    parts = "are parts of others that stand alone now, and share no bytes with them" if bare else ""
-    return [f"{len(bare):,} storages {parts}"] if bare else []
+        if view and storage not in alone:
+            _check_within(view, offset, sizes, where)
+            call.args = Tuple([storage, offset + view.offset, *sizes])
+    return (
+        [f"{len(alone):,} storages are parts of others that stand alone now, and share no bytes with them"]
+        if alone
+        else []
+    )
 
 
-def _check_within(call: Call, elements: int, where: str) -> None:
-    """The tensor that CALL makes must lie in its part of a storage, of so many ELEMENTS."""
-    _, offset, *sizes = args_of(call)
+def _check_keys(ids: list[_Id], where: str) -> None:
+    """No part has the key of a storage, for torch has one table for both, and none is described in two ways."""
+    storages = {each.key for each in ids}
+    known: dict[str, tuple[str, _View]] = {}
+    for each in ids:
+        view = each.view
+        if view and view.key in storages:
+            raise MalformedError(f"{view.key} is the key of a storage and of a part of one", where=where)
+        if view and known.setdefault(view.key, (each.key, view)) != (each.key, view):
+            raise MalformedError(f"the part {view.key} of a storage is described in two ways", where=where)
+
+
+def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[PersistentId]:
+    """Those of VIEWS that stand elsewhere than in the arguments of TENSORS (by id)."""
+    nodes = walk([graph.root, *graph.discarded])
+    used = [graph.root, *(child for node in nodes if id(node) not in tensors for child in children(node))]
+    return {node for node in used if isinstance(node, PersistentId) and node in views}
+
+
+def _stand_alone(part: _Id, spans: dict[str, Span]) -> None:
+    """Make a storage of PART."""
+    assert part.view and isinstance(part.node.id, Tuple)
+    kind, cls, _, tag, _ = part.node.id.items
+    key, offset, elements = part.view
+    whole = spans[part.key]
+    part.node.id = Tuple([kind, cls, key, tag, elements])
+    spans[key] = Span(whole.source, whole.offset + offset * part.itemsize, elements * part.itemsize)
+
+
+def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
+    """A tensor that starts at OFFSET and has these SIZES, shape and stride, must lie in its part of a storage."""
     shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
-    end = (offset if is_count(offset) else 0) + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
-    if 0 not in shape and end > elements:
+    end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
+    if 0 not in shape and end > view.elements:
         raise MalformedError(
-            "a tensor reaches outside its part of a storage",
-            where=where,
-            expected=f"at most {elements:,} elements",
-            got=f"{end:,}",
-        )
+            "a tensor reaches outside its part of a storage", where=where, expected=f"at most {view.elements:,} elements", got=f"{end:,}"
+        )  # fmt: skip
 
 
 def _storage_of(call: Call) -> Node | None:
@@ -375,9 +396,9 @@ def _storage_of(call: Call) -> Node | None:
     return args[0] if args and isinstance(args[0], PersistentId) else None
 
 
-def _offset(call: Call) -> int | None:
+def _offset(call: Call) -> Value:
     args = args_of(call)
-    return args[1] if len(args) > 1 and is_count(args[1]) else None
+    return args[1] if len(args) > 1 else None
 
 
 # Writing
