@@ -213,7 +213,11 @@ def _screen() -> os.terminal_size:
     help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
 @click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
-@click.option("--state-dict", is_flag=True, help="Take the state dict alone, wherever it is; safetensors always does.")
+@click.option(
+    "--state-dict",
+    is_flag=True,
+    help="Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always does.",
+)
 @click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model.")
 @click.option(
     "--include",

@@ -33,21 +33,17 @@ from ckptconv.graph import (
     is_global,
 )
 from ckptconv.model import Checkpoint, Place
-from ckptconv.rebuild_calls import FROM_TYPE, STRIDED
+from ckptconv.rebuild_calls import FROM_TYPE, PARAMETER, STRIDED
 
 __all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
 
 PARTS = ("_parameters", "_buffers", "_modules")
-_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _SETS = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 _FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile gives: a call with the module
 _MADE_BY_A_CALL = (_FX, _COMPILED.rpartition(".")[0])
 _PACKED_LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
-_OLD_CLASS = (
-    "copyreg._reconstructor",
-    "copy_reg._reconstructor",
-)  # of protocols 0 and 1, with the class as an argument
+_OLD_CLASS = ("copyreg._reconstructor", "copy_reg._reconstructor")  # of protocols 0 and 1, the class as an argument
 #: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in ``torch/ao/nn/quantized/modules/conv.py``.
 _CONV_STATE = {"weight": 10, "bias": 11}
 _CONV_LENGTH = 15
@@ -388,7 +384,7 @@ def detached(node: Node) -> Node:
     """What ``detach()`` makes of the tensor NODE, as ``state_dict()`` does: a plain tensor without gradient and attributes. A tensor of another class stays what it is."""
     while isinstance(node, Call):
         name, args = str(node.callable), args_of(node)
-        if name in _PARAMETER and args and isinstance(args[0], Call):
+        if name in PARAMETER and args and isinstance(args[0], Call):
             node = args[0]
         elif name in FROM_TYPE and str(args[0]) in STRIDED and is_global(args[1], "torch.Tensor"):
             node = Call("REDUCE", args[0], args[2])

@@ -19,6 +19,7 @@ from ckptconv.model import DeviceArgument, Place, Storage, TensorInfo
 
 __all__ = [
     "FROM_TYPE",
+    "PARAMETER",
     "STRIDED",
     "OtherDType",
     "TensorReader",
@@ -44,7 +45,7 @@ FROM_TYPE = (
     "torch.tensor._rebuild_from_type",
 )
 _WITH_DEVICE = frozenset((*_DEVICE_ARGUMENT, *FROM_TYPE))
-_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 STRIDED = (
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
@@ -57,7 +58,7 @@ _NESTED = 50  # calls around each other that make one tensor; torch writes three
 _PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
     {
-        *_DEVICE_ARGUMENT, *FROM_TYPE, *_PARAMETER, *STRIDED,
+        *_DEVICE_ARGUMENT, *FROM_TYPE, *PARAMETER, *STRIDED,
         "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
     }
 )  # fmt: skip
@@ -170,7 +171,7 @@ class TensorReader:
     def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
         if function in STRIDED:
             return self.strided(function, args)
-        if function in _PARAMETER:
+        if function in PARAMETER:
             inner = self.inner(args, 0)
             return inner and replace(inner, requires_grad=_at(args, 1) is True, is_parameter=True)
         if function in FROM_TYPE:
