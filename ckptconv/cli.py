@@ -227,6 +227,9 @@ def _screen() -> os.terminal_size:
 )
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches.")
 @click.option(
+    "--unwrap", is_flag=True, help="Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in."
+)
+@click.option(
     "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
 )
 @click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does.")
@@ -252,12 +255,12 @@ def _screen() -> os.terminal_size:
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> None:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name.
 
-    Edits apply in this order: select, state dict, include and exclude (by SRC's names), strip, rename, add, devices. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, devices. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
     """
     src, dst = _source_and_target(paths)
     edits = Edits(
         _devices(flags), flags["select"], flags["state_dict"], flags["include"], flags["exclude"],
-        flags["strip_prefix"], flags["rename"], flags["add_prefix"],
+        flags["strip_prefix"], flags["rename"], flags["add_prefix"], flags["unwrap"],
     )  # fmt: skip
     report = run(
         src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],

@@ -37,6 +37,7 @@ def convert(
     select: str | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    unwrap: bool = False,
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
@@ -53,7 +54,7 @@ def convert(
     function from tag to tag. States of random generators stay on the CPU, where torch needs them.
     ``state_dict``: take the state dict alone, wherever it is; safetensors always does. ``select``: the path of the part to take, such as ``ema/model``. ``include``,
     ``exclude``: globs on names in state dicts, or on paths where they have a slash.
-    ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
+    ``unwrap``: take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names. ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
     ``format``: ``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
@@ -63,7 +64,7 @@ def convert(
     _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run)
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
+        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
     )  # fmt: skip
     return run(
         src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
@@ -78,15 +79,16 @@ def edits_from(
     select: str | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    unwrap: bool = False,
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
 ) -> Edits:
     """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
-    _check_flags(state_dict=state_dict)
+    _check_flags(state_dict=state_dict, unwrap=unwrap)
     return Edits(
         to_devices(map_location), select, state_dict, strings("include", include), strings("exclude", exclude),
-        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix),
+        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix), unwrap,
     )  # fmt: skip
 
 

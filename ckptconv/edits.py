@@ -1,4 +1,4 @@
-"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, strip, rename, add, devices."""
+"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, unwrap, strip, rename, add, devices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckptconv.locations import Devices
 from ckptconv.model import Changes, Checkpoint, DeviceArgument, Edits, NameChange, Storage
 from ckptconv.names import ancestors, modules_without, normal_prefix, prefixes_of
 from ckptconv.selection import select
+from ckptconv.wrappers import modules_unwrapped, unwrapped
 
 __all__ = ["apply", "retag"]
 
@@ -46,8 +47,14 @@ class _NameEditor:
 
     def run(self, edits: Edits) -> None:
         hint = self.customs.hint_of_modules()
-        if hint and not self.customs.state_dicts and (edits.strip_prefix or edits.rename or edits.add_prefix):
+        if (
+            hint
+            and not self.customs.state_dicts
+            and (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix)
+        ):
             raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
+        if edits.unwrap:
+            self.unwrap()
         for prefix in map(normal_prefix, edits.strip_prefix):
             self.strip(prefix)
         for pattern, replacement in edits.rename:
@@ -61,6 +68,24 @@ class _NameEditor:
         """Every name in the state dicts; in a file of optimizers alone, theirs."""
         named = self.customs.state_dicts or self.customs.optimizers
         return [name for found in named for name in found.names()]
+
+    def unwrap(self) -> None:
+        """Take wrappers out of names, each state dict by itself; optimizers follow theirs."""
+        followed: dict[str, str] = {}
+        for metadata, names in self.metadata(self.customs.state_dicts):
+            modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
+            _rename_keys(metadata, modules_unwrapped(names, modules))
+        for found in self.customs.state_dicts:
+            new = unwrapped(found.names())
+            followed = {**new, **followed}
+            for effect, i in found.node.pairs():
+                _replace(effect, i, new)
+        for optimizer in self.customs.optimizers:
+            new = followed if self.customs.state_dicts else unwrapped(optimizer.names())
+            for effect, i in optimizer.places:
+                _replace(effect, i, new)
+        if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
+            self.changes.notes.append("no wrapper is in the names, so --unwrap changed nothing")
 
     def strip(self, prefix: str) -> None:
         every = self.names()

@@ -185,6 +185,7 @@ def save(
     select: str | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    unwrap: bool = False,
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
@@ -204,7 +205,7 @@ def save(
     started = time.monotonic()
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
+        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
     )  # fmt: skip
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):

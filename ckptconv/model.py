@@ -246,6 +246,7 @@ class Edits:
     strip_prefix: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: tuple[str, ...] = ()
+    unwrap: bool = False
 
 
 @dataclass(frozen=True)

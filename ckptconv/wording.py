@@ -15,7 +15,7 @@ __all__ = ["for_python", "in_python"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _WORD = r"((?:'[^']*'|\"[^\"]*\"|\\.|[^\s;,)'\"\\])+)"
-_SWITCHES = ("force", "state-dict", "allow-unsafe", "copy-tied", "verify", "dry-run")
+_SWITCHES = ("force", "state-dict", "allow-unsafe", "copy-tied", "verify", "dry-run", "unwrap")
 _VALUES = ("select", "include", "exclude", "strip-prefix", "add-prefix", "format")
 
 

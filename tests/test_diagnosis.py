@@ -168,8 +168,8 @@ def test_no_torch_is_needed(fixtures: Path) -> None:
         ("module._orig_mod.", ["--strip-prefix", "module.", "--strip-prefix", "_orig_mod."]),
         ("_orig_mod.module.", ["--strip-prefix", "_orig_mod.", "--strip-prefix", "module."]),
         ("_forward_module._fsdp_wrapped_module.", ["--strip-prefix", "_forward_module.", "--strip-prefix", "_fsdp_wrapped_module."]),
-        ("layers.0._checkpoint_wrapped_module.", ["--rename", r"(^|\.)(_checkpoint_wrapped_module\.)+", r"\1"]),
-        ("module.a._orig_mod._fsdp_wrapped_module.b.", ["--strip-prefix", "module.", "--rename", r"(^|\.)(_orig_mod\.|_fsdp_wrapped_module\.)+", r"\1"]),
+        ("layers.0._checkpoint_wrapped_module.", ["--unwrap"]),
+        ("module.a._orig_mod._fsdp_wrapped_module.b.", ["--unwrap"]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("format", ["pt", "safetensors"])

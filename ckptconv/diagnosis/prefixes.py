@@ -8,21 +8,14 @@ from collections.abc import Iterator
 
 from ckptconv.diagnosis.findings import Complaint, Cure, Scope, some
 from ckptconv.errors import count
+from ckptconv.wrappers import WRAPPERS, unwrapped
 
 __all__ = ["inner_prefixes", "prefixes"]
 
-#: What wrappers put before names, and who does it. All but the first are words that no model uses for a module of its own.
-_WRAPPERS = {
-    "module.": "nn.DataParallel or DistributedDataParallel",
-    "_orig_mod.": "torch.compile",
-    "_fsdp_wrapped_module.": "FSDP",
-    "_checkpoint_wrapped_module.": "activation checkpointing",
-    "_forward_module.": "Lightning's Fabric or DeepSpeed",
-}
-_MODULE, *_UNMISTAKABLE = _WRAPPERS
+_MODULE, *_UNMISTAKABLE = WRAPPERS
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
 _WRAPPED_INSIDE = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
-_LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, _WRAPPERS))})*")
+_LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
 #: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and more than a parameter inside.
 _INNER = re.compile(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
 _MOST_PARENTS = 20
@@ -44,13 +37,15 @@ def prefixes(scope: Scope) -> Iterator[Complaint]:
         rename = rf"(^|\.)({'|'.join(re.escape(w) for w in _UNMISTAKABLE if w in inside)})+", r"\1"
         flags += ("--rename", *rename)
         after = [[re.sub(*rename, name) for name in names] for names in after]
+        if all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
+            flags = ["--unwrap"]
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
         _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
     )
-    facts = [f"{wrapper} is in {count(n, 'name')} ({_WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
+    facts = [f"{wrapper} is in {count(n, 'name')} ({WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
     if stripped:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
-        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({some([_WRAPPERS[w] for w in stripped])})")  # fmt: skip
+        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({some([WRAPPERS[w] for w in stripped])})")  # fmt: skip
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
         text += "; below it they all start with module. again, which may be the model's own"
@@ -79,8 +74,8 @@ def _chain(names: list[str]) -> list[str]:
     """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once, since a model can have one of its own."""
     chain: list[str] = []
     while names:
-        wrapper = next((w for w in _WRAPPERS if (w != _MODULE or w not in chain) and _all_start(names, w)), None)
-        if wrapper is None or len(chain) > len(_WRAPPERS):
+        wrapper = next((w for w in WRAPPERS if (w != _MODULE or w not in chain) and _all_start(names, w)), None)
+        if wrapper is None or len(chain) > len(WRAPPERS):
             break
         chain.append(wrapper)
         names = [name.removeprefix(wrapper) for name in names]
