@@ -98,11 +98,11 @@ def looks_like(head: bytes) -> bool:
 
 @dataclass(eq=False)
 class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys in their order, and by key the bytes of the storages. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
+    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
 
     head: Span | None
     graph: Graph
-    keys: list[str]
+    keys: frozenset[str]
     spans: dict[str, Span]
     class_ids: dict[Global, PersistentId]
     notes: list[str]
@@ -134,7 +134,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, at, end, listed, ids, where)
     notes += _flatten_views(graph, ids, spans, where)
-    return LegacyFile(head, graph, listed, spans, class_ids, notes)
+    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes)
 
 
 def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span | None, list[str], int]:
