@@ -149,6 +149,17 @@ def test_names_and_parts_as_in_any_other(tmp_path: Path) -> None:
     assert_same(ckptconv.load(tmp_path / "dst.safetensors"), torch.load(tmp_path / "back.pt", weights_only=True))
 
 
+def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
+    """A name that the source has as a text alone is a tensor again, tied, which every format of torch's says in its report."""
+    tied = torch.ones(2)
+    ckptconv.save({"a": tied, "b": tied}, tmp_path / "src.safetensors")
+    for format, suffix in (("pt", "pt"), ("legacy", "pth"), ("pickle", "pkl")):
+        report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / f"dst.{suffix}", format=format)  # type: ignore[arg-type]
+        assert report.ties == (("b", "a"),)
+    found = torch.load(tmp_path / "dst.pth", weights_only=True)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
 @pytest.mark.parametrize(
     "dtype",
     [d for d in zoo.DTYPES if not zoo.SUB_BYTE.fullmatch(str(d)) and not re.match(r"torch\.qu?int", str(d))],

@@ -1,12 +1,20 @@
-"""The pieces of a file with as few seams as possible: what continues what stands before it joins it."""
+"""The pieces of a file with as few seams as possible: what continues what stands before it joins it; and the file that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
-from ckptconv.model import Piece, Span
+from ckptconv.model import OutFile, Piece, Span, Storage
 
-__all__ = ["joined"]
+__all__ = ["file_of", "joined"]
+
+
+def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
+    """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
+    sums = [each.data for each in storages if isinstance(each.data, Span) and each.data.crc32 is not None]
+    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+    return OutFile(path, joined(pieces), size, tuple(sums))
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

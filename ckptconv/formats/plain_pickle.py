@@ -25,7 +25,7 @@ from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.formats import torch_legacy, torch_zip
-from ckptconv.formats.joined import joined
+from ckptconv.formats.joined import file_of
 from ckptconv.formats.other_pickles import LOADER, pickle_error
 from ckptconv.formats.writing import (
     blob_bytes,
@@ -53,7 +53,7 @@ from ckptconv.graph import (
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Inflate, Layout, OutFile, Piece, Span, Storage
+from ckptconv.model import Checkpoint, Inflate, Layout, Piece, Span, Storage
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
 from ckptconv.sources import Readable, Source
@@ -362,12 +362,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
                 pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
         else:
             pieces.append(blob_bytes(checkpoint, part))
-    sums = [s.data for s in checkpoint.storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]
-    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+    file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
-    return Layout(
-        OutFile(path, joined(pieces), size, tuple(sums)), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items())
-    )  # fmt: skip
+    return Layout(file, left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
 
 
 def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:

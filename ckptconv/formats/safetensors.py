@@ -18,11 +18,11 @@ from pathlib import Path
 
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
 from ckptconv.errors import RefusedError
-from ckptconv.formats.joined import joined
+from ckptconv.formats.joined import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value, walk
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, OutFile, Part, Piece, Place, Span, TensorInfo
+from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, Part, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item, is_repeated
 from ckptconv.rebuild_calls import OtherDType
 from ckptconv.selection import cannot_hold, left_behind_at
@@ -159,10 +159,8 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
         metadata, (entries[name] for name in written), like=container.data_offset if container else None
     )
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
-    sums = [s.data for s in storages if isinstance(s.data, Span) and s.data.crc32 is not None]
-    file = OutFile(path, joined([header, *pieces]), len(header) + at, tuple(sums))
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
-    return Layout(file, tuple(left_behind), tuple(_notes(taken)), ties)
+    return Layout(file_of(path, [header, *pieces], storages), tuple(left_behind), tuple(_notes(taken)), ties)
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:

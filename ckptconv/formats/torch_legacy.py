@@ -27,7 +27,7 @@ from typing import NamedTuple, cast
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.formats.joined import joined
+from ckptconv.formats.joined import file_of
 from ckptconv.formats.writing import (
     little_endian,
     pickle_pieces,
@@ -54,7 +54,7 @@ from ckptconv.graph import (
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Layout, OutFile, Piece, Span
+from ckptconv.model import Checkpoint, Layout, Piece, Span
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
 from ckptconv.rebuild_calls import STRIDED, ints_of, is_count
@@ -435,9 +435,8 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         pieces.append((storage.nbytes // itemsize).to_bytes(_SIZE, "little"))
         if storage.nbytes:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
-    sums = [s.data for s in storages.values() if isinstance(s.data, Span) and s.data.crc32 is not None]
-    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
-    return Layout(OutFile(path, joined(pieces), size, tuple(sums)), tuple(texts_left_behind(checkpoint)))
+    file = file_of(path, pieces, storages.values())
+    return Layout(file, tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
