@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 __all__ = [
+    "AT_ONCE",
+    "SET_CLASSES",
     "Blob",
     "ByteArray",
     "Call",
@@ -39,6 +41,7 @@ __all__ = [
     "children",
     "is_global",
     "replace_nodes",
+    "set_items",
     "uncollected",
     "walk",
 ]
@@ -131,7 +134,14 @@ class Effect:
         self.order = order
 
 
+#: Items in one APPENDS or SETITEMS, as pickle's own writer has it.
+AT_ONCE = 1000
+
 _NO_EFFECTS: list[Effect] = []
+
+
+#: What a pickle calls to make a set before protocol 4, in which sets have opcodes.
+SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
 
 class Object(Node):
@@ -273,6 +283,12 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
             seen.add(id(node))
             yield node
             todo += children(node)[::-1]
+
+
+def set_items(mapping: Object, items: list[Value]) -> None:
+    """Set ITEMS, keys and values in turn, on MAPPING, as many at once as pickle does."""
+    for at in range(0, len(items), 2 * AT_ONCE):
+        mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
 
 
 def args_of(call: Call) -> list[Value]:

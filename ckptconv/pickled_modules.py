@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckptconv.graph import (
+    SET_CLASSES,
     Call,
     Dict,
     FrozenSet,
@@ -38,7 +39,6 @@ from ckptconv.rebuild_calls import FROM_TYPE, PARAMETER, STRIDED
 __all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
 
 PARTS = ("_parameters", "_buffers", "_modules")
-_SETS = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 _FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile gives: a call with the module
 _MADE_BY_A_CALL = (_FX, _COMPILED.rpartition(".")[0])
@@ -138,6 +138,7 @@ class _Reader:
         self.room = _ROOM + _ROOM_EACH * checkpoint.graph.opcodes
         self.modules: dict[int, bool] = {}
         self.items: dict[int, dict[str, Value]] = {}
+        self.sets: dict[int, frozenset[str]] = {}
         self.levels: dict[int, _Level] = {}
         self.packed: dict[int, tuple[list[tuple[Node, Node]], list[Node]]] = {}
         self.standing: dict[tuple[int, str | None, int], Place] = {}
@@ -187,6 +188,12 @@ class _Reader:
             self.items[id(mapping)] = {key: value for key, value in pairs if isinstance(key, str)}
         return self.items[id(mapping)]
 
+    def members(self, node: Value) -> frozenset[str]:
+        """The strings in the set NODE."""
+        if id(node) not in self.sets:  # once: any number of modules can share it too
+            self.sets[id(node)] = frozenset(_members(node))
+        return self.sets[id(node)]
+
     # What is in one
 
     def level(self, node: Call) -> _Level:
@@ -213,8 +220,8 @@ class _Reader:
         level.opened += states
         level.opened += [state for state in _built(node) if isinstance(state, Tuple)]
         parameters, buffers, modules = (self.attribute(node, part) for part in PARTS)
-        passing = set(_members(self.attribute(node, _NOT_PERSISTENT)))
-        for mapping, left_out in ((parameters, set[str]()), (buffers, passing)):
+        passing = self.members(self.attribute(node, _NOT_PERSISTENT))
+        for mapping, left_out in ((parameters, frozenset[str]()), (buffers, passing)):
             assert isinstance(mapping, Object)
             level.opened.append(mapping)
             for name, value in self.strings(mapping).items():
@@ -364,7 +371,7 @@ def _class_of(node: Call) -> str:
 
 def _members(node: Value) -> Iterable[str]:
     """The strings in a set, which before protocol 4 is a call of its class with a list."""
-    if isinstance(node, Call) and is_global(node.callable, *_SETS):
+    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES):
         node = next(iter(args_of(node)), None)
     if isinstance(node, (Tuple, FrozenSet)):
         values = node.items

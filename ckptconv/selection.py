@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ckptconv.commands import shell
 from ckptconv.customs import StateDict, read_customs
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
-from ckptconv.graph import Call, Dict, Effect, Global, Node, Object, PersistentId, Tuple, Value, walk
+from ckptconv.graph import Call, Dict, Global, Node, Object, PersistentId, Tuple, Value, set_items, walk
 from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
 from ckptconv.pickled_modules import PARTS, PickledModule, detached
@@ -19,7 +19,6 @@ from ckptconv.vocabulary import attributes, places_in, restrict
 __all__ = ["cannot_hold", "left_behind_at", "select"]
 
 _LISTED = 20  # candidates in an error
-_AT_ONCE = 1000  # items in one SETITEMS, as pickle writes them
 
 
 def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
@@ -186,8 +185,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
             tensor = Call(tensor.kind, tensor.callable, tensor.args)
         named.add(id(node))
         items += (name, tensor)
-    for at in range(0, len(items), 2 * _AT_ONCE):
-        state_dict.add(Effect("SETITEMS", items[at : at + 2 * _AT_ONCE], None))
+    set_items(state_dict, items)
     place = module.place
     checkpoint.graph.discarded = []
     restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key))

@@ -16,6 +16,7 @@ from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis import Finding, diagnose
 from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.graph import (
+    SET_CLASSES,
     Blob,
     ByteArray,
     Call,
@@ -47,7 +48,6 @@ __all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "report_as_dict", 
 SCHEMA_VERSION = 1
 _LONGEST_VALUE = 60  # characters
 _LOOKED_AT = 64  # members of what a call makes
-_SETS = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
 
@@ -313,7 +313,7 @@ def _members(node: Value) -> list[Value] | None:
         return list(node.items)
     if isinstance(node, (List, Set)):
         return list(node.elements())
-    if isinstance(node, Call) and is_global(node.callable, *_SETS) and not node.effects:
+    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
         match node.args:
             case Tuple(items=[]):
                 return []

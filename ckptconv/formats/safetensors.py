@@ -20,7 +20,7 @@ from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
-from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Object, PersistentId, Tuple, Value, walk
+from ckptconv.graph import Call, Dict, Global, Graph, Node, Object, PersistentId, Tuple, Value, set_items, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, Part, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item, is_repeated
@@ -34,7 +34,6 @@ __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 NAME = "safetensors"
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
 _PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
-_AT_ONCE = 1000  # items in one SETITEMS, as pickle writes them
 _PART = "one process's part of it"
 _MERGE = (
     "save it whole in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
@@ -91,8 +90,7 @@ def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
     for name, kept in [*((entry.name, entry.name) for entry in entries), *ties.items()]:
         items += (name, _tensor(graph, entries[place[kept]], str(place[kept]), words))
     assert isinstance(graph.root, Dict)
-    for at in range(0, len(items), 2 * _AT_ONCE):
-        graph.root.add(Effect("SETITEMS", items[at : at + 2 * _AT_ONCE], None))
+    set_items(graph.root, items)
     graph.shared.update(words.values())
     return graph
 

@@ -39,6 +39,7 @@ from ckptconv.formats.writing import (
     texts_left_behind,
 )
 from ckptconv.graph import (
+    AT_ONCE,
     Call,
     Dict,
     Effect,
@@ -52,6 +53,7 @@ from ckptconv.graph import (
     args_of,
     children,
     replace_nodes,
+    set_items,
     walk,
 )
 from ckptconv.model import Checkpoint, Layout, Piece, Span
@@ -403,7 +405,6 @@ def _offset(call: Call) -> Value:
 
 # Writing
 
-_AT_ONCE = 1000  # items in one APPENDS, as pickle writes them
 _WHAT = "a file in torch's format from before 1.6"
 _SHOWN = 5  # paths in an error
 #: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions that pack them.
@@ -493,13 +494,13 @@ def _pickled(value: Value) -> bytes:
 
 def _dict(items: list[tuple[str, Value]]) -> Dict:
     made = Dict()
-    made.add(Effect("SETITEMS", [part for item in items for part in item], None))
+    set_items(made, [part for item in items for part in item])
     return made
 
 
 def _list(items: list[str]) -> List:
     made = List()
-    for at in range(0, len(items), _AT_ONCE):
-        values: list[Value] = [*items[at : at + _AT_ONCE]]
+    for at in range(0, len(items), AT_ONCE):
+        values: list[Value] = [*items[at : at + AT_ONCE]]
         made.add(Effect("APPEND" if len(values) == 1 else "APPENDS", values, None))
     return made
