@@ -155,8 +155,7 @@ def make_plan(
     """Everything about the output, before a byte of it is written. CHECKPOINT is edited."""
     if copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
-    if checkpoint.script_classes is not None:
-        torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
+    torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
     notes: list[str] = []
     if format == "safetensors":
         notes = _about_devices(checkpoint, edits)

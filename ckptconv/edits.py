@@ -77,7 +77,8 @@ class _NameEditor:
             _rename_keys(metadata, modules_unwrapped(names, modules))
         for found in self.customs.state_dicts:
             new = unwrapped(found.names())
-            followed = {**new, **followed}
+            for old in new.keys() - followed.keys():
+                followed[old] = new[old]
             for effect, i in found.node.pairs():
                 _replace(effect, i, new)
         for optimizer in self.customs.optimizers:

@@ -165,8 +165,7 @@ def load(
     with Source(path) as source:
         with uncollected():
             checkpoint = formats.read(source)
-            if checkpoint.script_classes is not None:
-                torchscript.refuse(checkpoint, weights=state_dict)
+            torchscript.refuse(checkpoint, weights=state_dict)
             apply(checkpoint, edits)
         from ckptconv.tensors.loading import load_checkpoint
 

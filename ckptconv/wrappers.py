@@ -23,20 +23,21 @@ _WORDS = frozenset(word[:-1] for word in _UNMISTAKABLE)
 def unwrapped(names: Collection[str]) -> dict[str, str]:
     """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``, once, if it then starts every name. An inner ``module`` stays."""
     inside = {name: _without_words(name) for name in names}
-    if inside and all(name.startswith(_MODULE) for name in inside.values()):
-        return {old: new.removeprefix(_MODULE) for old, new in inside.items()}
-    return inside
+    return {old: new.removeprefix(_MODULE) for old, new in inside.items()} if _is_wrapped(inside.values()) else inside
 
 
-def modules_unwrapped(names: Collection[str], modules: Collection[object]) -> Callable[[str], str | None]:
+def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
     """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes, because its place is taken by what it wrapped."""
-    around = {
-        path.rpartition(".")[0] for path in modules if isinstance(path, str) and path.rpartition(".")[2] in _WORDS
-    }
-    inside = {path: _without_words(f"{path}.")[:-1] for path in modules if isinstance(path, str) and path not in around}
-    leads = names and all(_without_words(name).startswith(_MODULE) for name in names)
-    without = modules_without(_MODULE, set(inside.values()), keep_ancestors=False) if leads else str
+    around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
+    inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
+    is_wrapped = _is_wrapped([_without_words(name) for name in names])
+    without = modules_without(_MODULE, set(inside.values()), keep_ancestors=False) if is_wrapped else str
     return lambda path: without(inside[path]) if path in inside else None
+
+
+def _is_wrapped(names: Collection[str]) -> bool:
+    """Whether ``module.`` starts all of NAMES, of which there are some."""
+    return bool(names) and all(name.startswith(_MODULE) for name in names)
 
 
 def _without_words(name: str) -> str:

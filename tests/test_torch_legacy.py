@@ -56,6 +56,15 @@ def readable(name: str, path: Path) -> bool:
     return name not in ("nested", "generator") and refusal(lambda: tags_of(path)) is None
 
 
+def readable_file(name: str, folder: Path) -> Path:
+    """The object NAME of the zoo in the older format, in FOLDER; skips where torch cannot write or read it so."""
+    path = folder / "src.pt"
+    saved(name, path, zoo.NEEDS_PROTOCOL.get(name, 2))
+    if not readable(name, path):
+        pytest.skip("torch cannot read it back")
+    return path
+
+
 # As torch writes it
 
 
@@ -85,10 +94,7 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_without_edits_it_is_the_same_file(name: str, tmp_path: Path) -> None:
     """legacy to legacy, nothing asked, gives the same bytes, but for texts of one character, which torch's pickler writes as often as they come."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
-    saved(name, src, zoo.NEEDS_PROTOCOL.get(name, 2))
-    if not readable(name, src):
-        pytest.skip("torch cannot read it back")
+    src, dst = readable_file(name, tmp_path), tmp_path / "dst.pt"
     ckptconv.convert(src, dst, format="legacy")
     if len(src.read_bytes()) == len(dst.read_bytes()):
         assert src.read_bytes() == dst.read_bytes()
@@ -104,10 +110,7 @@ OTHERWISE_WRITTEN = ("numpy_objects", "cycles", "set_cycle", "qualified", "conta
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_retagged(name: str, tmp_path: Path) -> None:
     """``to cpu`` and ``to cuda:1`` in the format itself change the tags, and nothing else."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
-    saved(name, src, zoo.NEEDS_PROTOCOL.get(name, 2))
-    if not readable(name, src):
-        pytest.skip("torch cannot read it back")
+    src, dst = readable_file(name, tmp_path), tmp_path / "dst.pt"
     wanted, tags = tags_of(src)
     for device in ("cpu", "cuda:1"):
         ckptconv.convert(src, dst, map_location=device, format="legacy", force=True)

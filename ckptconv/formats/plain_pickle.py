@@ -62,7 +62,7 @@ from ckptconv.vocabulary import checkpoint_of
 __all__ = ["NAME", "layout", "looks_like", "read"]
 
 NAME = "pickle"
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, as every version of torch pickles it here
+_LEGACY = b"\x80\x02" + torch_legacy.MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
 _LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that stands for bytes
 _OLD_START = re.compile(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
 _LATIN_1 = ("latin1", "latin-1")

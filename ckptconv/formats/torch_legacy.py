@@ -65,6 +65,7 @@ from ckptconv.sources import Readable, Source
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = [
+    "MAGIC_BYTES",
     "NAME",
     "LegacyFile",
     "layout",
@@ -79,7 +80,7 @@ NAME = "torch legacy"
 _KIND = "a checkpoint in torch's format from before 1.6"
 _AGAIN = "download or copy it again"
 _MAGIC = 0x1950A86A20F9469CFC6C
-_MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
+MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _VERSION = 1001
 _SIZE = 8  # bytes of the number of elements before each storage
@@ -92,7 +93,7 @@ _ID_TEXT = re.compile(
 
 def looks_like(head: bytes) -> bool:
     """Whether a file that starts with HEAD starts with the magic number, pickled in any protocol."""
-    return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and _MAGIC_BYTES in head[:24])
+    return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
 
 
 # Reading

@@ -55,7 +55,7 @@ from ckptconv.ranges import inflated
 from ckptconv.sources import Readable
 from ckptconv.vocabulary import checkpoint_of
 
-__all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle"]
+__all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
@@ -174,6 +174,11 @@ def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) 
         raise MalformedError(
             "the record is too long", where=where, expected=f"at most {_LONGEST_NOTE} bytes", got=member.size
         )
+    return record_bytes(source, member, where, checked=checked)
+
+
+def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
+    """The bytes of a record that is to be held whole; its size is the caller's to bound where it is stored. CHECKED: it has a checksum. Raises MalformedError, LimitError."""
     if member.method != STORED:
         return _inflated(source, member, where, checked)
     if checked:

@@ -27,15 +27,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.commands import literal
 from ckptconv.errors import LimitError, RefusedError, count, some
-from ckptconv.formats.torch_zip import read_pickle
-from ckptconv.formats.zip_archive import Archive, Member
+from ckptconv.formats.torch_zip import read_pickle, record_bytes
+from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Inflate, LeftBehind, Span
 from ckptconv.pickled_modules import read_modules
-from ckptconv.ranges import inflated
 from ckptconv.sources import Source
 from ckptconv.vocabulary import checkpoint_of
 
@@ -113,22 +111,7 @@ def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
             "a TorchScript archive has too much code", where=source.path, expected=f"at most {LIMITS.script_bytes:,} bytes", got=f"{size:,}"
         )  # fmt: skip
     for name, member in files:
-        if member.size > LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes:
-            raise LimitError(
-                "a deflated record is too large",
-                where=f"{source.path}: {name}",
-                got=f"{member.size:,} from {member.stored_size:,}",
-            )
-        yield name, _bytes(source, member, checked=archive.has_checksums)
-
-
-def _bytes(source: Source, member: Member, *, checked: bool) -> bytes:
-    data = member.data(source, checked=checked)
-    if isinstance(data, Inflate):
-        return b"".join(inflated(data))
-    if data.crc32 is not None:
-        check_crc32(data.crc32, crc32_of(data), f"{source.path}: {member.name}")
-    return source.read(data.offset, data.length)
+        yield name, record_bytes(source, member, f"{source.path}: {name}", checked=archive.has_checksums)
 
 
 class _Words:
@@ -254,7 +237,9 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
 
 
 def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
-    """Raise RefusedError where more is wanted of CHECKPOINT than it can give: it whole, or, if it is the WEIGHTS alone, those of a model that has none."""
+    """Raise RefusedError where CHECKPOINT is of a program and more is wanted of it than it can give: it whole, or, if it is the WEIGHTS alone, those of a model that has none."""
+    if checkpoint.script_classes is None:
+        return
     archive, where = checkpoint.container, checkpoint.source.path
     assert isinstance(archive, Archive)
     if not weights:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.graph import Blob, Global, Py2String, Tuple
-from ckptconv.model import Checkpoint, Gather, Inflate, LeftBehind, Reference, Span, Storage
+from ckptconv.model import Checkpoint, Gather, Inflate, LeftBehind, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.pickles import emit
 from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.selection import cannot_hold
@@ -80,13 +82,16 @@ def sources_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
 
 def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
     """Raise RefusedError where a tensor has a dtype that torch has not."""
-    troubles = [
-        (place, info.dtype)
-        for place in checkpoint.places
-        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.dtype not in BY_NAME
-    ]
+    troubles = _dtypes(checkpoint, lambda info: info.dtype not in BY_NAME)
     if troubles:
         raise cannot_hold(checkpoint, "torch", troubles)
+
+
+def _dtypes(checkpoint: Checkpoint, is_trouble: Callable[[TensorInfo], bool]) -> list[tuple[Place, str]]:
+    """Where tensors stand that are trouble, and their dtypes."""
+    nodes = checkpoint.tensor_nodes
+    found = [(place, nodes[id(place.node)]) for place in checkpoint.places if id(place.node) in nodes]
+    return [(place, info.dtype) for place, info in found if is_trouble(info)]
 
 
 # For formats that know one class for each storage
@@ -105,11 +110,7 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
             refused.add(reference.storage)
     if not refused:
         return classes
-    troubles = [
-        (place, info.dtype)
-        for place in checkpoint.places
-        if (info := checkpoint.tensor_nodes.get(id(place.node))) and info.storage in refused
-    ]
+    troubles = _dtypes(checkpoint, lambda info: info.storage in refused)
     if troubles:
         error = cannot_hold(checkpoint, what, troubles)
         error.hint = f"--format pt writes them{'; ' + error.hint if error.hint else ''}"

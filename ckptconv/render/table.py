@@ -11,7 +11,7 @@ from ckptconv.render.text import Look, broken, cells, count, padded, size, wrapp
 if TYPE_CHECKING:
     from ckptconv.summary import TensorSummary
 
-__all__ = ["Row", "drawn", "fields", "footer", "table_lines"]
+__all__ = ["Row", "drawn", "fields", "footer", "named", "table_lines"]
 
 _GAP = "  "
 _HEADINGS = ("tensor", "dtype", "shape", "device", "size")
@@ -54,7 +54,7 @@ def table_lines(
     tensors = _as_in_state_dicts(tensors)
     if look.width is None:
         for tensor in tensors[:limit]:
-            yield "\t".join((look.text(_named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
+            yield "\t".join((look.text(named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
         n = len(tensors[:limit])
         yield from footer(look, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
@@ -68,7 +68,7 @@ def table_lines(
     for name, leaf in every[:limit]:
         assert leaf.tensor is not None
         nbytes = leaf.times * leaf.tensor["nbytes"]
-        name = _named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
+        name = named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
         rows.append(Row((look.text(name), *fields(leaf.tensor, look), size(nbytes)), nbytes, leaf.times))
     yield from drawn(rows, look, len(tensors), every=len(every), height=height)
 
@@ -94,7 +94,8 @@ def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
     )
 
 
-def _named(name: str, tensor: TensorSummary) -> str:
+def named(name: str, tensor: TensorSummary) -> str:
+    """NAME, and the path of the tensor that TENSOR is tied to, if it is."""
     return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptconv.render.table import Row, drawn, fields, footer
+from ckptconv.render.table import Row, drawn, fields, footer, named
 from ckptconv.render.text import Look, count, size
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def _rows(branches: list[Branch], look: Look, *, by_size: bool, indent: int = 0)
         name = _label(name, branch)
         if branch.tensor is not None:
             nbytes = branch.times * branch.tensor["nbytes"]
-            tied = f" = {branch.tensor['tied_to']}" if branch.tensor["tied_to"] else ""
-            texts = (look.text(name + tied), *fields(branch.tensor, look), size(nbytes))
+            texts = (look.text(named(name, branch.tensor)), *fields(branch.tensor, look), size(nbytes))
             yield Row(texts, nbytes, branch.times, indent)
         else:
             texts = (look.text(name), "", count(branch.tensors, "tensor"), "", size(branch.nbytes))
