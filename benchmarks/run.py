@@ -38,6 +38,12 @@ from safetensors.torch import load_file
 torch.save({f"module.{name}": tensor for name, tensor in load_file(sys.argv[1]).items()}, sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
+CAST = """
+import os, sys, torch
+checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+torch.save({name: tensor.bfloat16() for name, tensor in checkpoint.items()}, sys.argv[2])
+os.fsync(os.open(sys.argv[2], os.O_RDONLY))
+"""
 LOAD = """
 import sys, ckptconv
 ckptconv.load(sys.argv[1], "cpu")
@@ -65,6 +71,8 @@ numel = int(sys.argv[2]) // 4 // {TENSORS}
 torch.save({{f"module.layers.{{i}}.weight": torch.randn(numel) for i in range({TENSORS})}}, sys.argv[1])
 """
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
+MAKE_SEEDED = MAKE.replace("numel =", "torch.manual_seed(0)\nnumel =")
+MAKE_BARE = MAKE_SEEDED.replace("numel =", "torch.serialization.set_crc32_options(False)\nnumel =")
 MAKE_VIEWS = """
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
@@ -95,7 +103,9 @@ def main() -> None:
         to_safetensors(Path(folder), size, runs)
         from_safetensors(Path(folder), size, runs)
         legacy(Path(folder), size, runs)
+        cast(Path(folder), 2 * size, runs)
         gather(Path(folder), size // 2, runs)
+        diff(Path(folder), size, runs)
         inspect(Path(folder), size, runs)
         load(Path(folder), size, runs)
         save(Path(folder), size // 2, runs)
@@ -157,6 +167,19 @@ def legacy(folder: Path, size: int, runs: int) -> None:
     dst.unlink()
 
 
+def cast(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes of float32 weights in half the bytes, beside what torch does."""
+    src, dst = make(folder / "float32.pt", size), folder / "dst.pt"
+    rival = "`torch.load(mmap=True)` + `.bfloat16()` + `torch.save` + `sync`"
+    commands = {
+        "`ckptconv convert --dtype bf16`": ckptconv("convert", "-q", "--force", src, dst, "--dtype", "bf16"),
+        rival: python(CAST + PEAK, src, dst),
+    }
+    print_table(f"{size / GIB:g} GiB: float32 → bfloat16", commands, runs, unit=rival)
+    src.unlink()
+    dst.unlink()
+
+
 def gather(folder: Path, size: int, runs: int) -> None:
     """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share storages."""
     src = make(folder / "views.pt", size, MAKE_VIEWS)
@@ -166,6 +189,26 @@ def gather(folder: Path, size: int, runs: int) -> None:
     )
     beside(title, src, folder / "views.safetensors", ["--strip-prefix", "module."], rival, TO_SAFETENSORS, runs)
     src.unlink()
+
+
+def diff(folder: Path, size: int, runs: int) -> None:
+    """Two files of SIZE bytes that are the same, beside `cmp` of two that are the same byte for byte."""
+    zip_, bare, tensors = folder / "src.pt", make(folder / "bare.pt", size, MAKE_BARE), folder / "a.safetensors"
+    subprocess.run(python(TO_SAFETENSORS, bare, tensors), check=True)
+    copies = {path: path.with_stem(path.stem + "-copy") for path in (zip_, tensors)}
+    sums = make(folder / "sums.pt", size, MAKE_SEEDED)
+    for path, copied in copies.items():
+        shutil.copy(path, copied)
+    commands = {
+        "`ckptconv diff`, `.pt`, without checksums in one": ckptconv("diff", "-q", sums, bare),
+        "`ckptconv diff`, `.safetensors`": ckptconv("diff", "-q", tensors, copies[tensors]),
+        "`ckptconv diff`, `.pt`, checksums in both": ckptconv("diff", "-q", zip_, copies[zip_]),
+        "`cmp`, `.pt`": ["cmp", str(zip_), str(copies[zip_])],
+        "`cmp`, `.safetensors`": ["cmp", str(tensors), str(copies[tensors])],
+    }
+    print_table(f"2 × {size / GIB:g} GiB that are the same", commands, runs, unit="`cmp`, `.pt`")
+    for path in (bare, tensors, sums, *copies.values()):
+        path.unlink()
 
 
 def beside(title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str, runs: int) -> None:

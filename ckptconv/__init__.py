@@ -1,12 +1,14 @@
 """ckptconv: change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
 
-On files: :func:`convert`, :func:`inspect`, :func:`open` (single tensors), :func:`load`, :func:`save`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
+On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`open` (single tensors), :func:`load`, :func:`save`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
 :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.comparison import diff
 from ckptconv.conversion import convert
+from ckptconv.differences import Difference, OnlyIn, OtherDifference, TensorDifference, ValueDifference
 from ckptconv.errors import (
     CkptconvError,
     CollisionError,
@@ -40,6 +42,7 @@ __all__ = [
     "CollisionError",
     "DangerousError",
     "DeviceUnavailable",
+    "Difference",
     "InputChangedError",
     "InputError",
     "LeftBehind",
@@ -48,17 +51,22 @@ __all__ = [
     "MapLocation",
     "NameChange",
     "NoMatchError",
+    "OnlyIn",
+    "OtherDifference",
     "OutputError",
     "RefusedError",
     "Report",
     "Summary",
     "TargetExistsError",
+    "TensorDifference",
     "TensorInfo",
     "UnsupportedError",
     "UsageError",
+    "ValueDifference",
     "add_prefix",
     "convert",
     "devices",
+    "diff",
     "inspect",
     "load",
     "open",

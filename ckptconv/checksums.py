@@ -6,12 +6,13 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
 
 from ckptconv.errors import MalformedError
-from ckptconv.model import Span
+from ckptconv.model import Chain, Span
 
-__all__ = ["Sums", "check_crc32", "crc32_of"]
+__all__ = ["Sums", "check_crc32", "combined", "crc32_of"]
 
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
@@ -20,7 +21,7 @@ _MOST_THREADS = 4
 class Sums:
     """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span | Chain]) -> None:
         self._spans = spans
         self._results = [0] * len(spans)
         self._next = 0
@@ -76,15 +77,17 @@ class Sums:
             self._next += 1
         return i if i < len(self._spans) and not self._stopped else None
 
-    def _sum(self, span: Span, buffer: memoryview) -> int:
+    def _sum(self, data: Span | Chain, buffer: memoryview) -> int:
         crc32 = 0
-        for at in range(0, span.length, _CHUNK):
-            if self._stopped:
-                return 0
-            chunk = buffer[: min(_CHUNK, span.length - at)]
-            span.source.read_into(span.offset + at, chunk)
-            crc32 = zlib.crc32(chunk, crc32)
-        check_crc32(span.crc32, crc32, f"{span.source.path} at byte {span.offset}")
+        for span in data.parts if isinstance(data, Chain) else (data,):
+            for at in range(0, span.length, _CHUNK):
+                if self._stopped:
+                    return 0
+                chunk = buffer[: min(_CHUNK, span.length - at)]
+                span.source.read_into(span.offset + at, chunk)
+                crc32 = zlib.crc32(chunk, crc32)
+        if isinstance(data, Span):
+            check_crc32(data.crc32, crc32, f"{data.source.path} at byte {data.offset}")
         return crc32
 
 
@@ -101,3 +104,37 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
         raise MalformedError(
             "the record is damaged: its checksum is wrong", where=where, expected=f"{expected:08x}", got=f"{found:08x}"
         )
+
+
+# CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
+
+_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
+_ONE = 1 << 31
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two parts, one behind the other: of the FIRST, and of the SECOND, which has LENGTH bytes."""
+    return _times(first, _power(8 * length)) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache
+def _power(exponent: int) -> int:
+    """x to the EXPONENT."""
+    square, power = _ONE >> 1, _ONE
+    while exponent:
+        if exponent & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        exponent >>= 1
+    return power

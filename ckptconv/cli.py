@@ -1,6 +1,6 @@
 """The command line: thin commands over :mod:`ckptconv.conversion` and :mod:`ckptconv.summary`.
 
-Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 130 Ctrl-C.
+Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -19,12 +20,14 @@ from typing import Any, TextIO
 import click
 
 from ckptconv import __version__, render
+from ckptconv.comparison import compare
 from ckptconv.conversion import run
+from ckptconv.dtype_rules import to_dtypes
 from ckptconv.errors import CkptconvError, NoMatchError, UsageError
 from ckptconv.locations import to_devices
 from ckptconv.model import Edits, Progress
 from ckptconv.names import matches
-from ckptconv.summary import Summary, TensorSummary, inspect, report_as_dict
+from ckptconv.summary import Summary, TensorSummary, difference_as_dict, inspect, report_as_dict
 from ckptconv.targets import TARGET_FORMATS
 
 __all__ = ["cli", "main"]
@@ -36,6 +39,7 @@ Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong
   ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
   ckptconv convert ddp.pt plain.pt --strip-prefix module.
+  ckptconv diff a.pt b.safetensors            whether they are the same, and where not
 """
 
 
@@ -44,7 +48,9 @@ def main(args: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    debug = "--debug" in (sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else args
+    debug = "--debug" in words
+    failed = 2 if words[:1] == ["diff"] else 1  # as cmp has it: 1 says that they differ
     try:
         status = cli.main(args, prog_name="ckptconv", standalone_mode=False)
         sys.stdout.flush()
@@ -53,10 +59,13 @@ def main(args: list[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except CkptconvError as error:
-        if debug:
+        if debug and failed == 1:
             raise
-        _say_error(error)
-        return 2 if isinstance(error, UsageError) else 1
+        if debug:
+            traceback.print_exc()
+        else:
+            _say_error(error)
+        return 2 if isinstance(error, UsageError) else failed
     except (KeyboardInterrupt, click.Abort):
         click.echo("ckptconv: interrupted", err=True)
         return 130
@@ -64,7 +73,12 @@ def main(args: list[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):
             click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 1
+        return failed
+    except Exception:
+        if failed == 1:
+            raise
+        traceback.print_exc()
+        return failed
 
 
 def _say_error(error: CkptconvError) -> None:
@@ -73,6 +87,41 @@ def _say_error(error: CkptconvError) -> None:
 
 _PATH = click.Path(path_type=str)
 _debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+#: What takes a part of a checkpoint and edits names.
+_EDITS = (
+    click.option(
+        "--state-dict",
+        is_flag=True,
+        help="Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always does.",
+    ),
+    click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model."),
+    click.option(
+        "--include",
+        metavar="GLOB",
+        multiple=True,
+        help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+    ),
+    click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches."),
+    click.option(
+        "--unwrap",
+        is_flag=True,
+        help="Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in.",
+    ),
+    click.option(
+        "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
+    ),
+    click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does."),
+    click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict."),
+)
+
+
+def _edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """COMMAND with the options that take parts and edit names."""
+    for option in reversed(_EDITS):
+        command = option(command)
+    return command
 
 
 @click.group(epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -213,27 +262,14 @@ def _screen() -> os.terminal_size:
     help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
 @click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
+@_edit_options
 @click.option(
-    "--state-dict",
-    is_flag=True,
-    help="Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always does.",
-)
-@click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model.")
-@click.option(
-    "--include",
-    metavar="GLOB",
+    "--dtype",
+    metavar="D",
     multiple=True,
-    help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+    help="Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB means, by DST's names.",
 )
-@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches.")
-@click.option(
-    "--unwrap", is_flag=True, help="Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in."
-)
-@click.option(
-    "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
-)
-@click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does.")
-@click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict.")
+@click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows.")
 @click.option(
     "--format",
     type=click.Choice(TARGET_FORMATS),
@@ -255,12 +291,12 @@ def _screen() -> os.terminal_size:
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> None:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name.
 
-    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, devices. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
     """
     src, dst = _source_and_target(paths)
     edits = Edits(
         _devices(flags), flags["select"], flags["state_dict"], flags["include"], flags["exclude"],
-        flags["strip_prefix"], flags["rename"], flags["add_prefix"], flags["unwrap"],
+        flags["strip_prefix"], flags["rename"], flags["add_prefix"], flags["unwrap"], to_dtypes(flags["dtype"]), flags["compact"],
     )  # fmt: skip
     report = run(
         src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
@@ -273,6 +309,45 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         look = _look(stream)
         for line in render.report_lines(report, look, every_name=verbose):
             click.echo(line, file=stream, color=look.colour)
+
+
+@cli.command("diff", epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
+@click.argument("a", metavar="A", type=_PATH)
+@click.argument("b", metavar="B", type=_PATH)
+@click.option(
+    "--rtol",
+    metavar="X",
+    type=float,
+    default=0.0,
+    help="Let numbers differ by X times that of B, as torch.allclose does.",
+)
+@click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X.")
+@click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else.")
+@_edit_options
+@click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit status says it.")
+@click.option("-v", "--verbose", is_flag=True, help="List everything that differs.")
+@_debug
+def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any) -> int:  # noqa: ARG001 - read before
+    """Say what the checkpoints A and B, in whatever containers, do not have in common: names, dtypes, shapes, devices, values, and what is no tensor.
+
+    Exits with 0 if they are the same, 1 if they are different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. The edits of parts and names are for A; they apply in the order that convert has. Where one is safetensors, the state dict of the other is taken.
+    """
+    names_only = flags["names_only"]
+    edits = Edits(
+        select=flags["select"], state_dict=flags["state_dict"], include=flags["include"], exclude=flags["exclude"],
+        strip_prefix=flags["strip_prefix"], rename=flags["rename"], add_prefix=flags["add_prefix"], unwrap=flags["unwrap"],
+    )  # fmt: skip
+    found = compare(
+        a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, progress=partial(_progress, quiet=quiet)
+    )  # fmt: skip
+    if as_json and not quiet:
+        click.echo(json.dumps(difference_as_dict(found)))
+    elif not quiet:
+        look = _look(sys.stdout)
+        for line in render.difference_lines(found, look, everything=verbose, names_only=names_only):
+            click.echo(line, color=look.colour)
+    return 0 if found.same else 1
 
 
 def _source_and_target(paths: tuple[str, ...]) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 
 from ckptconv import formats, output
 from ckptconv.dangers import dangerous_globals
+from ckptconv.dtype_rules import DTypeLike, to_dtypes
 from ckptconv.edits import apply
 from ckptconv.errors import DangerousError, RefusedError, UsageError
 from ckptconv.formats import WRITERS, safetensors, torchscript
@@ -41,6 +42,8 @@ def convert(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
+    dtype: DTypeLike | None = None,
+    compact: bool = False,
     format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
     copy_tied: bool = False,
     force: bool = False,
@@ -55,6 +58,7 @@ def convert(
     ``state_dict``: take the state dict alone, wherever it is; safetensors always does. ``select``: the path of the part to take, such as ``ema/model``. ``include``,
     ``exclude``: globs on names in state dicts, or on paths where they have a slash.
     ``unwrap``: take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names. ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
+    ``dtype``: ``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs mean, or several of both (``['bf16', '*.norm.*=fp32']``). ``compact``: drop the bytes of storages that no tensor shows.
     ``format``: ``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
@@ -64,7 +68,7 @@ def convert(
     _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run)
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
+        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
     )  # fmt: skip
     return run(
         src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
@@ -83,12 +87,14 @@ def edits_from(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
+    dtype: DTypeLike | None = None,
+    compact: bool = False,
 ) -> Edits:
     """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
-    _check_flags(state_dict=state_dict, unwrap=unwrap)
+    _check_flags(state_dict=state_dict, unwrap=unwrap, compact=compact)
     return Edits(
         to_devices(map_location), select, state_dict, strings("include", include), strings("exclude", exclude),
-        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix), unwrap,
+        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix), unwrap, to_dtypes(dtype), compact,
     )  # fmt: skip
 
 
@@ -129,17 +135,20 @@ def run(
                 checkpoint, path, edits, format=meant or usual_format(path.name, checkpoint.format),
                 copy_tied=copy_tied, allow_unsafe=allow_unsafe,
             )  # fmt: skip
+        overflowed: Mapping[str, int] = {}
         if not dry_run:
             with progress(plan.file.size) if progress else nullcontext() as tick:
-                output.write(plan.file, source, replace=force, verify=verify, progress=tick)
-        return report_of(plan, source, seconds=time.monotonic() - started, written=not dry_run)
+                overflowed = output.write(plan.file, source, replace=force, verify=verify, progress=tick)
+        return report_of(
+            plan, source, seconds=time.monotonic() - started, written=not dry_run, overflowed=overflowed
+        )  # fmt: skip
 
 
-def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool) -> Report:
-    """What was done, or would be, by PLAN on SOURCE."""
+def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Mapping[str, int]) -> Report:
+    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED."""
     return Report(
         str(source.path), str(plan.file.path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
-        seconds, written,
+        seconds, written, overflowed,
     )  # fmt: skip
 
 
@@ -159,7 +168,9 @@ def make_plan(
     notes: list[str] = []
     if format == "safetensors":
         notes = _about_devices(checkpoint, edits)
-        changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices()))
+        if edits.compact:
+            notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
+        changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices(), compact=False))
         layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
     else:
         changes = apply(checkpoint, edits)

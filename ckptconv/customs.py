@@ -64,10 +64,11 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, eq=False)
 class Customs:
-    """What :func:`read_customs` recognised."""
+    """What :func:`read_customs` recognised. ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings."""
 
     state_dicts: list[StateDict]
     optimizers: list[NamedOptimizer]
+    optimizer_nodes: set[int]
     rng_states: list[TensorInfo]
     rng_storages: set[Storage]
     root: str
@@ -108,7 +109,7 @@ def read_customs(checkpoint: Checkpoint) -> Customs:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
     return Customs(
-        reader.state_dicts, reader.optimizers, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
+        reader.state_dicts, reader.optimizers, reader.optimizer_nodes, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
     )  # fmt: skip
 
 
@@ -133,6 +134,7 @@ class _Reader:
         ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []
+        self.optimizer_nodes: set[int] = set()
         self.modules = read_modules(checkpoint)
         self.closed = {id(found.place.node) for found in self.modules}  # nodes inside which there is no state dict
         for place, node in self.mappings:
@@ -163,6 +165,7 @@ class _Reader:
             self.state_dicts.append(StateDict(place.path, node, None))
         elif metadata is None and {"state", "param_groups"} <= keys.keys():
             self.closed.add(id(node))
+            self.optimizer_nodes.add(id(node))
             self.optimizers += _named_optimizer(place.path, keys)
         elif metadata is not None or self.looks_like_state_dict(node):
             self.closed.add(id(node))

@@ -1,4 +1,4 @@
-"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, unwrap, strip, rename, add, devices."""
+"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, unwrap, strip, rename, add, dtypes, devices, compaction."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Container
 
+from ckptconv.casts import cast
+from ckptconv.compaction import compact
 from ckptconv.customs import Customs, NamedOptimizer, StateDict, read_customs
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 from ckptconv.graph import Call, Dict, Effect, Global, Object, Tuple, Value
@@ -26,9 +28,13 @@ def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
     changes = Changes(left_behind=select(checkpoint, edits))
     customs = read_customs(checkpoint)
     _NameEditor(checkpoint, customs, changes).run(edits)
+    if edits.dtypes:
+        cast(checkpoint, edits.dtypes, customs, changes)
     if edits.devices:
         retag(checkpoint, edits.devices, customs.rng_storages, changes)
         changes.rng_states = [info.path for info in customs.rng_states if info.storage and info.storage.device == "cpu"]
+    if edits.compact:
+        compact(checkpoint, changes)
     return changes
 
 
@@ -70,23 +76,36 @@ class _NameEditor:
         return [name for found in named for name in found.names()]
 
     def unwrap(self) -> None:
-        """Take wrappers out of names, each state dict by itself; optimizers follow theirs."""
-        followed: dict[str, str] = {}
+        """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model lose."""
+        changed = "--unwrap changed nothing"
         for metadata, names in self.metadata(self.customs.state_dicts):
             modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
-            _rename_keys(metadata, modules_unwrapped(names, modules))
-        for found in self.customs.state_dicts:
-            new = unwrapped(found.names())
-            for old in new.keys() - followed.keys():
-                followed[old] = new[old]
-            for effect, i in found.node.pairs():
-                _replace(effect, i, new)
-        for optimizer in self.customs.optimizers:
-            new = followed if self.customs.state_dicts else unwrapped(optimizer.names())
-            for effect, i in optimizer.places:
-                _replace(effect, i, new)
+            inside = modules_unwrapped(names, modules)
+            if any(inside(path) != path for path in modules):
+                changed = "--unwrap changed _metadata alone"
+            _rename_keys(metadata, inside)
+        texts: dict[str, str] = {}  # one string for each name, as a pickle shares it
+        for found, names in self.before:
+            if isinstance(found, StateDict):
+                new, places = unwrapped(names), found.node.pairs()
+            else:
+                new, places = unwrapped(self.model_of(names) or names, names), iter(found.places)
+            known = {old: texts.setdefault(name, name) for old, name in new.items()}
+            for effect, i in places:
+                _replace(effect, i, known)
         if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
-            self.changes.notes.append("no wrapper is in the names, so --unwrap changed nothing")
+            self.changes.notes.append(f"no wrapper is in the names, so {changed}")
+
+    def model_of(self, names: list[str]) -> list[str]:
+        """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one where several have as many."""
+        theirs = set(names)
+        known = [
+            (len(theirs.intersection(each)), self.customs.is_usual(found.path), each)
+            for found, each in self.before
+            if isinstance(found, StateDict)
+        ]
+        most, _, model = max(known, key=lambda each: each[:2], default=(0, False, []))
+        return model if most else []
 
     def strip(self, prefix: str) -> None:
         every = self.names()
@@ -123,7 +142,9 @@ class _NameEditor:
             )
 
         def of_module(path: str) -> str:
-            return regex.sub(replacement, path + "." if path else path).removesuffix(".")
+            """What a name's part before its last segment becomes; PATH itself where that ends at no dot any more, and is no module's path."""
+            inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
+            return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
         for metadata, _ in self.metadata(self.customs.state_dicts):
             _rename_keys(metadata, of_module)
@@ -166,13 +187,14 @@ class _NameEditor:
     def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
         """Report what became of FOUND's names; refuse where two became one."""
         origin: dict[str, str] = {}
-        for old, new in zip(before, found.names(), strict=True):
+        is_reported = isinstance(found, StateDict) or not self.customs.state_dicts
+        for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
             other = origin.setdefault(new, old)
             if other != old:
                 raise CollisionError(
                     f"two names would become {new!r}", where=f"{self.where}: {found.path}", got=f"{other!r} and {old!r}"
                 )
-            if old != new and isinstance(found, StateDict):
+            if old != new and is_reported:
                 self.changes.names.append(NameChange(found.path, old, new))
 
 

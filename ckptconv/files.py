@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv import formats, output
 from ckptconv.conversion import edits_from, make_plan, report_of
+from ckptconv.dtype_rules import DTypeLike
 from ckptconv.edits import apply
 from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import torchscript
@@ -188,6 +189,8 @@ def save(
     strip_prefix: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
+    dtype: DTypeLike | None = None,
+    compact: bool = False,
     format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
     copy_tied: bool = False,
     force: bool = True,
@@ -204,7 +207,7 @@ def save(
     started = time.monotonic()
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix,
+        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
     )  # fmt: skip
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):
@@ -217,5 +220,7 @@ def save(
     with uncollected():
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, format=format_, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
-    output.write(plan.file, checkpoint.source, replace=force, verify=verify)
-    return report_of(plan, checkpoint.source, seconds=time.monotonic() - started, written=True)
+    overflowed = output.write(plan.file, checkpoint.source, replace=force, verify=verify)
+    return report_of(
+        plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed
+    )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from ckptconv.dtype_rules import DTypeRule
 from ckptconv.graph import Call, Global, Graph, PersistentId, Value
 from ckptconv.locations import Devices
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
+    "Cast",
+    "Chain",
     "Changes",
     "Checkpoint",
+    "Data",
     "DeviceArgument",
     "Edits",
     "Gather",
@@ -67,21 +71,43 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Gather:
-    """The elements of a strided view of the storage OF, in row-major order, LENGTH bytes in all. Shape, stride and offset count elements of DTYPE.
+class Chain:
+    """PARTS one behind another, LENGTH bytes in all. They are parts of WHOLE, whose checksum says whether they are what they should be."""
 
-    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way; SWAPPED: the bytes of each number stand the other way round in the storage.
-    """
+    parts: tuple[Span, ...]
+    whole: Span
+    length: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The elements of a strided view of OF, in row-major order, LENGTH bytes in all. Shape, stride and offset count elements of ITEMSIZE bytes."""
 
     of: Span | Inflate
-    dtype: str
+    itemsize: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    conj: bool
-    neg: bool
-    swapped: bool
     length: int
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
+
+    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED: in OF the bytes of each number stand the other way round; SWAP: so they shall stand in the result.
+    ``path`` is where what does not fit NEW is said to stand.
+    """
+
+    of: Span | Inflate | Part | Chain | Gather
+    old: str
+    new: str
+    length: int
+    conj: bool = False
+    neg: bool = False
+    swapped: bool = False
+    swap: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,8 +121,10 @@ class Late:
 #: Bytes of a block that filesystems share between files, where both places agree modulo this.
 BLOCK = 4096
 
+#: What a storage's bytes are made of.
+Data: TypeAlias = "Span | Inflate | Chain | Cast"
 #: What an output file is made of, in order.
-Piece: TypeAlias = "bytes | Span | Inflate | Part | Gather | Late"
+Piece: TypeAlias = "bytes | Span | Inflate | Part | Chain | Gather | Cast | Late"
 
 
 @dataclass(eq=False)
@@ -109,7 +137,7 @@ class Storage:
     key: str
     device: str
     nbytes: int
-    data: Span | Inflate
+    data: Data
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,9 +261,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Edits:
-    """What the flags of ``convert`` and the keywords of its function become, in the order in which they apply (devices last).
+    """What the flags of ``convert`` and the keywords of its function become.
 
-    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source.
+    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source, those of ``dtypes`` on the new ones.
     """
 
     devices: Devices = field(default_factory=Devices)
@@ -247,6 +275,8 @@ class Edits:
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: tuple[str, ...] = ()
     unwrap: bool = False
+    dtypes: tuple[DTypeRule, ...] = ()
+    compact: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,14 +292,19 @@ class NameChange:
 class Changes:
     """What the edits change, for ``--dry-run`` and the report.
 
-    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``rng_states`` are the paths of those that were kept on or
-    brought to the CPU.
+    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to the number of tensors and the bytes of their storages before and after; ``uncast`` maps
+    why tensors keep a dtype that was to go to their paths; ``separated`` are groups of paths that shared a storage. ``compacted`` are the number of storages that lost bytes, and the bytes. ``rng_states`` are the
+    paths of those that were kept on or brought to the CPU.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     names: list[NameChange] = field(default_factory=list)
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
+    dtypes: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
+    uncast: dict[str, list[str]] = field(default_factory=dict)
+    separated: list[list[str]] = field(default_factory=list)
+    compacted: tuple[int, int] = (0, 0)
     rng_states: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -278,13 +313,13 @@ class Changes:
 class OutFile:
     """One file to write: its PIECES in order, and their SIZE in bytes.
 
-    ``sums`` are ranges whose CRC-32 is computed beside the copy: checked where the range says what it should be, and handed to the late pieces.
+    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed to the late pieces. A :class:`Cast` in it is one of PIECES.
     """
 
     path: Path
     pieces: tuple[Piece, ...]
     size: int
-    sums: tuple[Span, ...] = ()
+    sums: tuple[Span | Chain | Cast, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -314,7 +349,8 @@ class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
 
     ``formats`` are the source's and the target's, ``size`` is that of the target. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
-    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know.
+    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` by path how many numbers were too large for their new
+    dtype (which only writing can tell).
     """
 
     src: str
@@ -327,6 +363,7 @@ class Report:
     notes: tuple[str, ...]
     seconds: float
     written: bool
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
 
 #: Called with the number of bytes written since the last call.

@@ -44,8 +44,10 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise TargetExistsError("the output exists", where=path, hint="--force replaces it")
 
 
-def write(file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None) -> None:
-    """Write FILE, whose ranges come from SOURCE. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
+def write(
+    file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
+) -> dict[str, int]:
+    """Write FILE, whose ranges come from SOURCE; by path, how many numbers were too large for their new dtype. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
     REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
     """
@@ -64,7 +66,7 @@ def write(file: OutFile, source: Readable, *, replace: bool, verify: bool, progr
             try:
                 _keep_mode(fd, file.path)
                 _forget(file.path, source)
-                _reserve(fd, file, source, beside=transfer.inflated_bytes)
+                _reserve(fd, file, source, beside=transfer.pieces.spooled_bytes)
                 with transfer:
                     transfer.fill(fd, progress)
                     os.fsync(fd)
@@ -79,6 +81,7 @@ def write(file: OutFile, source: Readable, *, replace: bool, verify: bool, progr
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
                 os.unlink(temporary)
     _sync_folder(folder, file.path)
+    return transfer.overflowed
 
 
 @contextlib.contextmanager

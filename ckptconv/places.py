@@ -15,7 +15,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.model import Place
 from ckptconv.names import escaped, key_segment
 
-__all__ = ["Leaf", "find_places", "is_item", "is_repeated", "item_segments"]
+__all__ = ["Leaf", "find_places", "inside", "is_item", "is_repeated", "item_segments"]
 
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
@@ -47,14 +47,20 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
             )
         entered.add(id(node))
-        states = leaf(node)
-        if states is None:
-            inside = _inside(place)
-        else:
-            inside = [attribute for state in states for attribute in _attributes(place, state)]
-        if not isinstance(node, (Tuple, FrozenSet, List, Set)):
-            _number_again(inside)
-        todo += inside[::-1]
+        todo += inside(place, leaf)[::-1]
+
+
+def inside(place: Place, leaf: Leaf) -> list[Place]:
+    """The places right below PLACE, in the order in which the pickle says what stands there; below what LEAF says is a leaf, its attributes."""
+    node = place.node
+    states = leaf(node) if isinstance(node, Node) else []
+    if states is None:
+        found = _inside(place)
+    else:
+        found = [attribute for state in states for attribute in _attributes(place, state)]
+    if not isinstance(node, (Tuple, FrozenSet, List, Set)):
+        _number_again(found)
+    return found
 
 
 def is_item(place: Place) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from ckptconv.checksums import check_crc32
 from ckptconv.errors import MalformedError
-from ckptconv.model import Inflate, Span
+from ckptconv.model import Chain, Inflate, Span
 
-__all__ = ["BUFFER", "inflated", "read"]
+__all__ = ["BUFFER", "inflated", "read", "read_into"]
 
 BUFFER = 4 << 20  # bytes held at once
 
@@ -18,6 +18,16 @@ def read(span: Span) -> Iterator[bytes]:
     """The bytes of SPAN. Raises as :meth:`~ckptconv.sources.Readable.read` does."""
     for at in range(0, span.length, BUFFER):
         yield span.source.read(span.offset + at, min(BUFFER, span.length - at))
+
+
+def read_into(piece: Span | Chain, offset: int, buffer: memoryview) -> None:
+    """Fill BUFFER with what PIECE has from OFFSET on."""
+    for part in piece.parts if isinstance(piece, Chain) else (piece,):
+        if offset < part.length and buffer:
+            length = min(part.length - offset, len(buffer))
+            part.source.read_into(part.offset + offset, buffer[:length])
+            buffer = buffer[length:]
+        offset = max(offset - part.length, 0)
 
 
 def inflated(piece: Inflate) -> Iterator[bytes]:

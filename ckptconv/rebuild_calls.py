@@ -6,7 +6,7 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import TypeGuard
@@ -28,6 +28,7 @@ __all__ = [
     "is_count",
     "is_word",
     "partial_notes",
+    "strided_part",
     "torch_device",
 ]
 
@@ -103,6 +104,27 @@ def device_arguments(call: Call) -> list[DeviceArgument]:
 
 
 # Tensors
+
+
+@dataclass(frozen=True)
+class StridedPart:
+    """What makes a strided tensor inside a call: the FUNCTION, by its name and as it stands there, and its arguments; NESTED in the arguments of one that gives it a class."""
+
+    function: str
+    callable: Value
+    args: Tuple
+    nested: bool
+
+
+def strided_part(call: Call) -> StridedPart | None:
+    """The part of CALL that makes a strided tensor, if it does."""
+    function, args, nested = call.callable, call.args, str(call.callable) in FROM_TYPE
+    if nested:
+        outer = [*args_of(call), None, None, None]
+        function, args = outer[0], outer[2]
+    if is_global(function, *STRIDED) and isinstance(args, Tuple) and args.items:
+        return StridedPart(str(function), function, args, nested)
+    return None
 
 
 class _Bad(Exception):
@@ -220,6 +242,13 @@ class TensorReader:
             dtype.bytes_of(prod(shape)), storage, _at(args, 5 if quantized else 4) is True, False, _is_contiguous(shape, stride),
             conj=_has_bit(metadata, "conj"), neg=_has_bit(metadata, "neg"),
         )  # fmt: skip
+
+    def strided_or_none(self, function: str, args: list[Value]) -> TensorInfo | None:
+        """The strided tensor, None where there is none to be had."""
+        try:
+            return self.strided(function, args)
+        except (_Bad, LimitError):
+            return None
 
     def described(
         self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str, requires_grad: int

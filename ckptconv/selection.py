@@ -52,7 +52,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
                 return place
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     raise NoMatchError(
-        f"neither an object nor a tensor stands at {path}",
+        f"neither an object nor a tensor stands at {path or repr(path)}",
         where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
         hint=meant or _look_for(checkpoint, "--tree"),

@@ -6,8 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
-from math import prod
+from math import isinf, prod
 from typing import Any, TypedDict
 
 from ckptconv import formats
@@ -15,22 +14,16 @@ from ckptconv.customs import StateDict, read_customs
 from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis import Finding, diagnose
 from ckptconv.diagnosis.machine import Machine, this_machine
+from ckptconv.differences import Difference, OnlyIn, TensorDifference
+from ckptconv.glimpses import glimpse, is_flat
 from ckptconv.graph import (
-    SET_CLASSES,
-    Blob,
-    ByteArray,
     Call,
     Dict,
-    Extension,
     FrozenSet,
-    Global,
     List,
     Node,
-    PersistentId,
-    Py2String,
     Set,
     Tuple,
-    Value,
     is_global,
     uncollected,
 )
@@ -43,11 +36,9 @@ from ckptconv.safe_loader import obstacles, refused_opcodes
 from ckptconv.sources import Source
 from ckptconv.vocabulary import every_place
 
-__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "report_as_dict", "summarize"]
+__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "difference_as_dict", "inspect", "report_as_dict", "summarize"]
 
 SCHEMA_VERSION = 1
-_LONGEST_VALUE = 60  # characters
-_LOOKED_AT = 64  # members of what a call makes
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
 
@@ -287,103 +278,15 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
             continue
         if place.segment.startswith("/._metadata"):
             hidden.add(id(place))
-        elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or _is_flat(node):
+        elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
             hidden.add(id(place))
-            yield place.path, _short(node)
+            yield place.path, glimpse(node)
         elif isinstance(node, Call) and not _is_ordered_dict(node):
-            yield place.path, _short(node)
-
-
-def _is_flat(node: Value) -> bool:
-    """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
-    members = _members(node)
-    if members is not None:
-        return not any(isinstance(item, Node) for item in members)
-    if isinstance(node, Call) and (torch_device(node) is not None or is_global(node.callable, "torch.Size")):
-        return True
-    return isinstance(node, Dict) and not node.effects
-
-
-def _members(node: Value) -> list[Value] | None:
-    """What is in a sequence or set, None if NODE is neither.
-
-    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls can have the same one.
-    """
-    if isinstance(node, (Tuple, FrozenSet)):
-        return list(node.items)
-    if isinstance(node, (List, Set)):
-        return list(node.elements())
-    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
-        match node.args:
-            case Tuple(items=[]):
-                return []
-            case Tuple(items=[Tuple() as inner]):
-                return inner.items[:_LOOKED_AT]
-            case Tuple(items=[List() as inner]):
-                return list(islice(inner.elements(), _LOOKED_AT))
-    return None
+            yield place.path, glimpse(node)
 
 
 def _is_ordered_dict(node: Call) -> bool:
     return is_global(node.callable, "collections.OrderedDict")
-
-
-def _short(node: Value) -> str:
-    """A line for NODE that costs little whatever it is."""
-    members = _members(node)
-    if members is not None and _is_flat(node):
-        return _short_sequence(node, members)
-    if isinstance(node, Dict):
-        return "{}"
-    if isinstance(node, Call):
-        return _short_call(node)
-    if isinstance(node, Global):
-        return str(node)
-    if isinstance(node, Blob):
-        return f"{node.kind} of {node.length:,} bytes"
-    if isinstance(node, (Py2String, ByteArray)):
-        return _cut(repr(node.data[:_LONGEST_VALUE]))
-    if isinstance(node, PersistentId):
-        return "storage"
-    if isinstance(node, Extension):
-        return f"extension {node.code}"
-    if isinstance(node, (str, bytes)):
-        return _cut(repr(node[:_LONGEST_VALUE]))
-    if isinstance(node, int) and node.bit_length() > 200:
-        return f"int of {node.bit_length():,} bits"
-    return _cut(repr(node))
-
-
-def _short_call(node: Call) -> str:
-    device = torch_device(node)
-    if device is not None:
-        return f"torch.device({device!r})"
-    if (
-        is_global(node.callable, "torch.Size")
-        and isinstance(node.args, Tuple)
-        and node.args.items
-        and isinstance(size := node.args.items[0], Tuple)
-        and len(size.items) <= _LOOKED_AT
-        and _is_flat(size)
-    ):
-        return f"torch.Size({_short(size)})"
-    return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
-
-
-def _short_sequence(node: Value, items: list[Value]) -> str:
-    """NODE, in which ITEMS are, as Python writes it, but that a frozenset looks like a set."""
-    opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
-    if not items and opening == "{":
-        return "set()"
-    shown = ", ".join(_short(item) for item in items[:8])
-    if len(items) > 8:
-        number = "" if isinstance(node, Call) else f" {len(items):,} items"
-        return f"{_cut(opening + shown)}, …{closing}{number}"
-    return _cut(f"{opening}{shown}{',' if opening == '(' and len(items) == 1 else ''}{closing}")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def _user_devices(places: list[Place]) -> dict[str, str]:
@@ -414,7 +317,59 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
         "ties": [list(tie) for tie in report.ties],
         "unprefixed": changes.unprefixed,
+        "dtypes": [
+            {"old": old, "new": new, "tensors": tensors, "nbytes_before": before, "nbytes_after": after}
+            for (old, new), (tensors, before, after) in changes.dtypes.items()
+        ],
+        "not_cast": changes.uncast,
+        "separated": changes.separated,
+        "overflowed": dict(report.overflowed),
+        "compacted": {"storages": changes.compacted[0], "nbytes": changes.compacted[1]},
         "rng_states": changes.rng_states,
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
     }
+
+
+def difference_as_dict(difference: Difference) -> dict[str, Any]:
+    """DIFFERENCE for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "a": difference.a,
+        "b": difference.b,
+        "formats": list(difference.formats),
+        "same": difference.same,
+        "tensors": difference.tensors,
+        "nbytes": difference.nbytes,
+        "only_in_a": [_only_in(found) for found in difference.only_in_a],
+        "only_in_b": [_only_in(found) for found in difference.only_in_b],
+        "differing": [_differing(found) for found in difference.differing],
+        "others": [{"path": other.path, "a": other.a, "b": other.b} for other in difference.others],
+        "notes": list(difference.notes),
+        "suggestion": difference.suggestion,
+    }
+
+
+def _only_in(found: OnlyIn) -> dict[str, Any]:
+    return {
+        "path": found.path, "dtype": found.dtype, "shape": list(found.shape), "nbytes": found.nbytes, "tied_to": found.tied_to
+    }  # fmt: skip
+
+
+def _differing(found: TensorDifference) -> dict[str, Any]:
+    values = found.values
+    return {
+        "path": found.path,
+        **{
+            name: None if (pair := getattr(found, name)) is None else list(pair)
+            for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
+        },
+        "values": values and {
+            "elements": values.elements, "differing": values.differing,
+            "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
+        },
+    }  # fmt: skip
+
+
+def _in_json(number: float | None) -> float | str | None:
+    return "inf" if isinstance(number, float) and isinf(number) else number

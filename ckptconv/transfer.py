@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ckptconv import linux, ranges
 from ckptconv.checksums import Sums
 from ckptconv.errors import OutputError
-from ckptconv.model import BLOCK, Gather, Inflate, Late, OutFile, Part, Piece, Progress, Span
-from ckptconv.sources import Readable
+from ckptconv.model import BLOCK, Cast, Chain, Late, OutFile, Part, Piece, Progress, Span
+from ckptconv.pieces import Pieces
+
+if TYPE_CHECKING:
+    from ckptconv.workers import Workers
 
 __all__ = ["Transfer"]
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
+_WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
@@ -30,9 +36,11 @@ class Transfer:
 
     def __init__(self, file: OutFile) -> None:
         self.file = file
-        self.gather = _gather() if any(isinstance(piece, Gather) for piece in file.pieces) else None
-        self.sums = Sums(file.sums)
-        self.inflated: dict[int, Span] = {}
+        self.pieces = Pieces(file.pieces, file.path.parent)
+        self.sums = Sums([each for each in file.sums if not isinstance(each, Cast)])
+        self.cast_sums: dict[int, int] = {}  # by the id of the piece
+        #: By path, how many numbers were too large for the dtype that they were cast to.
+        self.overflowed: dict[str, int] = {}
 
     def __enter__(self) -> Transfer:
         self.sums.__enter__()
@@ -42,44 +50,60 @@ class Transfer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.sums.__exit__(kind, error, trace)
-        for span in self.inflated.values():
-            os.close(span.source.fd)
-
-    @property
-    def inflated_bytes(self) -> int:
-        """What has to be inflated into a file of its own, because parts of it are needed."""
-        needed = {
-            id(p.of): p.of.length
-            for p in self.file.pieces
-            if isinstance(p, (Part, Gather)) and isinstance(p.of, Inflate)
-        }
-        return sum(needed.values())
+        self.pieces.__exit__(kind, error, trace)
 
     def fill(self, fd: int, progress: Progress | None) -> None:
         """Write everything to FD. Raises OSError, OutputError, and what reading raises."""
-        at = begun = 0
         late: list[tuple[int, Late]] = []
-        for piece in self.file.pieces:
-            if isinstance(piece, Late):
-                late.append((at, piece))
-                at += piece.length
-                continue
-            for length in self._move(fd, at, piece):
-                at += length
-                if at - begun >= _BEHIND:
-                    linux.start_writeback(fd, begun, at - begun)
+        with self._workers(fd) as workers:
+            at = begun = 0
+            for piece in self.file.pieces:
+                if isinstance(piece, Late):
+                    late.append((at, piece))
+                    at += piece.length
+                elif workers and isinstance(piece, Cast) and _is_for_workers(piece):
+                    workers.begin(piece, at)
+                    at += piece.length
                     begun = at
-                if progress:
-                    progress(length)
-            self.sums.check()
-        self._check_plan(at, self.file.size)
-        sums = self.sums.results()
+                else:
+                    for length in self._move(fd, at, piece):
+                        at += length
+                        if at - begun >= _BEHIND:
+                            linux.start_writeback(fd, begun, at - begun)
+                            begun = at
+                        if progress:
+                            progress(length)
+                self.sums.check()
+            self._check_plan(at, self.file.size)
+            if workers:
+                workers.finish(progress)
+                self.cast_sums |= workers.sums
+        self.overflowed = dict(self.pieces.overflowed)
+        sums = self._sums()
         for start, piece in late:
             data = piece.make(sums)
             self._check_plan(len(data), piece.length)
             _write_all(fd, start, data)
             if progress:
                 progress(len(data))
+
+    def _workers(self, fd: int) -> AbstractContextManager[Workers | None]:
+        """The threads that cast, if there is something for them."""
+        if not any(map(_is_for_workers, self.file.pieces)):
+            return nullcontext()
+
+        from ckptconv.workers import Workers  # which costs every other conversion some milliseconds
+
+        def write(at: int, data: memoryview) -> None:
+            _write_all(fd, at, data)
+            linux.start_writeback(fd, at, len(data))
+
+        return Workers(self.pieces, write)
+
+    def _sums(self) -> Sequence[int]:
+        """The checksums of the file's ``sums``."""
+        others = iter(self.sums.results())
+        return [self.cast_sums[id(each)] if isinstance(each, Cast) else next(others) for each in self.file.sums]
 
     def _check_plan(self, length: int, planned: int) -> None:
         if length != planned:
@@ -106,62 +130,33 @@ class Transfer:
     def _move(self, fd: int, at: int, piece: Piece) -> Iterator[int]:
         """Write PIECE at AT; the lengths written, one after another."""
         if isinstance(piece, Part):
-            piece = self._part(piece)
+            piece = self.pieces.part(piece)
         if isinstance(piece, Span):
             yield from _copy(fd, at, piece)
             return
+        crc32 = 0
         for chunk in self._chunks(piece):
             _write_all(fd, at, chunk)
             at += len(chunk)
+            if isinstance(piece, Cast):
+                crc32 = zlib.crc32(chunk, crc32)
             yield len(chunk)
+        if isinstance(piece, Cast):
+            self.cast_sums[id(piece)] = crc32
 
     def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""
         if isinstance(piece, bytes):
             yield piece
-        elif isinstance(piece, Span):
-            yield from ranges.read(piece)
-        elif isinstance(piece, Inflate):
-            yield from ranges.inflated(piece)
-        elif isinstance(piece, Part):
-            yield from ranges.read(self._part(piece))
-        elif isinstance(piece, Gather):
-            assert self.gather is not None
-            yield from self.gather(piece, self._whole(piece.of))
+        elif isinstance(piece, Late):
+            yield piece.make(self._sums())
         else:
-            yield piece.make(self.sums.results())
-
-    def _part(self, part: Part) -> Span:
-        whole = self._whole(part.of)
-        return Span(whole.source, whole.offset + part.offset, part.length)
-
-    def _whole(self, data: Span | Inflate) -> Span:
-        """DATA where it can be read at any place: what is deflated is inflated once, into a file without a name beside the target."""
-        if isinstance(data, Span):
-            return data
-        if id(data) not in self.inflated:
-            import tempfile  # which costs every other conversion a megabyte
-
-            spool = Readable()
-            spool.path = data.of.source.path
-            with tempfile.TemporaryFile(dir=self.file.path.parent) as file:
-                spool.fd = os.dup(file.fileno())
-            self.inflated[id(data)] = Span(spool, 0, data.length)
-            at = 0
-            for chunk in ranges.inflated(data):
-                _write_all(spool.fd, at, chunk)
-                at += len(chunk)
-        return self.inflated[id(data)]
+            yield from self.pieces.chunks(piece)
 
 
-def _gather() -> Callable[[Gather, Span], Iterator[memoryview]]:
-    """What writes views out, with torch imported for it: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        from ckptconv.tensors.gathering import gather
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return gather
+def _is_for_workers(piece: Piece) -> bool:
+    """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a thread's time."""
+    return isinstance(piece, Cast) and isinstance(piece.of, (Span, Chain)) and piece.length >= _WORTH_A_THREAD
 
 
 def _copy(fd: int, at: int, span: Span) -> Iterator[int]:

@@ -17,7 +17,7 @@ from ckptconv.places import Leaf, find_places
 from ckptconv.rebuild_calls import FROM_TYPE, TensorReader, device_arguments, is_count, is_word, partial_notes
 from ckptconv.sources import Readable
 
-__all__ = ["attributes", "checkpoint_of", "every_place", "places_in", "restrict"]
+__all__ = ["attributes", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 
@@ -64,13 +64,20 @@ def restrict(checkpoint: Checkpoint, root: Place) -> None:
     )
 
 
+def index_again(checkpoint: Checkpoint) -> None:
+    """Give what is in CHECKPOINT the paths that edits left it: from its own root on, with its new names."""
+    checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
+        Place(None, "", checkpoint.graph.root, 0), checkpoint.references, str(checkpoint.source.path), checkpoint.graph.opcodes
+    )  # fmt: skip
+
+
 def _index(
     root: Place, references: list[Reference], where: str, opcodes: int
 ) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
     """The places from ROOT on, and the tensors by path and by node."""
     reader = TensorReader({id(each.node): each.storage for each in references}, where)
     places = []
-    for place in find_places(root, _leaf(reader.nodes), where, opcodes):
+    for place in find_places(root, leaf_of(reader.nodes), where, opcodes):
         if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
             places.append(place)
             reader.visit(place)
@@ -79,12 +86,12 @@ def _index(
 
 def every_place(checkpoint: Checkpoint) -> list[Place]:
     """The places of CHECKPOINT, those of atoms too."""
-    return list(_walk(checkpoint, _leaf(checkpoint.tensor_nodes)))
+    return list(_walk(checkpoint, leaf_of(checkpoint.tensor_nodes)))
 
 
 def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
     """What stands in TENSORS as their attributes."""
-    having = {id(node) for node in tensors if isinstance(node, Call) and _leaf(checkpoint.tensor_nodes)(node)}
+    having = {id(node) for node in tensors if isinstance(node, Call) and leaf_of(checkpoint.tensor_nodes)(node)}
     if not having:
         return []
     return [each for each in every_place(checkpoint) if each.parent is not None and id(each.parent.node) in having]
@@ -105,8 +112,8 @@ def _walk(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[Place]:
     return find_places(checkpoint.root, leaf, str(checkpoint.source.path), checkpoint.graph.opcodes)
 
 
-def _leaf(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For the walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in it."""
+def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
+    """For a walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in it."""
 
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:

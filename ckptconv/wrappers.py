@@ -20,10 +20,14 @@ _MODULE, *_UNMISTAKABLE = WRAPPERS
 _WORDS = frozenset(word[:-1] for word in _UNMISTAKABLE)
 
 
-def unwrapped(names: Collection[str]) -> dict[str, str]:
-    """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``, once, if it then starts every name. An inner ``module`` stays."""
-    inside = {name: _without_words(name) for name in names}
-    return {old: new.removeprefix(_MODULE) for old, new in inside.items()} if _is_wrapped(inside.values()) else inside
+def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[str, str]:
+    """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``, once, if it then starts every name. An inner ``module`` stays.
+
+    FOLLOWERS, an optimizer's names, lose what NAMES lose, whether or not they are among them.
+    """
+    inside = {name: _without_words(name) for name in (*names, *followers)}
+    is_wrapped = _is_wrapped([inside[name] for name in names])
+    return {old: new.removeprefix(_MODULE) for old, new in inside.items()} if is_wrapped else inside
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:

@@ -494,14 +494,18 @@ def test_a_dangerous_file_has_no_command() -> None:
 
 
 def test_views_of_large_storages() -> None:
-    """The bytes that no tensor shows; safetensors leaves those of a state dict out, for others clone() does."""
+    """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
     large = torch.zeros(1_000_000)
     torch.save({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1}, "m.pt")
     assert "3,999,960 of 4,000,012 stored bytes" in only(look("m.pt"), "views")["text"]
-    assert mended("m.pt", "views").stat().st_size < 1000
+    assert mended("m.pt", "views").stat().st_size < 5000
     torch.save({"model": {"b": torch.ones(3)}, "batch": [large[:10]]}, "n.pt")
-    assert only(look("n.pt"), "views")["command"] is None
-    assert "clone()" in only(look("n.pt"), "views")["text"]
+    assert mended("n.pt", "views").stat().st_size < 5000
+    deflated = zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED)
+    with deflated, zipfile.ZipFile("n.pt") as stored:
+        for name in stored.namelist():
+            deflated.writestr(name, stored.read(name))
+    assert only(look("d.pt"), "views")["command"] is None
     torch.save({"model": {"a": large[:10]}, "all": large}, "o.pt")
     assert "views" not in kinds(look("o.pt"))
     torch.save({"model": {"a": large[:10]}, "all": large._typed_storage()}, "p.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,14 @@ def test_swapped_names_do_not_collide(tmp_path: Path) -> None:
         ([W], {"add_prefix": "module"}, "no state dict"),
         ({"w": W}, {"rename": [("(", "x")]}, "no regular expression"),
         ({"w": W}, {"rename": [("w", r"\1")]}, "no regular expression"),
+        ({"m": {"a.w": W}}, {"exclude": "b*"}, "no name in a state dict matches 'b*' (expected something like m/a.w)"),
+        ({"m": {"a.w": W}}, {"include": "n/*"}, "no tensor matches 'n/*' (expected something like m/a.w)"),
+        (
+            {"m": {"a.w": W}, "n": {"b": W}},
+            {"select": "a.w"},
+            "stands at a.w (expected a path such as m (8 bytes), n (8 bytes))",
+        ),
+        ({"m": {"a.w": W}}, {"select": ""}, "neither an object nor a tensor stands at ''"),
     ],
 )
 def test_what_matches_nothing_is_a_typo(tmp_path: Path, obj: object, edits: Any, said: str) -> None:
@@ -322,6 +331,92 @@ def test_rename_of_parameters_leaves_metadata(tmp_path: Path) -> None:
     state, _ = converted(tmp_path, Net().state_dict(), rename=[(r"\.weight$", ".kernel")])
     assert "conv.kernel" in state
     assert state._metadata == Net().state_dict()._metadata
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "modules"),
+    [
+        (r"(\.|$)", r"!\1", ["", "a!", "a!.b!"]),
+        ("^", "x_", ["", "x_a", "x_a.b"]),
+        ("^", "x.", ["x", "x.a", "x.a.b"]),
+        (r"\.", "_", ["", "a", "a.b"]),
+        (r"[^.]*$", "v", ["", "a", "a.b"]),
+        (r"^a\.", "", ["", "b"]),
+    ],
+)
+def test_what_rename_means_for_modules(tmp_path: Path, pattern: str, replacement: str, modules: list[str]) -> None:
+    """What becomes of the dots behind them; the end of a name is none of a module's path. Where no dot is left there, the entry stays."""
+    state, _ = converted(tmp_path, state_dict_of(["a.b.w"], metadata=True), rename=[(pattern, replacement)])
+    assert list(state._metadata) == modules
+
+
+# Into the model that it was for
+
+
+class Named(nn.Module):
+    """A model whose part is really called ``module``, in front and inside of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.hidden = nn.ModuleList([nn.ModuleDict({"module": nn.BatchNorm1d(2)})])
+
+
+class Layers(nn.Module):
+    """Blocks under one NAME or another, as two code bases call them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.add_module(name, nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]))
+
+
+def training(model: nn.Module) -> dict[str, Any]:
+    """What a run saves of MODEL and its average."""
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    return {"epoch": 3, "ema": averaged.state_dict(), "model": nn.DataParallel(model).state_dict(), "lists": [W]}
+
+
+def only_module() -> nn.Module:
+    return nn.Sequential(OrderedDict(module=nn.BatchNorm1d(2)))
+
+
+STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Module]]] = {
+    "strip": (lambda: nn.DataParallel(Named()).state_dict(), {"strip_prefix": "module"}, Named),
+    "strip of two": (lambda: nn.DataParallel(nn.DataParallel(Net())).state_dict(), {"strip_prefix": ["module"] * 2}, Net),
+    "strip a trainer's": (lambda: nn.ModuleDict({"model": Net()}).state_dict(), {"strip_prefix": "model"}, Net),
+    "add": (lambda: Named().state_dict(), {"add_prefix": "module"}, lambda: nn.DataParallel(Named())),
+    "add of two": (lambda: Net().state_dict(), {"add_prefix": ["a", "b.c"]}, lambda: nn.ModuleDict({"b": nn.ModuleDict({"c": nn.ModuleDict({"a": Net()})})})),
+    "unwrap": (lambda: nn.DataParallel(Named()).state_dict(), {"unwrap": True}, Named),
+    "unwrap of module.module": (lambda: nn.DataParallel(only_module()).state_dict(), {"unwrap": True}, only_module),
+    "rename": (lambda: Layers("h").state_dict(), {"rename": [(r"^h\.", "layers.")]}, lambda: Layers("layers")),
+    "rename inside": (lambda: Named().state_dict(), {"rename": [(r"\.module\.", ".norm."), ("norm", "module")]}, Named),
+    "select": (lambda: {"student": Net().state_dict(), "teacher": Named().state_dict()}, {"select": "teacher"}, Named),
+    "select in a list": (lambda: {"rank": [Net().state_dict(), {"model": Named().state_dict()}]}, {"select": "rank[1]/model"}, Named),
+    "state_dict": (lambda: training(Named()), {"state_dict": True, "unwrap": True}, Named),
+    "state_dict of a module": (lambda: nn.DataParallel(Named()), {"state_dict": True, "strip_prefix": "module"}, Named),
+    "average": (lambda: training(Named()), {"select": "ema", "exclude": "n_averaged", "unwrap": True}, Named),
+    "average, its prefix": (lambda: training(Named()), {"select": "ema", "exclude": "n_*", "strip_prefix": "module"}, Named),
+    "include": (lambda: Net().state_dict(), {"include": "head.*", "strip_prefix": "head"}, lambda: Net().head),
+    "exclude": (lambda: Layers("h").state_dict(), {"exclude": ["h.*.1.*", "h.1.*", "h.2.*", "stem.*"], "strip_prefix": "h.0.0"}, lambda: nn.Linear(2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
+    """With ``strict=True``, each value under its name; where the model's own ``state_dict()`` has ``_metadata``, the same versions."""
+    make, edits, model = STRICT[case]
+    obj = make()
+    torch.save(obj, tmp_path / "in.pt")
+    ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", **edits)
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    wanted = model()
+    wanted.load_state_dict(state, strict=True)
+    own = wanted.state_dict()
+    assert all(torch.equal(state[name], own[name]) for name in own)
+    assert set(state) == set(own)
+    versions = getattr(state, "_metadata", own._metadata)
+    assert {path: versions.get(path) for path in own._metadata} == dict(own._metadata)
 
 
 # Everywhere names are used
@@ -394,6 +489,7 @@ def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
     stripped, report = converted(tmp_path, obj, strip_prefix="module")
     assert stripped == {"state": {"w": {"step": 1}}, "param_groups": [{"params": ["w", "b"]}]}
     assert report.changes.unprefixed == 1
+    assert [(change.path, change.old, change.new) for change in report.changes.names] == [(".", "module.w", "w")]
     assert converted(tmp_path, obj, rename=[(r"^module\.", "")])[0] == stripped
 
 

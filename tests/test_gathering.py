@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv.dtypes import BY_NAME
-from ckptconv.model import Gather, Span
+from ckptconv.model import Cast, Gather, Span
+from ckptconv.pieces import Pieces
 from ckptconv.sources import Source
 from ckptconv.tensors import gathering
 
@@ -42,22 +44,30 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def gathered(source: Source, view: Gather) -> bytes:
-    return b"".join(bytes(chunk) for chunk in gathering.gather(view, Span(source, 3, source.size - 3)))
+def strided(view: Cast) -> Gather:
+    """What VIEW is made of."""
+    assert isinstance(view.of, Gather)
+    return view.of
 
 
-def by_torch(source: Source, view: Gather) -> bytes:
+def gathered(source: Source, view: Cast) -> bytes:
+    placed = replace(view, of=replace(strided(view), of=Span(source, 3, source.size - 3)))
+    with Pieces([placed]) as pieces:
+        return b"".join(bytes(chunk) for chunk in pieces.chunks(placed))
+
+
+def by_torch(source: Source, view: Cast) -> bytes:
     """What torch makes of VIEW on the bytes of SOURCE after the third."""
-    dtype = getattr(torch, view.dtype)
+    dtype, of = getattr(torch, view.new), strided(view)
     data = bytearray(source.read(3, source.size - 3))
     whole = torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
     if view.swapped:
         parts = whole.view(torch.uint8).view(-1, dtype.itemsize // (2 if dtype.is_complex else 1))
         whole = parts.flip(1).reshape(-1).view(dtype)
-    tensor = whole.as_strided(view.shape, view.stride, view.offset)
+    tensor = whole.as_strided(of.shape, of.stride, of.offset)
     tensor = tensor.conj() if view.conj else tensor
     tensor = torch._neg_view(tensor) if view.neg else tensor
-    out = torch.empty(view.shape, dtype=dtype).copy_(tensor.resolve_conj().resolve_neg())
+    out = torch.empty(of.shape, dtype=dtype).copy_(tensor.resolve_conj().resolve_neg())
     return bytes(out.reshape(-1).view(torch.uint8).tolist())
 
 
@@ -67,16 +77,16 @@ def numbers_of(data: bytes, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=real)
 
 
-def view_of(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, **bits: bool) -> Gather:
+def view_of(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, **bits: bool) -> Cast:
     length = BY_NAME[dtype].itemsize
     for size in shape:
         length *= size
-    flags = {"conj": False, "neg": False, "swapped": False, **bits}
-    return Gather(Span(None, 0, 0), dtype, shape, stride, offset, length=length, **flags)  # type: ignore[arg-type]
+    of = Gather(Span(None, 0, 0), BY_NAME[dtype].itemsize, shape, stride, offset, length)  # type: ignore[arg-type]
+    return Cast(of, dtype, dtype, length, **bits)
 
 
 @st.composite
-def views(draw: st.DrawFn) -> Gather:
+def views(draw: st.DrawFn) -> Cast:
     """A view of up to 4,000 elements within 64 KiB: repeated, overlapping, stepped, in any order of dimensions."""
     dtype = draw(st.sampled_from(DTYPES))
     room = ((1 << 16) - 3) // BY_NAME[dtype].itemsize - 1
@@ -101,7 +111,7 @@ def views(draw: st.DrawFn) -> Gather:
 @given(
     view=views(), block=st.integers(16, 20000), tile=st.integers(16, 20000), gap=st.integers(0, 5000)
 )  # fmt: skip
-def test_torch_gathers_the_same(storage: Source, view: Gather, block: int, tile: int, gap: int) -> None:
+def test_torch_gathers_the_same(storage: Source, view: Cast, block: int, tile: int, gap: int) -> None:
     """Every view comes out as torch's `contiguous()` has it, in as many blocks and tiles as may be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_BLOCK", block)
@@ -109,8 +119,8 @@ def test_torch_gathers_the_same(storage: Source, view: Gather, block: int, tile:
         patch.setattr(gathering, "_GAP", gap)
         ours, theirs = gathered(storage, view), by_torch(storage, view)
     if view.conj or view.neg:  # torch keeps the payload of a NaN in a vector, and loses it at its end
-        numbers = numbers_of(theirs, view.dtype)
-        torch.testing.assert_close(numbers_of(ours, view.dtype), numbers, rtol=0, atol=0, equal_nan=True)
+        numbers = numbers_of(theirs, view.new)
+        torch.testing.assert_close(numbers_of(ours, view.new), numbers, rtol=0, atol=0, equal_nan=True)
     else:
         assert ours == theirs
 
@@ -134,7 +144,7 @@ def test_a_chunk_is_never_larger_than_a_block(
     monkeypatch.setattr(gathering, "_BLOCK", 1024)
     monkeypatch.setattr(gathering, "_TILE", 512)
     view = view_of("float32", (100, 120), (1, 130))
-    sizes = [len(chunk) for chunk in gathering.gather(view, Span(storage, 0, storage.size))]
+    sizes = [len(chunk) for chunk in gathering.gather(strided(view), Span(storage, 0, storage.size))]
     assert max(sizes) <= 1024 and sum(sizes) == view.length
     assert max(reads) <= 512
 
@@ -142,7 +152,7 @@ def test_a_chunk_is_never_larger_than_a_block(
 def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, reads: list[int]) -> None:
     """A column of a narrow matrix is one read; of a wide one, a read for each element; dimensions that overlap are read once."""
 
-    def reads_of(view: Gather) -> list[int]:
+    def reads_of(view: Cast) -> list[int]:
         reads.clear()
         assert gathered(storage, view) == by_torch(storage, view)
         return list(reads)

@@ -260,7 +260,16 @@ def keeps_the_ties() -> None:
     load_model(model, "model.safetensors")
 
 
+def is_half() -> None:
+    half, mixed = load("half.pt", map_location="cpu"), load("mixed.pt", map_location="cpu")
+    net().bfloat16().load_state_dict(half["model"], strict=True)
+    assert {tensor.dtype for tensor in half["model"].values()} == {torch.bfloat16}
+    assert {name for name, tensor in mixed["model"].items() if tensor.dtype == torch.float32} == {"head.weight", "head.bias"}  # fmt: skip
+
+
 def is_small() -> None:
+    assert Path("small.pt").stat().st_size < 5000
+    assert load("small.pt")["a"].untyped_storage().nbytes() == 40
     assert Path("small.safetensors").stat().st_size < 1000 < 300_000 < Path("model.pt").stat().st_size
     assert load_file("small.safetensors")["a"].shape == (10,)
 
@@ -315,6 +324,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     ),
     "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": (cut, lambda: None),
     "The file is far too big": (views, is_small),
+    "The weights in half the bytes": (training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
     "Names and shapes without loading": (training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckptconv.commands import shell
-from ckptconv.model import Changes, Report
+from ckptconv.model import Changes, NameChange, Report
 from ckptconv.render import Look, facts, report_lines, table_lines, tree_lines
 from ckptconv.render.folding import leaves, tree_of
+from ckptconv.render.renames import patterns
 from ckptconv.render.text import broken, cells, natural, wrapped
 from ckptconv.summary import Finding, Summary, TensorSummary, inspect
 
@@ -154,6 +155,106 @@ def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: in
     assert drawn == file.read_text()
     assert max(map(cells, lines)) <= width
     assert len(lines) <= 50
+
+
+# New names
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "drawn"),
+    [
+        ("module.conv.w", "conv.w", "module.* → *"),
+        ("w", "module.w", "* → module.*"),
+        ("module.module.w", "module.w", "module.* → *"),
+        ("features.module.0.w", "features.0.w", "*.module.* → *.*"),
+        ("a.b._orig_mod.w", "a.b.w", "*._orig_mod.* → *.*"),
+        ("a._orig_mod.b._orig_mod.w", "a.b.w", "*._orig_mod.*._orig_mod.* → *.*.*"),
+        ("_orig_mod.module.a.w", "a.w", "_orig_mod.module.* → *"),
+        ("ln.gamma", "ln.weight", "*.gamma → *.weight"),
+        ("h0.w", "layer0.w", "h*.* → layer*.*"),
+        ("attn.q_proj.w", "attn.q_lin.w", "*.*_proj.* → *.*_lin.*"),
+        ("transformer.h.0.w", "model.layers.0.w", "transformer.h.* → model.layers.*"),
+        ("layers.0.attn.w", "attn.0.layers.w", "layers.*.attn.* → attn.*.layers.*"),
+        ("beta", "bias", "beta → bias"),
+        ("a.0.w", "a_0_w", "*.*.* → *_*_*"),
+        ("w", "", "w → "),
+        ("x." + "a.b." * 20 + "w", "y." + "a.c." * 20 + "v", "x." + "a.b." * 20 + "w → y." + "a.c." * 20 + "v"),
+    ],
+)
+def test_what_changed_in_a_name(old: str, new: str, drawn: str) -> None:
+    """What it keeps is a star: segments at its ends, and words and numbers, never letters, inside of what differs."""
+    ((was, becomes, paths, example),) = patterns([NameChange("m", old, new)])
+    assert f"{was} → {becomes}" == drawn
+    assert (paths, example) == ({"m": 1}, NameChange("m", old, new))
+
+
+WORDS = st.lists(
+    st.sampled_from(["module", "_orig_mod", "a", "h0", "q_proj", "0", "12", "", "é"]), min_size=1, max_size=6
+)
+
+
+@given(st.lists(st.tuples(WORDS.map(".".join), WORDS.map(".".join)), max_size=8))
+def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> None:
+    """With anything for its stars, a pattern gives both names back; all names are counted, the commonest pattern first."""
+    found = patterns([NameChange(path, *pair) for pair in names for path in ("model", "ema")])
+    assert sum(sum(pattern.paths.values()) for pattern in found) == 2 * len(names)
+    assert [pattern.paths["ema"] for pattern in found] == sorted((p.paths["model"] for p in found), reverse=True)
+    for old, new in names:
+        ((was, becomes, _, _),) = patterns([NameChange(".", old, new)])
+        for pattern, name in ((was, old), (becomes, new)):
+            assert re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL)
+
+
+def renamed(*changes: tuple[str, str], paths: tuple[str, ...] = (".",)) -> Report:
+    """The report of a dry run that changes names."""
+    names = [NameChange(path, old, new) for path in paths for old, new in changes]
+    return Report("a.pt", "b.pt", ("torch zip", "torch zip"), 1000, Changes(names=names), (), (), (), 0.0, False)
+
+
+def fsdp() -> Report:
+    """A sharded model, in each layer a part that activation checkpointing wraps, and its average."""
+    word, inner = "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
+    changes = [(f"{word}embed.weight", "embed.weight"), (f"{word}norm.weight", "norm.weight")]
+    for i in range(12):
+        changes.append((f"{word}layers.{i}.{word}attn.q_proj.weight", f"layers.{i}.attn.q_proj.weight"))
+        changes.append((f"{word}layers.{i}.{word}{inner}mlp.up.weight", f"layers.{i}.mlp.up.weight"))
+    return renamed(*changes, paths=("model", "ema"))
+
+
+def many() -> Report:
+    """Ten words in capitals, one of them twice."""
+    return renamed(*((f"h.{word}", f"h.{word.upper()}") for word in [*"abcdefghi", "zeta"]), ("x.zeta", "x.ZETA"))
+
+
+@pytest.mark.parametrize("width", [80, 200, None])
+@pytest.mark.parametrize("make", [fsdp, many])
+def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
+    """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no room; a few lines in all."""
+    lines = list(report_lines(make(), Look(width)))
+    drawn = "".join(line + "\n" for line in lines)
+    file = GOLDEN / f"names_{make.__name__}_{width or 'piped'}.txt"
+    if os.environ.get("CKPTCONV_GOLDEN") == "write":
+        file.write_text(drawn)
+    assert drawn == file.read_text()
+    assert max(map(cells, lines)) <= (width or 1000)
+
+
+def test_names_are_counted_where_they_are() -> None:
+    """In the root without a place; in each of several if they have as many, else in all of them; one name is itself; with -v each."""
+
+    def said(report: Report, **how: Any) -> list[str]:
+        return [line[16:] for line in report_lines(report, **how)][1:]
+
+    pair = ("module.a", "a"), ("module.b", "b")
+    assert said(renamed(*pair)) == ["module.* → *: 2 names, such as module.a → a"]
+    assert said(renamed(*pair, paths=("m", "n"))) == ["module.* → *: 2 names in each of m, n, such as module.a → a"]
+    uneven = renamed(*pair, paths=("m",))
+    uneven.changes.names.append(NameChange("n", "module.c", "c"))
+    assert said(uneven) == ["module.* → *: 3 names in m, n, such as module.a → a"]
+    assert said(renamed(pair[0], paths=("m",))) == ["module.a → a in m"]
+    assert said(renamed(("a", "b"), paths=("m", "n"))) == ["a → b in m, n"]
+    assert said(renamed(*pair), every_name=True) == [".: module.a → a", ".: module.b → b"]
+    assert said(renamed(*pair), look=Look(80, unicode=False)) == ["module.* -> *: 2 names, such as module.a -> a"]
 
 
 # The verdict

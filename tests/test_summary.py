@@ -175,7 +175,7 @@ def test_sizes_are_decimal(nbytes: int, text: str) -> None:
 
 
 def test_report_lines_group_names() -> None:
-    """A report shows one example for each state dict, with -v all of them."""
+    """A report shows one example of each pattern, with -v every name."""
     changes = Changes()
     changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
     changes.unprefixed = 2
@@ -184,7 +184,14 @@ def test_report_lines_group_names() -> None:
     short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
     assert sum("→" in line for line in short) == 1
     assert sum("→" in line for line in long) == 3
-    for words in ("2 more in m", "2 names without", "1 state of", "unused: data/3 (5 B)", "a note", "0.50 s"):
+    for words in (
+        "module.* → *: 3 names in m, such as module.0 → 0",
+        "2 names without",
+        "1 state of",
+        "unused: data/3 (5 B)",
+        "a note",
+        "0.50 s",
+    ):
         assert any(words in line for line in short)
     assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
 

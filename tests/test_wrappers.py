@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,35 @@ def test_words_that_no_model_uses_go_at_any_depth(word: str) -> None:
     assert list(unwrapped(names).values()) == ["a.w", "a.b", word]
 
 
+def test_followers_lose_what_names_lose() -> None:
+    """An optimizer's names, those of a tied weight that the state dict dropped too; its own prefixes decide nothing."""
+    assert unwrapped(["module.a"], ["module._orig_mod.b", "module.a", "c"]) == {
+        "module.a": "a",
+        "module._orig_mod.b": "b",
+        "c": "c",
+    }
+    assert unwrapped(["n_averaged", "module.a"], ["module.a"]) == {"n_averaged": "n_averaged", "module.a": "module.a"}
+
+
+@pytest.mark.parametrize("front", ["", "module.", "_forward_module.", "_forward_module.module."])
+def test_sharded_models(front: str, tmp_path: Path) -> None:
+    """Names as FSDP, activation checkpointing inside of it, and Fabric around it write them: the model takes them, its own ``module`` included."""
+    model = net()
+    inner = {
+        "0.": "0._fsdp_wrapped_module._checkpoint_wrapped_module.",
+        "1.1.": "1._fsdp_wrapped_module.1._fsdp_wrapped_module.",
+    }
+    state = {}
+    for name, value in model.state_dict().items():
+        part = next((part for part in inner if name.startswith(part)), "")
+        state[f"{front}_fsdp_wrapped_module.{inner.get(part, part)}{name.removeprefix(part)}"] = value
+    torch.save(state, tmp_path / "src.pt")
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    assert_same(found, dict(model.state_dict()))
+    net().load_state_dict(found, strict=True)
+
+
 def test_module_comes_off_once_and_only_where_all_have_it() -> None:
     """The second one, an inner one, and one that not all names have may be the model's own."""
     assert list(unwrapped(["module.module.w", "module.b"]).values()) == ["module.w", "b"]
@@ -97,6 +127,27 @@ def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
     assert [list(found[key]) for key in ("model", "ema", "other")] == [["a", "b"], ["a", "b"], ["module.c", "d"]]
     assert list(found["optimizer"]["state"]) == ["b"]
     assert found["optimizer"]["param_groups"] == [{"params": ["a", "b"]}]
+
+
+def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
+    """Wherever an average stands whose names keep their prefix; with the name of a tied weight that the state dict dropped. Alone it goes by itself, and is reported."""
+    weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
+    average = {"n_averaged": torch.ones(1), **weights}
+    named = {"state": {"module._orig_mod.tied": {}, "module.a": {}}, "param_groups": [{"params": ["module.a"]}]}
+    for order in (("ema", "model", "optimizer"), ("optimizer", "model", "ema")):
+        obj = {"ema": dict(average), "model": dict(weights), "optimizer": named}
+        torch.save({key: obj[key] for key in order}, tmp_path / "src.pt")
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True, force=True)
+        found = torch.load(tmp_path / "dst.pt", weights_only=True)
+        assert list(found["model"]) == ["a", "b"]
+        assert list(found["ema"]) == ["n_averaged", "module.a", "module.b"]
+        assert found["optimizer"] == {"state": {"tied": {}, "a": {}}, "param_groups": [{"params": ["a"]}]}
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", select="optimizer", unwrap=True, force=True)
+    assert torch.load(tmp_path / "dst.pt", weights_only=True) == found["optimizer"]
+    assert [(change.old, change.new) for change in report.changes.names] == [
+        ("module._orig_mod.tied", "tied"),
+        ("module.a", "a"),
+    ]
 
 
 def test_before_prefixes(tmp_path: Path) -> None:
@@ -130,6 +181,21 @@ def test_activation_checkpointing(tmp_path: Path) -> None:
     torch.save(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]), tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
     assert set(torch.load(tmp_path / "dst.pt", weights_only=True)) == set(model.state_dict())
+
+
+def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path) -> None:
+    """But not in ``_metadata``, where the wrapper's version stands in the way of the model's."""
+    model = net()
+    wanted = copy.deepcopy(model.state_dict())
+    model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
+    model[1][1].norm = checkpoint_wrapper(model[1][1].norm)  # type: ignore[index,union-attr]
+    state = model.state_dict()
+    assert list(state) == list(wanted)
+    assert state._metadata["1.1.norm"] == {"version": 1} != wanted._metadata["1.1.norm"]
+    torch.save(state, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    assert_same(torch.load(tmp_path / "dst.pt", weights_only=True), wanted)
+    assert report.notes == ("no wrapper is in the names, so --unwrap changed _metadata alone",)
 
 
 _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a", "0", "w"])

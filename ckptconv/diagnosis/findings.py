@@ -65,13 +65,14 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Cure:
-    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS). The output is the source's name with SUFFIX behind it."""
+    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS), storages made COMPACT. The output is the source's name with SUFFIX behind it."""
 
     suffix: str
     part: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     to_cpu: bool = False
     maps: dict[str, str] = field(default_factory=dict)
+    compact: bool = False
     format: str | None = None
 
     @property
@@ -81,7 +82,8 @@ class Cure:
 
     def flags(self) -> list[str]:
         maps = [] if self.to_cpu else [word for old, new in self.maps.items() for word in ("--map", f"{old}={new}")]
-        return [*self.part, *self.names, *(("--to", "cpu") if self.to_cpu else ()), *maps]
+        to_cpu = ["--to", "cpu"] if self.to_cpu else []
+        return [*self.part, *self.names, *to_cpu, *maps, *(["--compact"] if self.compact else [])]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from ckptconv.diagnosis.findings import Complaint, Cure, Scope, some
 from ckptconv.dtypes import dtype_called
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Storage, TensorInfo
+from ckptconv.model import Checkpoint, Inflate, Storage, TensorInfo
+from ckptconv.views import extent
 
 __all__ = ["shared", "unused_bytes"]
 
@@ -27,7 +28,8 @@ def unused_bytes(scope: Scope) -> Iterator[Complaint]:
     unused = {
         storage: storage.nbytes - _covered(infos)
         for storage, infos in views.items()
-        if users[storage] <= len(infos) and all(info.nbytes < storage.nbytes for info in infos)
+        if users[storage] <= len(infos)
+        and all(info.nbytes < storage.nbytes and dtype_called(info.dtype).packed == 1 for info in infos)
     }
     unused = {storage: nbytes for storage, nbytes in unused.items() if nbytes > 0}
     total = sum(storage.nbytes for storage in scope.checkpoint.storages.values())
@@ -36,30 +38,17 @@ def unused_bytes(scope: Scope) -> Iterator[Complaint]:
         return
     first = views[max(unused, key=lambda storage: unused[storage])][0]
     text = f"{lost:,} of {total:,} stored bytes are in no tensor ({first.path} is {first.nbytes:,} bytes of a larger storage)"
-    found = _for_safetensors(scope.checkpoint, scope.customs)
-    theirs = {info.storage for info in found.values() if info.storage} if found else set()
-    if 2 * sum(nbytes for storage, nbytes in unused.items() if storage in theirs) > lost:
-        yield Complaint("views", f"{text}; safetensors holds what tensors show", _TO_SAFETENSORS)
-    else:
-        yield Complaint("views", f"{text}; tensor.clone() before torch.save leaves them out")
+    deflated = any(isinstance(storage.data, Inflate) for storage in unused)
+    yield Complaint("views", text, None if deflated else Cure("-compact", compact=True))
 
 
 _TO_SAFETENSORS = Cure("-weights", format="safetensors")
 
 
-def _extent(info: TensorInfo) -> tuple[int, int]:
-    """The first byte of INFO in its storage, and the one behind its last."""
-    itemsize = dtype_called(info.dtype).bytes_of(1)
-    if 0 in info.shape:
-        return 0, 0
-    last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
-    return info.offset * itemsize, (info.offset + last + 1) * itemsize
-
-
 def _covered(infos: list[TensorInfo]) -> int:
     """How many bytes of a storage INFOS reach over."""
     covered = end = 0
-    for start, stop in sorted(map(_extent, infos)):
+    for start, stop in sorted(map(extent, infos)):
         covered += max(stop - max(start, end), 0)
         end = max(end, stop)
     return covered
@@ -71,7 +60,7 @@ def shared(scope: Scope) -> Iterator[Complaint]:
     found = _for_safetensors(scope.checkpoint, scope.customs)
     for name, info in found.items():
         if info.storage is not None and info.nbytes:
-            by_storage.setdefault(info.storage, []).append((_extent(info), name))
+            by_storage.setdefault(info.storage, []).append((extent(info), name))
     pairs = []
     for views in by_storage.values():
         reach, whose = -1, ""

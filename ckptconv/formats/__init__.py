@@ -35,7 +35,8 @@ class Writer(Protocol):
     def layout(self, checkpoint: Checkpoint, path: Path) -> Layout: ...
 
 
-FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, plain_pickle, safetensors)
+#: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
+FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickle)
 #: By the word of ``--format``: those that hold whatever a pickle can say.
 WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
-from ckptconv.model import OutFile, Piece, Span, Storage
+from ckptconv.elements import length_of, stored
+from ckptconv.model import Cast, Chain, OutFile, Piece, Span, Storage
 
 __all__ = ["file_of", "joined"]
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
     """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
-    sums = [each.data for each in storages if isinstance(each.data, Span) and each.data.crc32 is not None]
-    size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
-    return OutFile(path, joined(pieces), size, tuple(sums))
+    checked = {
+        id(piece.of) for piece in pieces if isinstance(piece, Cast)
+    }  # whose bytes are read anyway, if it has all of them
+    spans = {id(span): span for each in storages if (span := stored(each.data)) and span.crc32 is not None}
+    sums = [span for key, span in spans.items() if key not in checked]
+    return OutFile(path, joined(pieces), sum(map(length_of, pieces)), tuple(sums))
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """PIECES, literal bytes joined, and ranges that follow one another in one source."""
     out: list[Piece] = []
     literal = bytearray()
-    for piece in pieces:
+    for piece in chain.from_iterable(piece.parts if isinstance(piece, Chain) else (piece,) for piece in pieces):
         if isinstance(piece, bytes):
             literal += piece
             continue

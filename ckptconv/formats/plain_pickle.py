@@ -53,7 +53,7 @@ from ckptconv.graph import (
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Inflate, Layout, Piece, Span, Storage
+from ckptconv.model import Checkpoint, Layout, Piece, Span, Storage
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
 from ckptconv.sources import Readable, Source
@@ -209,7 +209,7 @@ class _Reader:
             self.refuse(key, "its numbers are big-endian")
         spans = {}
         for name, storage in inner.storages.items():
-            if isinstance(storage.data, Inflate):
+            if not isinstance(storage.data, Span):
                 self.refuse(key, "its file is compressed")
             spans[name] = replace(storage.data, source=file, offset=start + storage.data.offset)
         return inner.graph, spans

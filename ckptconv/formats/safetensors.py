@@ -17,12 +17,13 @@ from operator import mul
 from pathlib import Path
 
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
+from ckptconv.elements import piece_of, stored
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.graph import Call, Dict, Global, Graph, Node, Object, PersistentId, Tuple, Value, set_items, walk
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Gather, Layout, LeftBehind, Part, Piece, Place, Span, TensorInfo
+from ckptconv.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item, is_repeated
 from ckptconv.rebuild_calls import OtherDType
 from ckptconv.selection import cannot_hold, left_behind_at
@@ -152,7 +153,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
         entries[name] = Entry(name, word, shape, at, at + info.nbytes)
         at += info.nbytes
         if info.nbytes:
-            pieces.append(_piece(info, checkpoint.byteorder))
+            pieces.append(piece_of(info, checkpoint.byteorder))
     header = header_bytes(
         metadata, (entries[name] for name in written), like=container.data_offset if container else None
     )
@@ -239,7 +240,8 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
     """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay whole."""
     dtype = dtype_called(info.dtype)
     assert info.storage is not None
-    at = info.storage.data.offset if as_it_is and isinstance(info.storage.data, Span) else 0
+    span = stored(info.storage.data) if as_it_is else None
+    at = span.offset if span else 0
     return (-dtype.itemsize if dtype.packed == 1 else 0, at)
 
 
@@ -248,21 +250,6 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return dtype_called(info.dtype).word or "", info.shape
-
-
-def _piece(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of INFO in row-major order, little-endian."""
-    assert info.storage is not None
-    dtype, data = dtype_called(info.dtype), info.storage.data
-    swapped = byteorder == "big" and dtype.itemsize > 1 and dtype.name in BY_NAME
-    if swapped or info.conj or info.neg or not info.contiguous:
-        return Gather(
-            data, info.dtype, info.shape, info.stride, info.offset, info.conj, info.neg, swapped, info.nbytes
-        )  # fmt: skip
-    offset = info.offset * dtype.itemsize
-    if isinstance(data, Span):
-        return Span(data.source, data.offset + offset, info.nbytes)
-    return data if info.nbytes == data.length else Part(data, offset, info.nbytes)
 
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:

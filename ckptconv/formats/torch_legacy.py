@@ -426,7 +426,8 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         new = renumber(checkpoint)
         storages = {new[key]: storage for key, storage in checkpoint.storages.items()}
     else:
-        storages = {key: checkpoint.storages[key] for key in own.spans if key in checkpoint.storages}
+        first = [key for key in own.spans if key in checkpoint.storages]
+        storages = {key: checkpoint.storages[key] for key in dict.fromkeys([*first, *checkpoint.storages])}
     _respell(checkpoint)
     pieces: list[Piece] = [(own and own.head) or _head(), *pickle_pieces(checkpoint), _pickled(_list([*storages]))]
     for key, storage in storages.items():

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checksums import check_crc32, crc32_of
+from ckptconv.elements import length_of
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_zips import cut_short, refuse_other_zips
@@ -48,7 +49,20 @@ from ckptconv.formats.zip_archive import (
 )
 from ckptconv.graph import Graph
 from ckptconv.limits import LIMITS
-from ckptconv.model import BLOCK, Checkpoint, Inflate, Late, Layout, LeftBehind, OutFile, Piece, Span
+from ckptconv.model import (
+    BLOCK,
+    Cast,
+    Chain,
+    Checkpoint,
+    Data,
+    Inflate,
+    Late,
+    Layout,
+    LeftBehind,
+    OutFile,
+    Piece,
+    Span,
+)
 from ckptconv.old_spellings import modernise
 from ckptconv.pickles import parse
 from ckptconv.ranges import inflated
@@ -211,21 +225,23 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
     members = archive.names()
-    dropped = {name for name in members if _is_storage(name) and name[5:] not in checkpoint.storages}
-    keys = renumber(checkpoint) if dropped else {}
-    names = {f"data/{old}": f"data/{new}" for old, new in keys.items()}
-    kept = [
-        (names.get(name, name), member)
-        for name, member in members.items()
-        if name not in _LAYOUT_RECORDS and name not in dropped
-    ]
+    storages = {f"data/{key}": storage.data for key, storage in checkpoint.storages.items()}
+    dropped = {name for name in members if _is_storage(name) and name not in storages}
+    added = [name for name in storages if name not in members]
+    keys = renumber(checkpoint) if dropped or added else {}
+    new = {f"data/{key}": f"data/{number}" for key, number in keys.items()}
+    kept = [(name, member) for name, member in members.items() if name not in _LAYOUT_RECORDS and name not in dropped]
     pickle = pickle_pieces(checkpoint)
     writer = _Writer(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
+        elif isinstance(storages.get(name), (Cast, Chain)):
+            writer.storage(new.get(name, name), storages[name])
         else:
-            writer.member(name, member, checkpoint.source)
+            writer.member(new.get(name, name), member, checkpoint.source)
+    for name in added:
+        writer.storage(new[name], storages[name])
     return writer.finish(path)
 
 
@@ -263,21 +279,23 @@ class _Writer:
         self.checked = checked
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
-        self.sums: list[Span] = []
+        self.sums: list[Span | Chain | Cast] = []
+        self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
         self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
         self.at = 0
 
     def add(self, piece: Piece) -> None:
         """Append PIECE."""
         self.pieces.append(piece)
-        self.at += len(piece) if isinstance(piece, bytes) else piece.length
+        self.at += length_of(piece)
 
-    def header(self, name: str, crc32: int | Span, size: int, padding: int) -> None:
+    def header(self, name: str, crc32: int | Span | Chain | Cast, size: int, padding: int) -> None:
         """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
-        header = local_header(raw_name, 0 if isinstance(crc32, Span) else crc32, size, padding)
-        self.entries.append(NewEntry(raw_name, UTF8, 0 if isinstance(crc32, Span) else crc32, size, self.at))
-        if isinstance(crc32, Span):
+        known = crc32 if isinstance(crc32, int) else 0
+        header = local_header(raw_name, known, size, padding)
+        self.entries.append(NewEntry(raw_name, UTF8, known, size, self.at))
+        if not isinstance(crc32, int):
             place = self.awaited[len(self.entries) - 1] = len(self.sums)
             self.sums.append(crc32)
             self.add(Late(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
@@ -305,12 +323,17 @@ class _Writer:
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(data)
 
-    def storage(self, name: str, data: Span | Inflate) -> None:
-        """The bytes of a storage that come from another container, with or without a checksum."""
-        crc32: int | Span = 0
+    def storage(self, name: str, data: Data) -> None:
+        """The bytes of a storage that come from another container, with or without a checksum, or that are others than they were."""
+        crc32: int | Span | Chain | Cast = 0
         if self.checked and data.length:
-            assert isinstance(data, Span) or data.crc32 is not None  # zips alone deflate
-            crc32 = data if isinstance(data, Span) and data.crc32 is None else data.crc32 or 0
+            known = data.crc32 if isinstance(data, (Span, Inflate)) else None
+            assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
+            crc32 = data if known is None and not isinstance(data, Inflate) else known or 0
+        chain = data.of if isinstance(data, Cast) else data
+        if isinstance(chain, Chain) and chain.whole.crc32 is not None and id(chain.whole) not in self.checked_parts:
+            self.checked_parts.add(id(chain.whole))
+            self.sums.append(chain.whole)
         self.header(
             name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
         )  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.graph import Blob, Global, Py2String, Tuple
-from ckptconv.model import Checkpoint, Gather, Inflate, LeftBehind, Place, Reference, Span, Storage, TensorInfo
+from ckptconv.model import Cast, Checkpoint, Data, LeftBehind, Place, Reference, Span, Storage, TensorInfo
 from ckptconv.pickles import emit
 from ckptconv.safe_loader import can_be_made_loadable
 from ckptconv.selection import cannot_hold
@@ -126,12 +127,12 @@ def storage_class(reference: Reference) -> str:
     return reference.node.id.items[1].name
 
 
-def little_endian(storage: Storage, cls: str, byteorder: str) -> Span | Inflate | Gather:
+def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:
     """The bytes of STORAGE, of class CLS, the numbers turned round where they come from a big-endian zip."""
     dtype = BY_STORAGE_CLASS[cls]
+    data = storage.data
     if byteorder == "little" or dtype.itemsize == 1:
-        return storage.data
-    return Gather(
-        storage.data, dtype.name, (storage.nbytes // dtype.itemsize,), (1,), 0, conj=False, neg=False, swapped=True,
-        length=storage.nbytes,
-    )  # fmt: skip
+        return data
+    if isinstance(data, Cast):
+        return replace(data, swap=False)
+    return Cast(data, dtype.name, dtype.name, storage.nbytes, swapped=True)

@@ -7,13 +7,15 @@
 ``table``   the tensors in columns
 ``tree``    the tensors as a tree
 ``report``  what a conversion did
+``difference``  what two checkpoints do not have in common
 ==========  =============================================================================
 """
 
+from ckptconv.render.difference import difference_lines
 from ckptconv.render.facts import facts
 from ckptconv.render.report import report_lines
 from ckptconv.render.table import table_lines
 from ckptconv.render.text import Look, cells, natural, size
 from ckptconv.render.tree import tree_lines
 
-__all__ = ["Look", "cells", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]
+__all__ = ["Look", "cells", "difference_lines", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]

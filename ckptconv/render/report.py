@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ckptconv.render.renames import Pattern, patterns
 from ckptconv.render.text import Look, count, fact, headline, size, some
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["report_lines"]
 
 _SHOWN = 5  # things in one fact
+_PATTERNS = 8  # of names
 _PLAIN = Look()
 
 
@@ -34,6 +36,7 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
     yield from _name_lines(changes.names, every_name, look)
     if changes.unprefixed:
         yield from fact(look, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+    yield from _dtype_lines(report, every_name, look)
     if changes.rng_states:
         yield from fact(
             look,
@@ -42,10 +45,29 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
         )
     yield from _left_behind_lines(report.left_behind, every_name, look)
     yield from _tie_lines(report, look)
-    if not (changes.devices or changes.names or report.left_behind or old_format != new_format):
+    changed = changes.devices or changes.names or changes.dtypes or changes.compacted[0]
+    if not (changed or report.left_behind or old_format != new_format):
         yield from fact(look, "changes", "none")
     for note in report.notes:
         yield from fact(look, "note", note)
+
+
+def _dtype_lines(report: Report, every_one: bool, look: Look) -> Iterator[str]:
+    """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
+    changes = report.changes
+    for (old, new), (tensors, before, after) in changes.dtypes.items():
+        yield from fact(look, "dtypes", f"{old} → {new}: {count(tensors, 'tensor')}, {size(before)} → {size(after)}")
+    for why, paths in changes.uncast.items():
+        yield from fact(look, "not cast", f"{why}: {', '.join(paths) if every_one else _listed(paths)}")
+    for path, numbers in report.overflowed.items():
+        yield from fact(look, "overflow", f"{count(numbers, 'number')} of {path} too large for the new dtype")
+    for group in changes.separated:
+        yield from fact(look, "separated", f"{_listed(group)}: they shared a storage, and go different ways")
+    storages, nbytes = changes.compacted
+    if storages:
+        yield from fact(
+            look, "compacted", f"{size(nbytes)} that no tensor shows left out of {count(storages, 'storage')}"
+        )
 
 
 def _tie_lines(report: Report, look: Look) -> Iterator[str]:
@@ -76,17 +98,31 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, loo
 
 
 def _name_lines(names: list[NameChange], every_name: bool, look: Look) -> Iterator[str]:
-    by_path: dict[str, list[NameChange]] = {}
-    for change in names:
-        by_path.setdefault(change.path, []).append(change)
-    for path, changes in by_path.items():
-        shown = changes if every_name else changes[:1]
-        for change in shown:
-            yield from fact(look, "names", f"{path}: {change.old} → {change.new}")
-        if len(changes) > len(shown):
-            yield from fact(
-                look, "", f"and {len(changes) - len(shown):,} more in {path}" + ("" if path != "." else " (the root)")
-            )
+    """The names that changed, by what changed in them."""
+    if every_name:
+        for change in names:
+            yield from fact(look, "names", f"{change.path}: {change.old} → {change.new}")
+        return
+    found = patterns(names)
+    label = "names"
+    for pattern in found[:_PATTERNS]:
+        yield from fact(look, label, _renamed(pattern))
+        label = ""
+    if len(found) > _PATTERNS:
+        yield from fact(look, label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
+
+
+def _renamed(pattern: Pattern) -> list[str]:
+    """One pattern, in how many names of which state dicts, and one of them."""
+    example = f"{pattern.example.old} → {pattern.example.new}"
+    where = "" if [*pattern.paths] == ["."] else f" in {_listed(pattern.paths)}"
+    most, total = max(pattern.paths.values()), sum(pattern.paths.values())
+    if total == 1 or example == f"{pattern.old} → {pattern.new}":
+        return [example + where]
+    if most * len(pattern.paths) == total > most:
+        where = f" in each of {_listed(pattern.paths)}"
+        total = most
+    return [f"{pattern.old} → {pattern.new}: {count(total, 'name')}{where}", f"such as {example}"]
 
 
 def _listed(things: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 
-from ckptconv.dtypes import BY_NAME
 from ckptconv.model import Gather, Span
 
 __all__ = ["gather"]
@@ -28,8 +27,8 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number
 
 
 def gather(view: Gather, storage: Span) -> Iterator[memoryview]:
-    """The elements of VIEW on STORAGE, in row-major order, little-endian, conj and neg resolved; up to 16 MiB at a time, in a buffer that the next ones take over."""
-    itemsize = BY_NAME[view.dtype].itemsize
+    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
     scratch = memoryview(b"")
     for box in _halved(((0,) * len(view.shape), view.shape), _BLOCK // itemsize):
@@ -44,7 +43,6 @@ def gather(view: Gather, storage: Span) -> Iterator[memoryview]:
                 for start, size, first in zip(starts, sizes, box[0], strict=True)
             )
             block[inside].copy_(_read_tile(view, storage, (starts, sizes), scratch))
-        _resolve(view, out)
         yield out
 
 
@@ -102,7 +100,7 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
 def _read_tile(view: Gather, storage: Span, tile: _Box, scratch: memoryview) -> torch.Tensor:
     """The elements of TILE as a view of what was read into SCRATCH: stretch by stretch, packed."""
     starts, sizes = tile
-    itemsize = BY_NAME[view.dtype].itemsize
+    itemsize = view.itemsize
     span, apart = _stretch(sizes, view.stride, itemsize)
     strides = list(view.stride)
     packed = span
@@ -115,21 +113,3 @@ def _read_tile(view: Gather, storage: Span, tile: _Box, scratch: memoryview) -> 
         at = storage.offset + (first + sum(offsets)) * itemsize
         storage.source.read_into(at, scratch[i * span * itemsize : (i + 1) * span * itemsize])
     return torch.frombuffer(scratch, dtype=_WORDS[itemsize]).as_strided(sizes, strides)
-
-
-def _resolve(view: Gather, data: memoryview) -> None:
-    """Put the bytes of each number of DATA in little-endian order, and do what torch had put off."""
-    dtype: torch.dtype = getattr(torch, view.dtype)
-    width = dtype.itemsize // (2 if dtype.is_complex else 1)
-    if view.swapped:
-        numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, width)
-        numbers.copy_(numbers.flip(1))
-    if (
-        view.conj or view.neg
-    ):  # as signs of integers: arithmetic would change NaNs, in some places of a vector and not in others
-        words = torch.frombuffer(data, dtype=_WORDS[width])
-        sign = torch.iinfo(words.dtype).min
-        if view.neg:
-            words ^= sign
-        if view.conj:
-            words[1::2] ^= sign

@@ -1,0 +1,85 @@
+"""What two checkpoints do not have in common, as data: what ``ckptconv diff`` finds, prints and gives as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "ValueDifference"]
+
+
+@dataclass(frozen=True)
+class OnlyIn:
+    """A tensor whose name the other side has not. ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier tensor that is the same."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    tied_to: str | None
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How far two tensors of one shape are apart: of so many ELEMENTS, how many differ, by at most what.
+
+    ``largest`` is |a - b| and ``largest_relative`` |a - b| / |b|, each the largest of all elements: inf where one of the two is NaN or an infinity and the other is not the same, or where b is 0.
+    Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, and -0.0 equals 0.0. Whole numbers are exact.
+    """
+
+    elements: int
+    differing: int
+    largest: float | int | None = 0
+    largest_relative: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Two tensors of one name, at PATH in both. What differs is a pair, of A and of B, else None.
+
+    ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are made of: their kinds (strided, sparse), or what the calls hold that make them.
+    ``values`` is None where values were not compared, because shapes or kinds differ.
+    """
+
+    path: str
+    dtype: tuple[str, str] | None = None
+    shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    device: tuple[str, str] | None = None
+    requires_grad: tuple[bool, bool] | None = None
+    class_name: tuple[str, str] | None = None
+    made_of: tuple[str, str] | None = None
+    values: ValueDifference | None = None
+
+
+@dataclass(frozen=True)
+class OtherDifference:
+    """What stands at PATH and is no tensor, on at least one side: in words, None where there is nothing."""
+
+    path: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the checkpoints A and B do not have in common. ``same``: nothing.
+
+    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in A, ties once. ``differing`` are those of them in which anything differs, ``others`` is what differs and is no tensor;
+    both are empty where names alone were compared. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because they stand at other paths, or have something before them, the command that compares those tensors.
+    """
+
+    a: str
+    b: str
+    formats: tuple[str, str]
+    tensors: int
+    nbytes: int
+    only_in_a: tuple[OnlyIn, ...]
+    only_in_b: tuple[OnlyIn, ...]
+    differing: tuple[TensorDifference, ...]
+    others: tuple[OtherDifference, ...]
+    notes: tuple[str, ...]
+    suggestion: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether they have everything in common that was compared."""
+        return not (self.only_in_a or self.only_in_b or self.differing or self.others)

@@ -1,0 +1,136 @@
+"""The bytes of pieces, a buffer at a time, whatever they are made of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Protocol
+
+from ckptconv import ranges
+from ckptconv.checksums import check_crc32
+from ckptconv.elements import spooled
+from ckptconv.model import Cast, Chain, Gather, Inflate, Part, Piece, Span
+from ckptconv.sources import Readable
+
+__all__ = ["CastBuffer", "Pieces"]
+
+
+class CastBuffer(Protocol):
+    """What :mod:`ckptconv.tensors.casting` has, with room for bytes to cast."""
+
+    room: memoryview
+
+    def cast(self, filled: int) -> tuple[memoryview, int]: ...
+
+
+class Pieces:
+    """Reads EVERY piece, any number of times. A context manager: leaving it forgets what was inflated, for a while, into files without a name in FOLDER (else where the system has such)."""
+
+    def __init__(self, every: Iterable[Piece], folder: Path | None = None) -> None:
+        every = list(every)
+        self._folder = folder
+        self._inflated: dict[int, Span] = {}
+        needed = any(isinstance(piece, (Gather, Cast)) for piece in every)
+        self._tensors = _modules() if needed else None
+        #: Bytes that are needed in FOLDER for a while.
+        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
+        #: By the path of a :class:`Cast`, how many of its numbers were too large for their new dtype.
+        self.overflowed: dict[str, int] = {}
+
+    def __enter__(self) -> Pieces:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for span in self._inflated.values():
+            os.close(span.source.fd)
+
+    def chunks(self, piece: Span | Inflate | Part | Chain | Gather | Cast) -> Iterator[bytes | memoryview]:
+        """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
+        if isinstance(piece, Span):
+            yield from ranges.read(piece)
+        elif isinstance(piece, Inflate):
+            yield from ranges.inflated(piece)
+        elif isinstance(piece, Part):
+            yield from ranges.read(self.part(piece))
+        elif isinstance(piece, Chain):
+            for part in piece.parts:
+                yield from ranges.read(part)
+        elif isinstance(piece, Gather):
+            assert self._tensors is not None
+            yield from self._tensors[0].gather(piece, self._whole(piece.of))
+        else:
+            yield from self._cast(piece)
+
+    def part(self, part: Part) -> Span:
+        """Where PART can be read."""
+        whole = self._whole(part.of)
+        return Span(whole.source, whole.offset + part.offset, part.length)
+
+    def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
+        """What casts PIECE, at most so many bytes of what it is made of at once."""
+        assert self._tensors is not None
+        buffer: CastBuffer = self._tensors[1].CastBuffer(piece, most)
+        return buffer
+
+    def count_overflow(self, piece: Cast, numbers: int) -> None:
+        """Remember that so many NUMBERS of PIECE were too large."""
+        if numbers:
+            self.overflowed[piece.path] = self.overflowed.get(piece.path, 0) + numbers
+
+    def _cast(self, piece: Cast) -> Iterator[memoryview]:
+        """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum. Raises MalformedError."""
+        buffer = self.buffer_for(piece, ranges.BUFFER)
+        expected = piece.of.crc32 if isinstance(piece.of, Span) else None
+        filled = crc32 = 0
+        for chunk in self.chunks(piece.of):
+            if expected is not None:
+                crc32 = zlib.crc32(chunk, crc32)
+            left = memoryview(chunk)
+            while left:
+                length = min(len(left), len(buffer.room) - filled)
+                buffer.room[filled : filled + length] = left[:length]
+                filled, left = filled + length, left[length:]
+                if filled == len(buffer.room):
+                    yield self._done(piece, buffer, filled)
+                    filled = 0
+        if filled:
+            yield self._done(piece, buffer, filled)
+        if isinstance(piece.of, Span):
+            check_crc32(expected, crc32, f"{piece.of.source.path} at byte {piece.of.offset}")
+
+    def _done(self, piece: Cast, buffer: CastBuffer, filled: int) -> memoryview:
+        result, overflowed = buffer.cast(filled)
+        self.count_overflow(piece, overflowed)
+        return result
+
+    def _whole(self, data: Span | Inflate) -> Span:
+        """DATA where it can be read at any place: what is deflated is inflated once."""
+        if isinstance(data, Span):
+            return data
+        if id(data) not in self._inflated:
+            import tempfile  # which costs every other conversion a megabyte
+
+            spool = Readable()
+            spool.path = data.of.source.path
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                spool.fd = os.dup(file.fileno())
+                self._inflated[id(data)] = Span(spool, 0, data.length)
+                for chunk in ranges.inflated(data):
+                    file.write(chunk)
+        return self._inflated[id(data)]
+
+
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        from ckptconv.tensors import casting, gathering
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return gathering, casting

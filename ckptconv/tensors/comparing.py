@@ -1,0 +1,177 @@
+"""How far apart two tensors are, block after block: how many elements differ, and by how much.
+
+Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus. Tensors of two dtypes are compared by value.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import NamedTuple
+
+import torch
+
+from ckptconv.differences import ValueDifference
+
+__all__ = ["Comparer", "comparable"]
+
+_LOW = 0xFFFFFFFF
+_MODEST = 1 << 62
+_WITHOUT_NUMBERS = ("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+
+
+class _Far(NamedTuple):
+    """Of the elements that differ at all: how many are out of tolerance, and the largest differences."""
+
+    outside: int
+    largest: float | int
+    relative: float
+
+
+def comparable(a: str, b: str) -> bool:
+    """Whether values of the dtypes A and B can be compared: both are numbers, or both are the same bits."""
+    return a == b or (_is_number(a) and _is_number(b))
+
+
+def _is_number(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype) and name not in _WITHOUT_NUMBERS
+
+
+class Comparer:
+    """Compares elements of the dtype A with elements of the dtype B, of which there are so many in all, by ``torch.allclose``'s rule."""
+
+    def __init__(self, a: str, b: str, elements: int, rtol: float = 0.0, atol: float = 0.0) -> None:
+        self._numbers = _is_number(a) and _is_number(b)
+        self._dtypes = (getattr(torch, a), getattr(torch, b)) if self._numbers else None
+        self._elements = elements
+        self._rtol, self._atol = rtol, atol
+        self._outside = 0
+        self._unequal = False
+        self._largest: float | int = 0
+        self._relative = 0.0
+
+    @property
+    def is_near(self) -> bool:
+        """Whether elements differ, and all of them within the tolerance."""
+        return self._unequal and not self._outside
+
+    def add(self, a: memoryview, b: memoryview) -> None:
+        """Compare the elements in A with those in B; what both buffers hold is taken as it is."""
+        if self._dtypes is None:
+            x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
+            differing = int((x != y).sum())
+            self._outside += differing
+            self._unequal = self._unequal or differing > 0
+            return
+        left, right = (torch.frombuffer(data, dtype=dtype) for data, dtype in zip((a, b), self._dtypes, strict=True))
+        if left.is_complex() or right.is_complex():
+            far = self._complex(_as_complex(left), _as_complex(right))
+        elif left.is_floating_point() or right.is_floating_point():
+            far = self._real(_as_real(left), _as_real(right))
+        else:
+            far = self._whole(left, right)
+        if far:
+            self._unequal = True
+            self._outside += far.outside
+            self._largest = max(self._largest, far.largest)
+            self._relative = max(self._relative, far.relative)
+
+    def result(self) -> ValueDifference:
+        """What was found. A difference within the tolerance counts in the largest alone."""
+        if not self._numbers:
+            return ValueDifference(self._elements, self._outside, None, None)
+        return ValueDifference(self._elements, self._outside, self._largest, self._relative)
+
+    def _real(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
+        apart = (a - b).abs_()
+        most = float(apart.max())
+        if isfinite(most):  # as nearly always: then nothing is NaN, and equal is what is 0 apart
+            return self._finite(apart, b.abs(), most) if most else None
+        unequal = _unequal(a, b)
+        return self._far(apart[unequal], b[unequal].abs()) if unequal.any() else None
+
+    def _finite(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
+        """Of numbers, of which some differ: APART by so much, at MOST so much, where B's are of this SIZE."""
+        outside = (
+            int((apart > self._atol + self._rtol * size).sum()) if self._rtol or self._atol else apart.count_nonzero()
+        )
+        relative = apart.div_(size).nan_to_num_(nan=0.0, posinf=inf)  # 0 / 0 is no difference
+        return _Far(int(outside), most, float(relative.max()))
+
+    def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
+        parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)
+        unequal_parts = _unequal(parts_a, parts_b)
+        unequal = unequal_parts.any(-1)
+        if not unequal.any():
+            return None
+        apart = (parts_a - parts_b).masked_fill_(~unequal_parts, 0)[unequal]
+        return self._far(torch.hypot(apart[:, 0], apart[:, 1]), b[unequal].abs())
+
+    def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
+        """Numbers of up to 64 bits differ by up to 65: those are compared in halves, the upper with its sign."""
+        if _is_modest(a) and _is_modest(b):
+            numbers = _as_whole(b)
+            apart = (_as_whole(a) - numbers).abs_()
+            most = int(apart.max())
+            return self._finite(apart.double(), numbers.abs().double(), most) if most else None
+        (high_a, low_a), (high_b, low_b) = _halves(a), _halves(b)
+        unequal = (high_a != high_b) | (low_a != low_b)
+        if not unequal.any():
+            return None
+        low = low_a[unequal] - low_b[unequal]
+        high = high_a[unequal] - high_b[unequal] + (low >> 32)
+        low &= _LOW
+        negative = high < 0
+        low, borrow = torch.where(negative, -low & _LOW, low), torch.where(negative & (low != 0), 1, 0)
+        high = torch.where(negative, -high - borrow, high)
+        upper = high.max()
+        largest = (int(upper) << 32) + int(low[high == upper].max())
+        size = high_b[unequal].double() * 2.0**32 + low_b[unequal].double()
+        far = self._far(high.double() * 2.0**32 + low.double(), size.abs_())
+        return far._replace(largest=largest)
+
+    def _far(self, apart: torch.Tensor, size: torch.Tensor) -> _Far:
+        """Of numbers that differ: APART by so much, where B's are of this SIZE."""
+        relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
+        outside = apart.numel()
+        if self._rtol or self._atol:
+            within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
+            outside -= int(within.sum())
+        return _Far(outside, float(apart.nan_to_num_(nan=inf, posinf=inf).max()), float(relative.max()))
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def _as_real(numbers: torch.Tensor) -> torch.Tensor:
+    if numbers.dtype == torch.bool:
+        return (numbers.view(torch.uint8) != 0).double()
+    return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
+
+
+def _as_complex(numbers: torch.Tensor) -> torch.Tensor:
+    if numbers.dtype == torch.complex32:
+        return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
+    return numbers.to(torch.complex128) if numbers.is_complex() else torch.complex(_as_real(numbers), torch.zeros(()).double().expand(len(numbers)))  # fmt: skip
+
+
+def _is_modest(numbers: torch.Tensor) -> bool:
+    """Whether the differences of whole NUMBERS fit 64 bits."""
+    if numbers.dtype.itemsize < 8:
+        return True
+    low, high = numbers.view(torch.int64).aminmax()
+    return int(high) < _MODEST and int(low) > (-1 if numbers.dtype == torch.uint64 else -_MODEST)
+
+
+def _as_whole(numbers: torch.Tensor) -> torch.Tensor:
+    if numbers.dtype == torch.uint64:
+        return numbers.view(torch.int64)
+    return (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64)
+
+
+def _halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper 32 bits of whole NUMBERS, with the sign, and the lower ones."""
+    unsigned = numbers.dtype == torch.uint64
+    words = numbers.view(torch.int64) if unsigned else _as_whole(numbers)
+    high = words >> 32
+    return (high & _LOW if unsigned else high), words & _LOW

@@ -1,0 +1,152 @@
+"""How far apart tensors are: torch itself is the judge, on generated pairs of all dtypes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptconv.differences import ValueDifference
+from ckptconv.tensors.comparing import Comparer, comparable
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+WHOLE = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of TENSOR."""
+    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+def compared(a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:  # fmt: skip
+    """What a comparer says of A and B, given so many elements AT_ONCE."""
+    comparer = Comparer(name(a.dtype), name(b.dtype), a.numel(), rtol, atol)
+    for start in range(0, a.numel(), at_once):
+        comparer.add(raw(a[start : start + at_once]), raw(b[start : start + at_once]))
+    return comparer.result()
+
+
+def bits(dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
+    """Seven elements of any bits, with those of odd numbers (NaN, infinities, zeros, extremes) among them often."""
+    width = dtype.itemsize
+    word = st.one_of(st.binary(min_size=width, max_size=width), st.sampled_from(odd(dtype)))
+    return st.lists(word, min_size=7, max_size=7).map(lambda words: torch.frombuffer(bytearray(b"".join(words)), dtype=dtype))  # fmt: skip
+
+
+def odd(dtype: torch.dtype) -> list[bytes]:
+    if dtype.is_complex:
+        parts = [torch.tensor(float(x)) for x in ("nan", "inf", "-inf", "0", "-0.0", "1")]
+        part = {4: torch.float16, 8: torch.float32, 16: torch.float64}[dtype.itemsize]
+        return [raw(torch.stack([x, y]).to(part)).tobytes() for x in parts for y in parts]
+    if dtype.is_floating_point:
+        return [raw(torch.tensor([float(x)]).to(dtype)).tobytes() for x in ("nan", "inf", "-inf", "0", "-0.0", "1")]
+    info = torch.iinfo(dtype)
+    return [number.to_bytes(dtype.itemsize, "little", signed=number < 0) for number in (info.min, info.max, 0, 1)]
+
+
+def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float, float]:
+    """Differing elements, largest absolute and relative difference, computed plainly on real numbers."""
+    x, y = (t.float().double() if t.dtype.itemsize == 1 else t.double() for t in (a, b))
+    differing = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    unequal = ~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
+    apart = (x - y).abs()[unequal].nan_to_num(nan=inf, posinf=inf)
+    relative = ((x - y).abs() / y.abs())[unequal].nan_to_num(nan=inf, posinf=inf)
+    return int(differing.sum()), max(apart.tolist(), default=0.0), max(relative.tolist(), default=0.0)
+
+
+@given(st.data())
+def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
+    """Counts and largest differences of all pairs of floating-point dtypes, with a tolerance and without, whatever the blocks."""
+    a, b = (data.draw(st.sampled_from(FLOATS + FLOAT8).flatmap(bits)) for _ in "ab")
+    if data.draw(st.booleans()):
+        b = torch.where(torch.tensor([True, False, True, True, False, True, True]), a.double(), b.double()).to(a.dtype)
+    rtol, atol = data.draw(st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 1.0), (0.5, 3.0)]))
+    found = compared(a, b, at_once=data.draw(st.integers(1, 9)), rtol=rtol, atol=atol)
+    assert (found.differing, found.largest, found.largest_relative) == by_torch(a, b, rtol, atol)
+
+
+@given(st.data())
+def test_whole_numbers_are_exact(data: st.DataObject) -> None:
+    """No pair of widths and signs overflows or loses a bit: Python's integers are the judge."""
+    a, b = (data.draw(st.sampled_from(WHOLE).flatmap(bits)) for _ in "ab")
+    found = compared(a, b)
+    apart = [(abs(x - y), abs(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y]
+    relative = max((inf if not y else float(Fraction(d, y)) for d, y in apart), default=0.0)
+    assert (found.differing, found.largest) == (len(apart), max((d for d, _ in apart), default=0))
+    assert type(found.largest) is int
+    assert found.largest_relative == pytest.approx(relative, rel=1e-12)
+
+
+def test_large_against_small() -> None:
+    """One side alone is too large for differences of 64 bits."""
+    found = compared(torch.tensor([(1 << 63) - 1]), torch.tensor([1 - (1 << 62)]))
+    assert found.largest == (1 << 63) - 1 + (1 << 62) - 1
+
+
+@given(st.data())
+def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
+    """Elements are equal where both parts are, NaN equal to NaN; else they are as far apart as torch says, where that is a number."""
+    a, b = (data.draw(st.sampled_from(COMPLEX).flatmap(bits)) for _ in "ab")
+    found = compared(a, b)
+    halves = {4: torch.float16, 8: torch.float32, 16: torch.float64}
+    x, y = (t.view(halves[t.dtype.itemsize]).double().view(-1, 2) for t in (a, b))
+    parts = torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
+    unequal = ~parts.all(1)
+    apart = torch.view_as_complex(torch.where(parts, 0.0, x - y)).abs()[unequal].nan_to_num(nan=inf, posinf=inf)
+    assert found.differing == int(unequal.sum())
+    assert found.largest == pytest.approx(max(apart.tolist(), default=0.0), rel=1e-12)
+
+
+@given(st.data())
+def test_what_equals_itself(data: st.DataObject) -> None:
+    """Any bits of any dtype are nothing apart from themselves."""
+    a = data.draw(st.sampled_from(FLOATS + FLOAT8 + WHOLE + COMPLEX).flatmap(bits))
+    assert compared(a, a) == ValueDifference(7, 0, 0, 0.0)
+
+
+def test_special_numbers() -> None:
+    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and is infinitely far from the rest."""
+    nan = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert compared(nan, torch.full((2,), float("nan"))).differing == 0
+    assert compared(torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])) == ValueDifference(2, 0, 0, 0.0)
+    assert compared(torch.tensor([inf, -inf]), torch.tensor([inf, -inf])).differing == 0
+    for other in (1.0, -inf, float("nan")):
+        assert compared(torch.tensor([inf]), torch.tensor([other])) == ValueDifference(1, 1, inf, inf)
+        assert compared(torch.tensor([other]), torch.tensor([inf]), rtol=0.5, atol=1.0).differing == 1
+
+
+def test_truth_and_mixed_dtypes() -> None:
+    """bool is 0 or 1; dtypes of two kinds are compared by value."""
+    truth = torch.tensor([True, False, True])
+    assert compared(truth, torch.tensor([True, True, True])) == ValueDifference(3, 1, 1, 1.0)
+    assert compared(truth, torch.tensor([1, 0, 2])) == ValueDifference(3, 1, 1, 0.5)
+    assert compared(truth, torch.tensor([1.0, 0.5, 1.0])) == ValueDifference(3, 1, 0.5, 1.0)
+    assert compared(torch.tensor([3, 4]), torch.tensor([3 + 0j, 4 + 3j])) == ValueDifference(2, 1, 3.0, 0.6)
+    assert compared(torch.tensor([1.0]).bfloat16(), torch.tensor([1.0])) == ValueDifference(1, 0, 0, 0.0)
+
+
+def test_bits_that_are_no_numbers() -> None:
+    """They are counted, byte by byte, and have no distance; with numbers they are not compared."""
+    comparer = Comparer("bits8", "bits8", 3)
+    comparer.add(memoryview(bytearray(b"abc")), memoryview(bytearray(b"abd")))
+    assert comparer.result() == ValueDifference(3, 1, None, None)
+    assert not comparable("bits8", "float32")
+    assert not comparable("F4", "F6_E2M3")
+    assert comparable("F4", "F4") and comparable("float32", "int64")
+
+
+def test_what_is_near() -> None:
+    """Within the tolerance nothing differs, and the comparer says that something would."""
+    comparer = Comparer("float32", "float32", 2, 0.0, 0.5)
+    comparer.add(raw(torch.tensor([1.0, 2.0])), raw(torch.tensor([1.0, 2.25])))
+    assert comparer.is_near and comparer.result() == ValueDifference(2, 0, 0.25, 0.25 / 2.25)

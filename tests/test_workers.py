@@ -1,0 +1,314 @@
+"""Threads that cast: the bytes and checksums do not depend on how many there are or what they hold; what goes wrong in one reaches the caller, and nothing stays behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptconv
+from ckptconv import ranges, transfer, workers
+from ckptconv.checksums import combined
+from ckptconv.conversion import edits_from, run
+from ckptconv.sources import Source
+from ckptconv.tensors.casting import CastBuffer
+
+OLD = b"the old output"
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Storages of odd sizes, one of them shared by views that go different ways; some numbers too large for float16."""
+    path = tmp_path_factory.mktemp("workers") / "src.pt"
+    generator = torch.manual_seed(1)
+    base = torch.randn(123_457, generator=generator) * 3e4
+    state = {
+        "a": base[:50_000], "b": base[50_003:], "c": torch.randn(77_777, generator=generator).double() * 1e5, "d": torch.randn(300, 301, generator=generator).t(),
+        "small": torch.ones(5), "ints": torch.arange(9000),
+    }  # fmt: skip
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "dst.pt").write_bytes(OLD)
+    return tmp_path / "dst.pt"
+
+
+RULES = ["fp16", "b=bf16"]
+
+
+def assert_untouched(target: Path, threads: int) -> None:
+    """The old output alone in its folder, and no thread more than before."""
+    assert target.read_bytes() == OLD
+    assert os.listdir(target.parent) == [target.name]
+    for _ in range(500):  # one that was being started when Ctrl-C came ends by itself
+        if threading.active_count() == threads:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError([thread.name for thread in threading.enumerate()])
+
+
+# The same bytes
+
+
+@pytest.mark.parametrize("name", ["dst.pt", "dst.safetensors", "dst.pkl"])
+def test_blocks_and_threads_do_not_matter(
+    name: str, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large blocks and tiny ones, one thread, many, and none at all: the same file, the same numbers too large."""
+    found = set()
+    for block, threads, worth, buffer in (
+        (4 << 20, 4, 64 << 10, 4 << 20),
+        (8000, 4, 0, 1 << 20),
+        (17 * 1000, 1, 1000, 9999),
+        (4 << 20, 1, 1 << 40, 4096),
+        (65_536, 3, 8, 888),
+    ):
+        monkeypatch.setattr(workers, "BLOCK", block)
+        monkeypatch.setattr(workers, "_MOST_THREADS", threads)
+        monkeypatch.setattr(transfer, "_WORTH_A_THREAD", worth)
+        monkeypatch.setattr(ranges, "BUFFER", max(buffer, 64))
+        report = ckptconv.convert(src, tmp_path / name, dtype=RULES, force=True, verify=True)
+        found.add(((tmp_path / name).read_bytes(), tuple(sorted(report.overflowed.items()))))
+    assert len(found) == 1
+    assert len(report.overflowed) == 2
+
+
+def test_progress_reaches_the_size(src: Path, tmp_path: Path) -> None:
+    """What threads write is counted like the rest."""
+    moved: list[int] = []
+    planned: list[int] = []
+
+    @contextmanager
+    def progress(size: int) -> Any:
+        planned.append(size)
+        yield moved.append
+
+    run(src, tmp_path / "dst.pt", edits_from(dtype=RULES), progress=progress)
+    assert [sum(moved)] == planned == [(tmp_path / "dst.pt").stat().st_size]
+
+
+def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all, or no second one: the work is done all the same."""
+    ckptconv.convert(src, tmp_path / "wanted.pt", dtype=RULES)
+    start = threading.Thread.start
+    for most in (0, 1, 2):
+        left = [most]
+
+        def refuse(thread: threading.Thread, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(workers, "BLOCK", 10_000)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES, force=True)
+        assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
+
+
+# What goes wrong
+
+
+def failing(original: Callable[..., Any], after: int, error: BaseException) -> Callable[..., Any]:
+    """ORIGINAL, which raises ERROR in threads that cast, after so many calls."""
+    lock, calls = threading.Lock(), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name.startswith("ckptconv-cast"):
+            with lock:
+                calls[0] += 1
+                if calls[0] > after:
+                    raise error
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "raised"),
+    [
+        (Source, "read_into", OSError(errno.EIO, "Input/output error"), ckptconv.CkptconvError),
+        (Source, "read_into", ckptconv.InputChangedError("it became shorter"), ckptconv.InputChangedError),
+        (os, "pwrite", OSError(errno.ENOSPC, "No space left on device"), ckptconv.OutputError),
+        (CastBuffer, "cast", MemoryError("no"), MemoryError),
+    ],
+)  # fmt: skip
+def test_an_error_in_a_thread(
+    owner: Any,
+    name: str,
+    error: BaseException,
+    raised: type[BaseException],
+    after: int,
+    src: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
+    threads = threading.active_count()
+    monkeypatch.setattr(workers, "BLOCK", 10_000)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
+    with pytest.raises(raised):
+        ckptconv.convert(src, target, dtype=RULES, force=True)
+    assert_untouched(target, threads)
+
+
+def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends them, though most of their work is still to be done."""
+    threads = threading.active_count()
+    cast = workers.Workers._cast
+    begun = threading.Event()
+    done: list[int] = []
+    copy = transfer._copy
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        threading.Event().wait(0.002)
+        done.append(1)
+        return cast(*args)
+
+    def fail(*args: Any) -> Any:
+        if not begun.is_set():
+            return copy(*args)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(workers, "BLOCK", 64)
+    monkeypatch.setattr(workers.Workers, "_cast", slow)
+    monkeypatch.setattr(transfer, "_copy", fail)
+    with pytest.raises(ckptconv.OutputError, match="quota"):
+        ckptconv.convert(src, target, dtype=RULES, force=True)
+    assert_untouched(target, threads)
+    assert len(done) < 5000  # of more than 30,000 blocks
+
+
+def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has begun, for the file is closed next."""
+    start, block, close = threading.Thread.start, workers.Workers._cast_block, os.close
+    events: list[str] = []
+    begun = threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("ckptconv-cast"):
+            begun.wait()
+            raise KeyboardInterrupt
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        threading.Event().wait(0.05)
+        done = block(*args)
+        events.append("written")
+        return done
+
+    def closed(fd: int) -> None:
+        events.append("closed")
+        close(fd)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(workers.Workers, "_cast_block", slow)
+    monkeypatch.setattr(os, "close", closed)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(src, target, dtype=RULES, force=True)
+    assert "written" in events
+    assert "written" not in events[len(events) - events[::-1].index("closed") :]
+    monkeypatch.undo()
+    assert events.index("written") < len(events) - 1
+    assert_untouched(target, threads)
+
+
+def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
+    threads = threading.active_count()
+    cast = workers.Workers._cast
+
+    def interrupting(*args: Any) -> Any:
+        if not interrupted.is_set():
+            interrupted.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return cast(*args)
+
+    interrupted = threading.Event()
+    monkeypatch.setattr(workers, "BLOCK", 1000)
+    monkeypatch.setattr(workers.Workers, "_cast", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(src, target, dtype=RULES, force=True)
+    assert_untouched(target, threads)
+
+
+def test_a_wrong_checksum_of_the_source(
+    src: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a storage that several threads read, found from the sums of its blocks."""
+    threads = threading.active_count()
+    data = bytearray(src.read_bytes())
+    raw = torch.load(src)["c"].numpy().tobytes()
+    data[data.index(raw) + 300_001] ^= 0x10
+    damaged = src.with_name("damaged.pt")
+    damaged.write_bytes(data)
+    monkeypatch.setattr(workers, "BLOCK", 10_000)
+    with pytest.raises(ckptconv.MalformedError, match="checksum"):
+        ckptconv.convert(damaged, target, dtype="bf16", force=True)
+    assert_untouched(target, threads)
+
+
+def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none of it."""
+    begun: list[int] = []
+    begin = workers.Workers.begin
+    monkeypatch.setattr(
+        workers.Workers, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
+    )
+    ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES)
+    assert sorted(begun) == sorted([2 * 50_000, 2 * 73_454, 2 * 77_777, 2 * 90_300])
+    begun.clear()
+    ckptconv.convert(src, tmp_path / "dst.safetensors", dtype="./c=fp32")
+    assert begun == [4 * 77_777]
+
+
+# Checksums of parts
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_combined_is_zlibs_sum_of_both(first: bytes, second: bytes) -> None:
+    """Of any two parts, empty ones too."""
+    assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1 << 20, (1 << 20) + 1, (1 << 22) - 3])
+def test_combined_of_long_parts(length: int) -> None:
+    """And of many, one behind another."""
+    part = bytes(range(256)) * (length // 256) + bytes(length % 256)
+    total, at_once = 0, 0
+    for _ in range(3):
+        total = combined(total, zlib.crc32(part), length)
+        at_once = zlib.crc32(part, at_once)
+    assert total == at_once
+
+
+def test_combined_of_more_than_memory_holds() -> None:
+    """Zeros behind zeros: twice as many, forty times."""
+    crc32, length = zlib.crc32(bytes(1024)), 1024
+    for _ in range(12):
+        crc32, length = combined(crc32, crc32, length), 2 * length
+    assert crc32 == zlib.crc32(bytes(length))
+    again = zlib.crc32(bytes(1024))
+    whole = [again]
+    for doubling in range(30):
+        whole.append(combined(whole[-1], whole[-1], 1024 << doubling))
+    parts = combined(whole[29], combined(whole[28], whole[28], 1024 << 28), 1024 << 29)
+    assert parts == whole[30]
