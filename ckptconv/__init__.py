@@ -6,9 +6,8 @@ On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`open` (single t
 
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.comparison import diff
+from ckptconv.comparison import Difference, OnlyIn, OtherDifference, TensorDifference, ValueDifference, diff
 from ckptconv.conversion import convert
-from ckptconv.differences import Difference, OnlyIn, OtherDifference, TensorDifference, ValueDifference
 from ckptconv.errors import (
     CkptconvError,
     CollisionError,

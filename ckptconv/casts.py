@@ -5,16 +5,18 @@ Ties stay ties: what is one tensor under several names gets one dtype, by the mo
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from ckptconv.customs import Customs
 from ckptconv.dtype_rules import FLOATS, INTEGERS, DTypeRule
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import NoMatchError, UsageError, count, some
+from ckptconv.errors import NoMatchError, UsageError, some
 from ckptconv.graph import Node
-from ckptconv.model import Changes, Checkpoint, Place, Storage, TensorInfo
-from ckptconv.names import matches
+from ckptconv.model import CastCount, Changes, Checkpoint, Place, Storage, TensorInfo
+from ckptconv.names import glob_of
 from ckptconv.views import Group, View, Views
 from ckptconv.vocabulary import every_place
 
@@ -22,14 +24,18 @@ __all__ = ["cast"]
 
 _SHOWN = 3  # paths in a note
 _COMPLEX = frozenset({"complex32", "complex64", "complex128"})
+#: Of these a glob, or a bare dtype, means those that can be cast; the others are named.
+_MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
+_FROM = FLOATS | INTEGERS | {"bool"}
 _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
 
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: INFO, where it stands, what is OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it means."""
+    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it means."""
 
     info: TensorInfo
+    counts: bool = False
     places: list[Place] = field(default_factory=list)
     offered: list[tuple[DTypeRule, int, str]] = field(default_factory=list)
     rule: DTypeRule | None = None
@@ -44,15 +50,16 @@ class _Tie:
     def decide(self) -> None:
         """Take the most particular rule. Raises UsageError where two that are so particular say different things."""
         self.rank = max((rank for _, rank, _ in self.offered), default=0)
+        rules = {rule for rule, rank, _ in self.offered if rank == self.rank}
         for rule, rank, path in self.offered:
-            if rank < self.rank:
+            if rank < self.rank or any(other.is_within(rule) for other in rules):
                 continue
             self.rule = self.rule or rule
             if rule.dtype != self.rule.dtype:
                 same = self.named[0] if self.named[0] == path else f"{self.named[0]} and {path}, which are one tensor"
                 raise UsageError(
                     f"two rules say what becomes of {same}", got=f"{self.rule} and {rule}",
-                    hint="a rule without a wildcard goes first, one without a glob last",
+                    hint="the more particular goes first: a whole name, then a glob that another one includes (layers.0.* in layers.*), then a bare dtype",
                 )  # fmt: skip
             self.named.append(path)
 
@@ -71,12 +78,14 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], customs: Customs, c
             continue
         why = _obstacle(tie, [view for view, _ in found], views)
         if why:
-            changes.uncast.setdefault(why, []).extend(tie.paths)
+            changes.not_cast.setdefault(why, []).extend(tie.paths)
         else:
             new.setdefault(found[0][0].storage, {}).update((view, tie.rule.dtype) for view, _ in found)
     for storage, dtypes in new.items():
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
+    if not (changes.dtypes or changes.not_cast):
+        changes.notes.append("all that was to be cast has its dtype already, so --dtype changed nothing" if any(tie.rule for tie in ties) else "there are no floating-point weights, so --dtype changed nothing")  # fmt: skip
 
 
 def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
@@ -86,8 +95,12 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
         return tie.info.kind
     if dtype in _COMPLEX:
         return "complex"
+    if dtype not in _FROM:
+        return dtype
     if dtype.startswith("float8") and tie.rank == _WEIGHTS:
         return f"{dtype} goes with scales, so only a GLOB casts it"
+    if tie.counts and tie.rank < _EXACT:
+        return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
     storage = found[0].storage
     if storage in views.used_otherwise:
         return "something else refers to the storage"
@@ -95,8 +108,20 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
         return "the storage is shared under two dtypes"
     if storage.nbytes % BY_NAME[dtype].itemsize:
         return "the storage ends within an element"
-    if tie.rule and BY_NAME[tie.rule.dtype].storage_class is None and any(view.info.requires_grad for view in found):
-        return f"torch loads no {tie.rule.dtype} that requires grad and is no Parameter"
+    return _obstacle_in_torch(tie, found, big_endian=views.byteorder == "big")
+
+
+def _obstacle_in_torch(tie: _Tie, found: list[View], *, big_endian: bool) -> str | None:
+    """What torch could not load of TIE with its new dtype, if that is so."""
+    assert tie.rule is not None
+    old, new = BY_NAME[tie.info.dtype], BY_NAME[tie.rule.dtype]
+    if new.storage_class is None and any(view.info.requires_grad for view in found):
+        return f"torch loads no {new.name} that requires grad and is no Parameter"
+    if new.name.startswith("float8") and any(view.info.neg for view in found):
+        return f"torch cannot negate {new.name}, which is still to be done"
+    for dtype in (old, new):
+        if big_endian and dtype.storage_class is None and dtype.itemsize > 1:
+            return f"torch reads {dtype.name} the wrong way round in a big-endian file"
     return None
 
 
@@ -110,24 +135,18 @@ def _cast_storage(
     for view in sorted(every, key=lambda view: view in new):  # what stays keeps the storage
         by_dtype.setdefault(new.get(view, old), []).append(view)
     known = {dtype: [path for view in group for path in paths.get(view, ())] for dtype, group in by_dtype.items()}
-    groups = [Group(group, dtype, _called(known[dtype])) for dtype, group in by_dtype.items()]
+    tensors = {dtype: len({view.info.view for view in group}) for dtype, group in by_dtype.items()}
+    groups = [Group(group, dtype, tuple(known[dtype])) for dtype, group in by_dtype.items()]
     views.restate(storage, groups, pack=len(groups) > 1)
     if len(groups) > 1:
-        changes.separated.append([group.path for group in groups])
-    for dtype in new.values():
-        if dtype in by_dtype:
-            group = by_dtype.pop(dtype)
-            nbytes = group[0].storage.nbytes
-            before = changes.dtypes.get((old, dtype), (0, 0, 0))
-            was = nbytes // BY_NAME[dtype].itemsize * BY_NAME[old].itemsize
-            changes.dtypes[old, dtype] = (before[0] + len(known[dtype]), before[1] + was, before[2] + nbytes)
-
-
-def _called(paths: list[str]) -> str:
-    """What tensors on one storage, at PATHS, are called."""
-    if not paths:
-        return "what stands inside other tensors"
-    return paths[0] + (f" and {len(paths) - 1:,} on the same storage" if len(paths) > 1 else "")
+        changes.separated.append(known)
+    for dtype in dict.fromkeys(new.values()):
+        nbytes = by_dtype[dtype][0].storage.nbytes
+        was = nbytes // BY_NAME[dtype].itemsize * BY_NAME[old].itemsize
+        sofar = changes.dtypes.get((old, dtype), CastCount(0, 0, 0))
+        changes.dtypes[old, dtype] = CastCount(
+            sofar.tensors + tensors[dtype], sofar.nbytes_before + was, sofar.nbytes_after + nbytes
+        )  # fmt: skip
 
 
 class _Chooser:
@@ -155,9 +174,10 @@ class _Chooser:
             info = self.nodes[id(place.node)]
             tie = ties.setdefault((info.kind, *info.view) if info.storage else (id(place.node),), _Tie(info))
             tie.places.append(place)
+            tie.counts = tie.counts or (place.key == "step" and self.is_in_optimizer(place))
             for rule in self.globs:
                 self.offer(rule, self.rank(rule, place), tie, place.path)
-            if self.bare and info.dtype in FLOATS | _COMPLEX:
+            if self.bare and info.dtype in _MEANT:
                 if self.names_at(place) or not (has_weights or self.is_in_optimizer(place)):
                     tie.offered.append((self.bare, _WEIGHTS, place.path))
                 else:
@@ -175,19 +195,24 @@ class _Chooser:
         old = tie.info.dtype
         if rank == _EXACT and rule.dtype in INTEGERS and old in FLOATS | _COMPLEX:
             raise UsageError(f"{path} is {old}, whose numbers do not become integers here", got=str(rule))
-        if rank == _EXACT or (rank and old in FLOATS | _COMPLEX):
+        if rank == _EXACT or (rank and old in _MEANT):
             self.useful.add(rule)
             tie.offered.append((rule, rank, path))
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
         """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else by its names in state dicts and modules. What is written as it stands there is no glob, whatever brackets it has; 0: it means another one."""
-        glob, path = rule.glob or "", place.path
-        known = [path, "./" + path] if "/" in glob else self.names_at(place)
+        glob = rule.glob or ""
+        known = self.paths_of(place) if "/" in glob else self.names_at(place)
         if glob in known:
             return _EXACT
-        if rule.dtype in INTEGERS:
-            return 0
-        return _GLOB if any(matches(glob, path, name) for name in (known if "/" not in glob else (None,))) else 0
+        is_meant = any(fnmatchcase(each, glob) for each in known) and rule.dtype not in INTEGERS
+        return _GLOB if is_meant else 0
+
+    def paths_of(self, place: Place) -> list[str]:
+        """The paths of PLACE: in the source, and in what was taken of it."""
+        root, path = self.checkpoint.root.path, place.path
+        own = path.removeprefix(root).removeprefix("/") if path.startswith(root) else path
+        return [path, f"./{path}", own, f"./{own}"]
 
     def names_at(self, place: Place) -> list[str]:
         """The names of what stands at PLACE, in the state dict or the modules that it is in."""
@@ -207,23 +232,31 @@ class _Chooser:
                 f"{rule.glob!r} means no floating-point tensor", where=where, got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
                 hint="integers are cast where the whole path of a tensor names them, without a wildcard",
             )  # fmt: skip
-        slash = "/" in (rule.glob or "")
+        glob = rule.glob or ""
+        slash = "/" in glob
         known = [place for place in places if slash or self.names_at(place)]
+        as_path = next((each for each in (f"./{glob}", glob.replace(".", "/"), f"{glob}/*") if any(self.rank(replace(rule, glob=each), place) for place in places)), None)  # fmt: skip
         return NoMatchError(
-            f"no {'tensor' if slash else 'name in a state dict'} matches {rule.glob!r}", where=where,
+            f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}", where=where,
             expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}" if known else "a path, with a slash",
+            hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}" if as_path and not slash else None,
         )  # fmt: skip
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:
         """Note what the rules did not name and goes all the same, and what of floating point they LEFT."""
-        along = [path for tie in ties if tie.rule for path in tie.paths if path not in {*tie.named}]
+        along = []
+        for tie in ties:
+            if tie.rule and len(tie.named) < len(tie.places):
+                named = set(tie.named)
+                along += [path for path in tie.paths if path not in named]
         if along:
             is_one = "it is" if len(along) == 1 else "each is"
             self.changes.notes.append(f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what --dtype names")  # fmt: skip
-        if left:
-            self.changes.notes.append(
-                f"{count(len(left), 'floating-point tensor')} beside the weights stayed ({some(left, _SHOWN)}): --dtype 'PATH=DTYPE' names them"
-            )
+        if left and self.bare:
+            first, slash, _ = left[0].partition("/")
+            glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
+            why = f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name {'some' if len(left) > 1 else 'it'}"
+            self.changes.not_cast.setdefault(why, []).extend(left)
 
 
 def _upwards(place: Place) -> Iterator[Place]:

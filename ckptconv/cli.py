@@ -89,6 +89,19 @@ _PATH = click.Path(path_type=str)
 _debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
+def _no_flag_as_replacement(
+    context: click.Context, _: click.Parameter, value: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """VALUE, unless a replacement was forgotten and what follows was taken for it: ``--rename REGEX --dry-run`` would write."""
+    flags = {flag for option in context.command.params for flag in option.opts}
+    for regex, replacement in value:
+        if replacement in flags:
+            raise click.BadParameter(
+                f"{replacement} stands where the replacement for {regex!r} should be ('' takes it out)"
+            )
+    return value
+
+
 #: What takes a part of a checkpoint and edits names.
 _EDITS = (
     click.option(
@@ -112,7 +125,14 @@ _EDITS = (
     click.option(
         "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
     ),
-    click.option("--rename", metavar="REGEX REPL", nargs=2, multiple=True, help="Replace in names, as re.sub does."),
+    click.option(
+        "--rename",
+        metavar="REGEX REPL",
+        nargs=2,
+        multiple=True,
+        callback=_no_flag_as_replacement,
+        help="Replace in names, as re.sub does.",
+    ),
     click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict."),
 )
 
@@ -127,7 +147,7 @@ def _edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.group(epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
-    """Change what a PyTorch checkpoint says about its tensors (device, names, container), without running it, loading it, or having its devices."""
+    """Change what a PyTorch checkpoint says about its tensors (device, names, dtype, container), without running it, loading it, or having its devices."""
 
 
 @cli.command("inspect", epilog="Example: ckptconv inspect model.pt --sort size --limit 10")
@@ -325,26 +345,27 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
 @click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else.")
 @_edit_options
 @click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; the exit status says it.")
-@click.option("-v", "--verbose", is_flag=True, help="List everything that differs.")
+@click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
+@click.option("-v", "--verbose", is_flag=True, help="List everything that differs, as in a pipe.")
 @_debug
 def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any) -> int:  # noqa: ARG001 - read before
-    """Say what the checkpoints A and B, in whatever containers, do not have in common: names, dtypes, shapes, devices, values, and what is no tensor.
+    """Say whether two checkpoints are the same, and where not.
 
-    Exits with 0 if they are the same, 1 if they are different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. The edits of parts and names are for A; they apply in the order that convert has. Where one is safetensors, the state dict of the other is taken.
+    Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B; where one is safetensors, the state dict of the other is taken. Exits with 0 if they are the same, 1 if they are different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. --state-dict, --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of names are for A. They apply in the order that convert has.
     """
     names_only = flags["names_only"]
     edits = Edits(
         select=flags["select"], state_dict=flags["state_dict"], include=flags["include"], exclude=flags["exclude"],
         strip_prefix=flags["strip_prefix"], rename=flags["rename"], add_prefix=flags["add_prefix"], unwrap=flags["unwrap"],
     )  # fmt: skip
+    look = _look(sys.stdout)
+    brief = look.width is not None and not (verbose or as_json)
     found = compare(
-        a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, progress=partial(_progress, quiet=quiet)
+        a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, brief=brief, progress=partial(_progress, quiet=quiet)
     )  # fmt: skip
-    if as_json and not quiet:
+    if as_json:
         click.echo(json.dumps(difference_as_dict(found)))
     elif not quiet:
-        look = _look(sys.stdout)
         for line in render.difference_lines(found, look, everything=verbose, names_only=names_only):
             click.echo(line, color=look.colour)
     return 0 if found.same else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptconv.model import Changes, Checkpoint
+from ckptconv.model import Changes, Checkpoint, Dropped
 from ckptconv.views import Group, Views, packed_ranges
 
 __all__ = ["compact"]
@@ -20,7 +20,7 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
         views.restate(storage, [Group(users)], pack=True)
         storages, dropped = storages + 1, dropped + before - storage.nbytes
     views.conclude()
-    changes.compacted = (storages, dropped)
+    changes.compacted = Dropped(storages, dropped)
     if not storages:
         changes.notes.append(
             "tensors show every byte of the storages that could be compacted, so --compact changed nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckptconv.errors import DangerousError, RefusedError, UsageError
 from ckptconv.formats import WRITERS, safetensors, torchscript
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
-from ckptconv.model import Checkpoint, Edits, Plan, Progress, Report
+from ckptconv.model import Checkpoint, Edits, Overflow, Plan, Progress, Report
 from ckptconv.names import strings
 from ckptconv.safe_loader import is_allowed
 from ckptconv.sources import Readable, Source
@@ -101,7 +101,8 @@ def edits_from(
 def _check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {flag!r}; a part is taken with select=PATH")
+            part = "; a part is taken with select=PATH" if name == "state_dict" else ""
+            raise TypeError(f"{name} must be True or False, not {flag!r}{part}")
 
 
 def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -135,7 +136,7 @@ def run(
                 checkpoint, path, edits, format=meant or usual_format(path.name, checkpoint.format),
                 copy_tied=copy_tied, allow_unsafe=allow_unsafe,
             )  # fmt: skip
-        overflowed: Mapping[str, int] = {}
+        overflowed: Overflow = {}
         if not dry_run:
             with progress(plan.file.size) if progress else nullcontext() as tick:
                 overflowed = output.write(plan.file, source, replace=force, verify=verify, progress=tick)
@@ -144,7 +145,7 @@ def run(
         )  # fmt: skip
 
 
-def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Mapping[str, int]) -> Report:
+def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow) -> Report:
     """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED."""
     return Report(
         str(source.path), str(plan.file.path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.dtypes import BY_NAME
@@ -42,6 +43,12 @@ class DTypeRule:
 
     glob: str | None
     dtype: str
+
+    def is_within(self, other: DTypeRule) -> bool:
+        """Whether this glob means less than OTHER's, as far as their texts tell: OTHER's fits this one's, and not the other way round."""
+        return (
+            self.glob is not None and other.glob is not None and fnmatchcase(self.glob, other.glob) and not fnmatchcase(other.glob, self.glob)
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return self.dtype if self.glob is None else f"{self.glob}={self.dtype}"
@@ -84,7 +91,7 @@ def _split(text: str) -> tuple[str | None, str]:
 def _rule(glob: str | None, word: str) -> DTypeRule:
     name = _NAMES.get(word.strip().removeprefix("torch.").lower())
     if name is None or glob == "":
-        expected = "a dtype like fp32, fp16, bf16, float8_e4m3fn" + (
+        expected = "a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2" + (
             ", after a glob like '*.norm.*'" if glob == "" else ""
         )
         raise UsageError(

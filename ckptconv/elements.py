@@ -46,7 +46,7 @@ def part_of(data: Data, offset: int, length: int) -> Span | Inflate | Part | Cha
     assert not isinstance(data.of, (Part, Gather))
     inner = part_of(data.of, offset // new * old, length // new * old)
     assert not isinstance(inner, Cast)
-    return replace(data, of=inner, length=length)
+    return replace(data, of=inner, length=length, shown=())
 
 
 def _within(chain: Chain, offset: int, length: int) -> Iterator[Span]:
@@ -90,5 +90,5 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     if not (cast or swapped or info.conj or info.neg):
         return elements
     return Cast(
-        elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, swap=False, path=cast.path if cast else ""
+        elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
     )  # fmt: skip

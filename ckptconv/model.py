@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ckptconv.dtype_rules import DTypeRule
 from ckptconv.graph import Call, Global, Graph, PersistentId, Value
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK",
     "Cast",
+    "CastCount",
     "Chain",
     "Changes",
     "Checkpoint",
     "Data",
     "DeviceArgument",
+    "Dropped",
     "Edits",
     "Gather",
     "Inflate",
@@ -30,6 +32,7 @@ __all__ = [
     "LeftBehind",
     "NameChange",
     "OutFile",
+    "Overflow",
     "Part",
     "Piece",
     "Place",
@@ -95,8 +98,8 @@ class Gather:
 class Cast:
     """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
 
-    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED: in OF the bytes of each number stand the other way round; SWAP: so they shall stand in the result.
-    ``path`` is where what does not fit NEW is said to stand.
+    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED_IN: in OF the bytes of each number stand the other way round; SWAPPED_OUT: so they shall stand in the result.
+    ``paths`` are those of the tensors that show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
     """
 
     of: Span | Inflate | Part | Chain | Gather
@@ -105,9 +108,10 @@ class Cast:
     length: int
     conj: bool = False
     neg: bool = False
-    swapped: bool = False
-    swap: bool = False
-    path: str = ""
+    swapped_in: bool = False
+    swapped_out: bool = False
+    paths: tuple[str, ...] = ()
+    shown: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -288,12 +292,27 @@ class NameChange:
     new: str
 
 
+class CastCount(NamedTuple):
+    """How many tensors were cast, ties once, and the bytes of their storages before and after."""
+
+    tensors: int
+    nbytes_before: int
+    nbytes_after: int
+
+
+class Dropped(NamedTuple):
+    """How many storages lost bytes, and the bytes that they lost."""
+
+    storages: int
+    nbytes: int
+
+
 @dataclass
 class Changes:
     """What the edits change, for ``--dry-run`` and the report.
 
-    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to the number of tensors and the bytes of their storages before and after; ``uncast`` maps
-    why tensors keep a dtype that was to go to their paths; ``separated`` are groups of paths that shared a storage. ``compacted`` are the number of storages that lost bytes, and the bytes. ``rng_states`` are the
+    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to what was cast so; ``not_cast`` maps
+    why tensors keep their dtype to their paths; ``separated`` has for each storage that was taken apart the paths of those that go on sharing one, by their dtype. ``compacted`` is what storages lost. ``rng_states`` are the
     paths of those that were kept on or brought to the CPU.
     """
 
@@ -301,10 +320,10 @@ class Changes:
     names: list[NameChange] = field(default_factory=list)
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
-    dtypes: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
-    uncast: dict[str, list[str]] = field(default_factory=dict)
-    separated: list[list[str]] = field(default_factory=list)
-    compacted: tuple[int, int] = (0, 0)
+    dtypes: dict[tuple[str, str], CastCount] = field(default_factory=dict)
+    not_cast: dict[str, list[str]] = field(default_factory=dict)
+    separated: list[dict[str, list[str]]] = field(default_factory=list)
+    compacted: Dropped = field(default_factory=lambda: Dropped(0, 0))
     rng_states: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -349,8 +368,8 @@ class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
 
     ``formats`` are the source's and the target's, ``size`` is that of the target. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
-    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` by path how many numbers were too large for their new
-    dtype (which only writing can tell).
+    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` how many numbers were too large for their new
+    dtype, by the paths of the tensors that share their storage (which only writing can tell).
     """
 
     src: str
@@ -363,8 +382,11 @@ class Report:
     notes: tuple[str, ...]
     seconds: float
     written: bool
-    overflowed: Mapping[str, int] = field(default_factory=dict)
+    overflowed: Overflow = field(default_factory=dict)
 
+
+#: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
+Overflow: TypeAlias = Mapping[tuple[str, ...], int]
 
 #: Called with the number of bytes written since the last call.
 Progress: TypeAlias = Callable[[int], None]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptconv import linux
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.model import BLOCK, OutFile, Progress
+from ckptconv.model import BLOCK, OutFile, Overflow, Progress
 from ckptconv.sources import Readable
 from ckptconv.transfer import Transfer
 
@@ -46,8 +46,8 @@ def check_target(path: Path, *, replace: bool) -> None:
 
 def write(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
-) -> dict[str, int]:
-    """Write FILE, whose ranges come from SOURCE; by path, how many numbers were too large for their new dtype. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
+) -> Overflow:
+    """Write FILE, whose ranges come from SOURCE; what overflowed. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
     REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
     """

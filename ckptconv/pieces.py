@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Protocol
@@ -16,7 +16,7 @@ from ckptconv.elements import spooled
 from ckptconv.model import Cast, Chain, Gather, Inflate, Part, Piece, Span
 from ckptconv.sources import Readable
 
-__all__ = ["CastBuffer", "Pieces"]
+__all__ = ["CastBuffer", "Pieces", "fillings"]
 
 
 class CastBuffer(Protocol):
@@ -24,7 +24,7 @@ class CastBuffer(Protocol):
 
     room: memoryview
 
-    def cast(self, filled: int) -> tuple[memoryview, int]: ...
+    def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]: ...
 
 
 class Pieces:
@@ -38,8 +38,8 @@ class Pieces:
         self._tensors = _modules() if needed else None
         #: Bytes that are needed in FOLDER for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
-        #: By the path of a :class:`Cast`, how many of its numbers were too large for their new dtype.
-        self.overflowed: dict[str, int] = {}
+        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show were too large for their new dtype.
+        self.overflowed: dict[tuple[str, ...], int] = {}
 
     def __enter__(self) -> Pieces:
         return self
@@ -81,33 +81,29 @@ class Pieces:
     def count_overflow(self, piece: Cast, numbers: int) -> None:
         """Remember that so many NUMBERS of PIECE were too large."""
         if numbers:
-            self.overflowed[piece.path] = self.overflowed.get(piece.path, 0) + numbers
+            self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + numbers
 
     def _cast(self, piece: Cast) -> Iterator[memoryview]:
         """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum. Raises MalformedError."""
         buffer = self.buffer_for(piece, ranges.BUFFER)
-        expected = piece.of.crc32 if isinstance(piece.of, Span) else None
-        filled = crc32 = 0
-        for chunk in self.chunks(piece.of):
-            if expected is not None:
-                crc32 = zlib.crc32(chunk, crc32)
-            left = memoryview(chunk)
-            while left:
-                length = min(len(left), len(buffer.room) - filled)
-                buffer.room[filled : filled + length] = left[:length]
-                filled, left = filled + length, left[length:]
-                if filled == len(buffer.room):
-                    yield self._done(piece, buffer, filled)
-                    filled = 0
-        if filled:
-            yield self._done(piece, buffer, filled)
-        if isinstance(piece.of, Span):
-            check_crc32(expected, crc32, f"{piece.of.source.path} at byte {piece.of.offset}")
+        at = 0
+        for filled in fillings(self._checked(piece.of), buffer.room):
+            result, overflowed = buffer.cast(filled, at, piece.shown)
+            self.count_overflow(piece, overflowed)
+            at += filled
+            yield result
 
-    def _done(self, piece: Cast, buffer: CastBuffer, filled: int) -> memoryview:
-        result, overflowed = buffer.cast(filled)
-        self.count_overflow(piece, overflowed)
-        return result
+    def _checked(self, piece: Span | Inflate | Part | Chain | Gather) -> Iterator[bytes | memoryview]:
+        """The bytes of PIECE, compared with its checksum where it has one when all of them are given."""
+        expected = piece.crc32 if isinstance(piece, Span) else None
+        if expected is None or not isinstance(piece, Span):
+            yield from self.chunks(piece)
+            return
+        crc32 = 0
+        for chunk in self.chunks(piece):
+            crc32 = zlib.crc32(chunk, crc32)
+            yield chunk
+        check_crc32(expected, crc32, f"{piece.source.path} at byte {piece.offset}")
 
     def _whole(self, data: Span | Inflate) -> Span:
         """DATA where it can be read at any place: what is deflated is inflated once."""
@@ -124,6 +120,22 @@ class Pieces:
                 for chunk in ranges.inflated(data):
                     file.write(chunk)
         return self._inflated[id(data)]
+
+
+def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
+    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each time that it is full, and at the end."""
+    filled = 0
+    for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            length = min(len(left), len(room) - filled)
+            room[filled : filled + length] = left[:length]
+            filled, left = filled + length, left[length:]
+            if filled == len(room):
+                yield filled
+                filled = 0
+    if filled:
+        yield filled
 
 
 def _modules() -> tuple[ModuleType, ModuleType]:

@@ -10,11 +10,11 @@ from math import isinf, prod
 from typing import Any, TypedDict
 
 from ckptconv import formats
+from ckptconv.comparison import Difference, OnlyIn, TensorDifference
 from ckptconv.customs import StateDict, read_customs
 from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis import Finding, diagnose
 from ckptconv.diagnosis.machine import Machine, this_machine
-from ckptconv.differences import Difference, OnlyIn, TensorDifference
 from ckptconv.glimpses import glimpse, is_flat
 from ckptconv.graph import (
     Call,
@@ -317,14 +317,11 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
         "ties": [list(tie) for tie in report.ties],
         "unprefixed": changes.unprefixed,
-        "dtypes": [
-            {"old": old, "new": new, "tensors": tensors, "nbytes_before": before, "nbytes_after": after}
-            for (old, new), (tensors, before, after) in changes.dtypes.items()
-        ],
-        "not_cast": changes.uncast,
+        "dtypes": [{"old": old, "new": new, **done._asdict()} for (old, new), done in changes.dtypes.items()],
+        "not_cast": changes.not_cast,
         "separated": changes.separated,
-        "overflowed": dict(report.overflowed),
-        "compacted": {"storages": changes.compacted[0], "nbytes": changes.compacted[1]},
+        "overflowed": [{"paths": list(paths), "numbers": numbers} for paths, numbers in report.overflowed.items()],
+        "compacted": changes.compacted._asdict(),
         "rng_states": changes.rng_states,
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
@@ -341,6 +338,7 @@ def difference_as_dict(difference: Difference) -> dict[str, Any]:
         "same": difference.same,
         "tensors": difference.tensors,
         "nbytes": difference.nbytes,
+        "near": difference.near,
         "only_in_a": [_only_in(found) for found in difference.only_in_a],
         "only_in_b": [_only_in(found) for found in difference.only_in_b],
         "differing": [_differing(found) for found in difference.differing],
@@ -365,9 +363,10 @@ def _differing(found: TensorDifference) -> dict[str, Any]:
             for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
         },
         "values": values and {
-            "elements": values.elements, "differing": values.differing,
+            "elements": values.elements, "differing": values.differing, "not_finite": values.not_finite,
             "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
         },
+        "rng_state": found.rng_state,
     }  # fmt: skip
 
 

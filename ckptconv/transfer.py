@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptconv import linux, ranges
 from ckptconv.checksums import Sums
 from ckptconv.errors import OutputError
-from ckptconv.model import BLOCK, Cast, Chain, Late, OutFile, Part, Piece, Progress, Span
+from ckptconv.model import BLOCK, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
 from ckptconv.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Transfer:
         self.pieces = Pieces(file.pieces, file.path.parent)
         self.sums = Sums([each for each in file.sums if not isinstance(each, Cast)])
         self.cast_sums: dict[int, int] = {}  # by the id of the piece
-        #: By path, how many numbers were too large for the dtype that they were cast to.
-        self.overflowed: dict[str, int] = {}
+        #: What was too large for the dtype that it was cast to.
+        self.overflowed: Overflow = {}
 
     def __enter__(self) -> Transfer:
         self.sums.__enter__()

@@ -34,11 +34,11 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """VIEWS of one storage that share its bytes. DTYPE is what they become, None: they keep theirs. PATH is where they are said to stand."""
+    """VIEWS of one storage that share its bytes. DTYPE is what they become, None: they keep theirs. PATHS are where they stand."""
 
     views: list[View]
     dtype: str | None = None
-    path: str = ""
+    paths: tuple[str, ...] = ()
 
 
 class Views:
@@ -46,6 +46,7 @@ class Views:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self.byteorder = checkpoint.byteorder
         self._of_call: dict[int, View] = {}
         self._words: dict[str, Global] = {}
         self._nodes: dict[int, dict[Storage, PersistentId]] = {}  # what a reference becomes on each storage
@@ -64,7 +65,9 @@ class Views:
         parts: dict[int, StridedPart] = {}  # by the id of the call
         for node in nodes:
             part = strided_part(node) if isinstance(node, Call) else None
-            info = reader.strided_or_none(part.function, part.args.items) if part else None
+            info = self._checkpoint.tensor_nodes.get(id(node)) if part else None  # read already
+            if part and info is None:
+                info = reader.strided_or_none(part.function, part.args.items)
             if part is None or info is None or info.storage is None or not isinstance(node, Call):
                 continue
             reference = part.args.items[0]
@@ -94,7 +97,8 @@ class Views:
             data = _packed(whole, ranges)
             old = group.views[0].info.dtype
             if group.dtype and group.dtype != old:
-                data = _cast(data, old, group.dtype, group.path, self._checkpoint.byteorder)
+                shown = reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
+                data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
             own = storage if i == 0 else Storage(self._new_key(storage.key), storage.device, 0, data)
             own.data, own.nbytes = data, data.length
             for view in group.views:
@@ -121,6 +125,8 @@ class Views:
             assert isinstance(new, Global)
             numel = view.storage.nbytes // BY_STORAGE_CLASS[new.name].itemsize
             known[view.storage] = PersistentId(Tuple([kind, new, view.storage.key, tag, numel]), view.reference.order)
+        else:
+            self._checkpoint.graph.shared.add(known[view.storage])
         part = strided_part(view.call)
         assert part is not None
         args = [known[view.storage], view.info.offset, *part.args.items[2:]]
@@ -159,6 +165,9 @@ class Views:
     def conclude(self) -> None:
         """Let the checkpoint's tables say what its graph says now."""
         checkpoint = self._checkpoint
+        for nodes in self._nodes.values():
+            for node in nodes.values() if len(nodes) > 1 else ():  # each is made where it is needed first
+                node.order = None
         checkpoint.references = [
             Reference(node, storage)
             for each in checkpoint.references
@@ -177,7 +186,11 @@ class Views:
 
 
 def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
-    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that NODES, reached from ROOTS, have in them."""
+    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that NODES, reached from ROOTS, have in them.
+
+    A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class, (STORAGE, ...), state)``. Arguments are tuples, which others can have
+    as well: then it stands elsewhere too.
+    """
     arguments = {id(part.args): part.args for part in parts.values()}
     outer = {id(node.args): part.args for node in nodes if isinstance(node, Call) and (part := parts.get(id(node))) and part.nested}  # fmt: skip
     yield from roots
@@ -205,14 +218,19 @@ def extent(info: TensorInfo) -> Range:
 
 
 def packed_ranges(data: Data, views: list[View]) -> list[Range]:
-    """The bytes of DATA that VIEWS reach over, in whole elements of the widest dtype; all of them where they cannot be taken apart."""
-    dtypes = [dtype_called(view.info.dtype) for view in views]
-    if _is_deflated(data) or any(dtype.packed != 1 for dtype in dtypes):
+    """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
+    is_deflated = isinstance(data.of if isinstance(data, Cast) else data, Inflate)
+    if is_deflated or any(dtype_called(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
-    unit = max(dtype.itemsize for dtype in dtypes)
+    return reach(views, data.length)
+
+
+def reach(views: list[View], length: int) -> list[Range]:
+    """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
+    unit = max(max(dtype_called(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
     ranges: list[Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
-        start, stop = start // unit * unit, min(-(-stop // unit) * unit, data.length)
+        start, stop = start // unit * unit, min(-(-stop // unit) * unit, length)
         if ranges and start <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
         else:
@@ -220,8 +238,10 @@ def packed_ranges(data: Data, views: list[View]) -> list[Range]:
     return ranges
 
 
-def _is_deflated(data: Data) -> bool:
-    return isinstance(data.of if isinstance(data, Cast) else data, Inflate)
+def _itemsize(reference: PersistentId) -> int:
+    """The bytes of what REFERENCE counts."""
+    cls = reference.id.items[1] if isinstance(reference.id, Tuple) else None
+    return BY_STORAGE_CLASS[cls.name].itemsize if isinstance(cls, Global) else 1
 
 
 def _packed(data: Data, ranges: list[Range]) -> Data:
@@ -234,7 +254,7 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
         assert isinstance(data.of, (Span, Chain))
         of = _packed(data.of, [(start // new * old, stop // new * old) for start, stop in ranges])
         assert isinstance(of, (Span, Chain))
-        return replace(data, of=of, length=length)
+        return replace(data, of=of, length=length, shown=())
     parts = [part_of(data, start, stop - start) for start, stop in ranges]
     whole = data.whole if isinstance(data, Chain) else data
     assert isinstance(whole, Span)
@@ -242,13 +262,16 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
     return Chain(tuple(span for span in spans if isinstance(span, Span)), whole, length)
 
 
-def _cast(data: Data, old: str, new: str, path: str, byteorder: str) -> Cast:
-    """DATA, whose elements are of the dtype OLD, as NEW, in the same order of bytes."""
+def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]) -> Cast:
+    """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes. SHOWN are the bytes that matter, none: all."""
     assert not isinstance(data, Cast)
+    new = group.dtype or old
     big = byteorder == "big"
     before, after = BY_NAME[old].itemsize, BY_NAME[new].itemsize
-    length = data.length // before * after
-    return Cast(data, old, new, length, swapped=big and before > 1, swap=big and after > 1, path=path)
+    return Cast(
+        data, old, new, data.length // before * after, swapped_in=big and before > 1, swapped_out=big and after > 1, paths=group.paths,
+        shown=tuple((start // before, stop // before) for start, stop in shown),
+    )  # fmt: skip
 
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:

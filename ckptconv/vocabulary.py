@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
-from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import MalformedError
 from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
 from ckptconv.model import Checkpoint, Inflate, Place, Reference, Span, Storage, TensorInfo
@@ -38,7 +38,8 @@ def checkpoint_of(
         if isinstance(call.callable, PersistentId):
             raise MalformedError("a storage is called as if it were a class", where=where)
     storages: dict[str, Storage] = {}
-    references = [Reference(node, _storage(node, storages, record, where)) for node in graph.references]
+    classes: dict[str, DType] = {}
+    references = [Reference(node, _storage(node, storages, classes, record, where)) for node in graph.references]
     arguments = [argument for call in graph.calls for argument in device_arguments(call)]
     places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes)
     notes = partial_notes(tensors)
@@ -130,9 +131,13 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
 
 
 def _storage(
-    node: PersistentId, storages: dict[str, Storage], record: Callable[[str], Span | Inflate | None], where: str
+    node: PersistentId,
+    storages: dict[str, Storage],
+    classes: dict[str, DType],
+    record: Callable[[str], Span | Inflate | None],
+    where: str,
 ) -> Storage:
-    """The storage that NODE names; STORAGES gains it."""
+    """The storage that NODE names; STORAGES gains it, and CLASSES what its class says."""
     expected = "('storage', class, key, location, elements)"
     items = node.id.items if isinstance(node.id, Tuple) else []
     if len(items) != 5 or text_of(items[0]) != "storage":
@@ -149,7 +154,13 @@ def _storage(
         )
     if key is None or not tag or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
-    nbytes = numel * BY_STORAGE_CLASS[cls.name].itemsize
+    dtype = BY_STORAGE_CLASS[cls.name]
+    nbytes = numel * dtype.itemsize
+    first = classes.setdefault(key, dtype)
+    if first.name != dtype.name and nbytes:  # torch has one for each storage: that of the first reference
+        raise MalformedError(
+            f"storage {key} is described in two ways", where=where, expected=first.storage_class, got=cls.name
+        )
     known = storages.get(key)
     if known is None:
         data = record(key)

@@ -117,13 +117,13 @@ class Workers:
         data = buffer.room[:length]
         ranges.read_into(piece.of, offset, data)
         crc32_read = zlib.crc32(data) if isinstance(piece.of, Span) and piece.of.crc32 is not None else 0
-        result, overflowed = buffer.cast(length)
+        result, overflowed = buffer.cast(length, offset, piece.shown)
         self._write(at, result)
         return _Done(length, crc32_read, len(result), zlib.crc32(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
         """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is slow."""
-        key = replace(piece, of=_NOTHING, length=BLOCK, path="")
+        key = replace(piece, of=_NOTHING, length=BLOCK, paths=(), shown=())
         if getattr(self._own, "key", None) != key:
             self._own.key = key
             self._own.buffer = self._pieces.buffer_for(key, BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from math import isfinite
 
@@ -52,8 +53,10 @@ def patterns(name: str) -> torch.Tensor:
     return words.contiguous().view(dtype)
 
 
-def cast(numbers: torch.Tensor, new: str, most: int = 1 << 22, **bits: bool) -> tuple[torch.Tensor, int]:
-    """NUMBERS as NEW, so many bytes at once, and how many were too large."""
+def cast(
+    numbers: torch.Tensor, new: str, most: int = 1 << 22, shown: Sequence[tuple[int, int]] = (), **bits: bool
+) -> tuple[torch.Tensor, int]:
+    """NUMBERS as NEW, so many bytes at once, and how many of those that are SHOWN were too large."""
     data = numbers.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = getattr(torch, new)
     of = Span(None, 0, len(data))  # type: ignore[arg-type]
@@ -62,7 +65,7 @@ def cast(numbers: torch.Tensor, new: str, most: int = 1 << 22, **bits: bool) -> 
     for at in range(0, len(data), len(buffer.room)):
         chunk = data[at : at + len(buffer.room)]
         buffer.room[: len(chunk)] = chunk
-        result, n = buffer.cast(len(chunk))
+        result, n = buffer.cast(len(chunk), at, shown)
         out += result
         overflowed += n
     return torch.frombuffer(out, dtype=dtype), overflowed
@@ -174,7 +177,7 @@ def test_bytes_are_turned_round_on_both_sides(old: str, new: str, swapped: bool,
 
     numbers = torch.cat([patterns(old), torch.zeros(3).to(getattr(torch, old))])
     wanted = by_torch(numbers, new)
-    found, _ = cast(turned(numbers) if swapped else numbers, new, 1 << 10, swapped=swapped, swap=swap)
+    found, _ = cast(turned(numbers) if swapped else numbers, new, 1 << 10, swapped_in=swapped, swapped_out=swap)
     assert_bits(found, turned(wanted) if swap else wanted)
 
 
@@ -194,3 +197,12 @@ def test_every_target_is_among_them() -> None:
     assert {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and getattr(torch, name).is_floating_point} <= {
         *FLOATS, "double", "float", "half", "float4_e2m1fn_x2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [4, 40, 1 << 22])
+def test_what_no_tensor_shows_does_not_count(most: int) -> None:
+    """Wherever the blocks end, those numbers count that stand in one of the ranges."""
+    numbers = torch.arange(100.0) * 1000  # from 66 on they are too large
+    assert cast(numbers, "float16", most)[1] == 34
+    assert cast(numbers, "float16", most, [(0, 66)])[1] == 0
+    assert cast(numbers, "float16", most, [(3, 5), (60, 70), (97, 100)])[1] == 4 + 3

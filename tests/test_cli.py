@@ -368,3 +368,13 @@ def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
         1,
         "ckptconv: cannot write to standard output: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("flag", ["-n", "--dry-run", "-f", "--to"])
+def test_a_flag_is_no_replacement(
+    fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    """A forgotten replacement does not turn a dry run into a conversion."""
+    assert main(["convert", str(fixtures / "cpu.pt"), str(tmp_path / "out.pt"), "--rename", "conv", flag]) == 2
+    assert f"{flag} stands where the replacement for 'conv' should be" in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists()

@@ -253,3 +253,22 @@ def test_with_a_cast(dtype: Any, tmp_path: Path) -> None:
         views = [other for other in found.values() if other.untyped_storage()._cdata == key]
         assert merged(views) == [(0, tensor.untyped_storage().nbytes() // tensor.itemsize)]
         assert min(extent(view)[0] for view in views) == 0
+
+
+def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
+    """Bytes on a storage that is said to be of doubles: what is left of it is a number of doubles."""
+    base = torch.arange(64, dtype=torch.uint8).view(torch.uint16)[1:2]
+    torch.save({"a": base}, tmp_path / "src.pt")
+    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    pickled = records["src/data.pkl"].replace(b"ctorch.storage\nUntypedStorage\n", b"ctorch\nDoubleStorage\n")
+    records["src/data.pkl"] = pickled.replace(b"K\x40", b"K\x08", 1)
+    assert records["src/data.pkl"].count(b"DoubleStorage") == 1
+    with zipfile.ZipFile(tmp_path / "src.pt", "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    assert torch.load(tmp_path / "src.pt")["a"].tolist() == base.tolist()
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    assert report.changes.compacted == (1, 56)
+    found = torch.load(tmp_path / "dst.pt")["a"]
+    assert (found.tolist(), found.untyped_storage().nbytes()) == (base.tolist(), 8)

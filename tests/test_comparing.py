@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.differences import ValueDifference
+from ckptconv.comparison import ValueDifference
 from ckptconv.tensors.comparing import Comparer, comparable
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -30,10 +30,14 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def compared(a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:  # fmt: skip
     """What a comparer says of A and B, given so many elements AT_ONCE."""
-    comparer = Comparer(name(a.dtype), name(b.dtype), a.numel(), rtol, atol)
+    comparer = Comparer(name(a.dtype), name(b.dtype), rtol, atol)
     for start in range(0, a.numel(), at_once):
         comparer.add(raw(a[start : start + at_once]), raw(b[start : start + at_once]))
-    return comparer.result()
+    return result(comparer, a.numel())
+
+
+def result(comparer: Comparer, elements: int) -> ValueDifference:
+    return ValueDifference(elements, comparer.differing, comparer.largest, comparer.largest_relative, comparer.not_finite)  # fmt: skip
 
 
 def bits(dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
@@ -54,14 +58,16 @@ def odd(dtype: torch.dtype) -> list[bytes]:
     return [number.to_bytes(dtype.itemsize, "little", signed=number < 0) for number in (info.min, info.max, 0, 1)]
 
 
-def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float, float]:
-    """Differing elements, largest absolute and relative difference, computed plainly on real numbers."""
+def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:
+    """Differing elements, those that are not finite, and the largest absolute and relative difference of the others, computed plainly on real numbers."""
     x, y = (t.float().double() if t.dtype.itemsize == 1 else t.double() for t in (a, b))
     differing = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
     unequal = ~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
-    apart = (x - y).abs()[unequal].nan_to_num(nan=inf, posinf=inf)
-    relative = ((x - y).abs() / y.abs())[unequal].nan_to_num(nan=inf, posinf=inf)
-    return int(differing.sum()), max(apart.tolist(), default=0.0), max(relative.tolist(), default=0.0)
+    finite = unequal & x.isfinite() & y.isfinite()
+    apart = (x - y).abs()[finite]
+    relative = (apart / y.abs()[finite]).nan_to_num(nan=inf, posinf=inf)
+    most = [max(numbers.tolist(), default=0.0) for numbers in (apart, relative)]
+    return ValueDifference(a.numel(), int(differing.sum()), *most, int((unequal & ~finite).sum()))
 
 
 @given(st.data())
@@ -71,8 +77,7 @@ def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         b = torch.where(torch.tensor([True, False, True, True, False, True, True]), a.double(), b.double()).to(a.dtype)
     rtol, atol = data.draw(st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 1.0), (0.5, 3.0)]))
-    found = compared(a, b, at_once=data.draw(st.integers(1, 9)), rtol=rtol, atol=atol)
-    assert (found.differing, found.largest, found.largest_relative) == by_torch(a, b, rtol, atol)
+    assert compared(a, b, at_once=data.draw(st.integers(1, 9)), rtol=rtol, atol=atol) == by_torch(a, b, rtol, atol)
 
 
 @given(st.data())
@@ -100,10 +105,10 @@ def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
     found = compared(a, b)
     halves = {4: torch.float16, 8: torch.float32, 16: torch.float64}
     x, y = (t.view(halves[t.dtype.itemsize]).double().view(-1, 2) for t in (a, b))
-    parts = torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
-    unequal = ~parts.all(1)
-    apart = torch.view_as_complex(torch.where(parts, 0.0, x - y)).abs()[unequal].nan_to_num(nan=inf, posinf=inf)
-    assert found.differing == int(unequal.sum())
+    unequal = ~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True).all(1)
+    finite = unequal & (x.isfinite() & y.isfinite()).all(1)
+    apart = torch.view_as_complex(x - y).abs()[finite]
+    assert (found.differing, found.not_finite) == (int(unequal.sum()), int((unequal & ~finite).sum()))
     assert found.largest == pytest.approx(max(apart.tolist(), default=0.0), rel=1e-12)
 
 
@@ -115,14 +120,17 @@ def test_what_equals_itself(data: st.DataObject) -> None:
 
 
 def test_special_numbers() -> None:
-    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and is infinitely far from the rest."""
+    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and what is not finite on one side is counted, whatever the tolerance, and no distance."""
     nan = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
     assert compared(nan, torch.full((2,), float("nan"))).differing == 0
     assert compared(torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])) == ValueDifference(2, 0, 0, 0.0)
     assert compared(torch.tensor([inf, -inf]), torch.tensor([inf, -inf])).differing == 0
     for other in (1.0, -inf, float("nan")):
-        assert compared(torch.tensor([inf]), torch.tensor([other])) == ValueDifference(1, 1, inf, inf)
+        assert compared(torch.tensor([inf]), torch.tensor([other])) == ValueDifference(1, 1, 0.0, 0.0, 1)
         assert compared(torch.tensor([other]), torch.tensor([inf]), rtol=0.5, atol=1.0).differing == 1
+    mixed = torch.tensor([inf, 1.0, float("nan"), 2.0]), torch.tensor([1.0, 1.5, 0.0, 2.0])
+    assert compared(*mixed) == ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2)
+    assert compared(*mixed, at_once=1) == compared(*mixed)
 
 
 def test_truth_and_mixed_dtypes() -> None:
@@ -137,9 +145,9 @@ def test_truth_and_mixed_dtypes() -> None:
 
 def test_bits_that_are_no_numbers() -> None:
     """They are counted, byte by byte, and have no distance; with numbers they are not compared."""
-    comparer = Comparer("bits8", "bits8", 3)
+    comparer = Comparer("bits8", "bits8")
     comparer.add(memoryview(bytearray(b"abc")), memoryview(bytearray(b"abd")))
-    assert comparer.result() == ValueDifference(3, 1, None, None)
+    assert result(comparer, 3) == ValueDifference(3, 1, None, None)
     assert not comparable("bits8", "float32")
     assert not comparable("F4", "F6_E2M3")
     assert comparable("F4", "F4") and comparable("float32", "int64")
@@ -147,6 +155,6 @@ def test_bits_that_are_no_numbers() -> None:
 
 def test_what_is_near() -> None:
     """Within the tolerance nothing differs, and the comparer says that something would."""
-    comparer = Comparer("float32", "float32", 2, 0.0, 0.5)
+    comparer = Comparer("float32", "float32", 0.0, 0.5)
     comparer.add(raw(torch.tensor([1.0, 2.0])), raw(torch.tensor([1.0, 2.25])))
-    assert comparer.is_near and comparer.result() == ValueDifference(2, 0, 0.25, 0.25 / 2.25)
+    assert comparer.is_near and result(comparer, 2) == ValueDifference(2, 0, 0.25, 0.25 / 2.25)

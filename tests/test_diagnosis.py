@@ -165,9 +165,9 @@ def test_no_torch_is_needed(fixtures: Path) -> None:
     [
         ("module.", ["--strip-prefix", "module."]),
         ("_orig_mod.", ["--strip-prefix", "_orig_mod."]),
-        ("module._orig_mod.", ["--strip-prefix", "module.", "--strip-prefix", "_orig_mod."]),
-        ("_orig_mod.module.", ["--strip-prefix", "_orig_mod.", "--strip-prefix", "module."]),
-        ("_forward_module._fsdp_wrapped_module.", ["--strip-prefix", "_forward_module.", "--strip-prefix", "_fsdp_wrapped_module."]),
+        ("module._orig_mod.", ["--unwrap"]),
+        ("_orig_mod.module.", ["--unwrap"]),
+        ("_forward_module._fsdp_wrapped_module.", ["--unwrap"]),
         ("layers.0._checkpoint_wrapped_module.", ["--unwrap"]),
         ("module.a._orig_mod._fsdp_wrapped_module.b.", ["--unwrap"]),
     ],

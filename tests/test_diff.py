@@ -11,7 +11,6 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.cli import main
-from ckptconv.differences import Difference, OtherDifference, TensorDifference, ValueDifference
+from ckptconv.comparison import Difference, OtherDifference, TensorDifference, ValueDifference, compare
+from ckptconv.model import Edits
 from ckptconv.render import Look, difference_lines
 from ckptconv.sources import Readable
 
@@ -75,7 +75,7 @@ def run() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
-    """In every protocol and container that can hold it, every pair, in both directions; and with the bytes read."""
+    """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read; what comes last, where it can safetensors, also beside itself."""
     for protocol in (2, 5):
         if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
             continue
@@ -91,7 +91,8 @@ def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: 
             except ckptconv.CkptconvError:
                 continue
             files.append(out)
-        for a, b in [(a, b) for a in files for b in files if a in files[:2] or b in files[:2] or a == b]:
+        pairs = [pair for each in files for pair in ((files[0], each), (each, files[1]))]
+        for a, b in [*pairs, (files[-1], files[-1])]:
             found = ckptconv.diff(a, b)
             assert found.same, (a.name, b.name, found)
 
@@ -123,7 +124,9 @@ def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
         found = ckptconv.diff(tmp_path / a, tmp_path / b)
         assert found.same and found.tensors == 7
         (note,) = found.notes
-        assert note.startswith("not compared: ") and f" of {side} beside its tensors (optimizer, epoch, device and " in note  # fmt: skip
+        assert note.startswith("not compared: ") and f" of {side} beside its tensors (optimizer, epoch, device, classes, " in note  # fmt: skip
+        (note,) = compare(tmp_path / a, tmp_path / b, Edits(), brief=True).notes
+        assert " beside its tensors (optimizer, epoch, device and " in note
 
 
 def test_sharing_makes_no_difference_but_a_note(tmp_path: Path) -> None:
@@ -181,7 +184,8 @@ CHANGES: dict[str, tuple[Change, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path: Path) -> None:
     """Each kind of change, in both directions, also between containers."""
-    before, after = run(), copy.deepcopy(run())
+    before = run()
+    after = copy.deepcopy(before)
     change, expected = CHANGES[what]
     change(after)
     a = saved(tmp_path / "a.pt", before, pickle_protocol=protocol)
@@ -249,8 +253,8 @@ def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
     assert status(a, b, "-q", "--rtol", "1e-4") == 1
     (note,) = ckptconv.diff(a, b, rtol=2e-3).notes
     assert note.startswith("1 tensor of other values within the tolerance, apart by 0.002 at most: w")
-    for wrong in (-1.0, float("nan")):
-        with pytest.raises(ckptconv.UsageError):
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ckptconv.UsageError, match="a finite number that is not negative"):
             ckptconv.diff(a, b, atol=wrong)
 
 
@@ -435,18 +439,108 @@ def test_what_is_not_alike_gets_no_command(tmp_path: Path) -> None:
 def test_edits_are_those_of_convert(tmp_path: Path) -> None:
     """Each flag gives what ``diff`` finds between the converted A and B."""
     a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", run()["model"])
-    edits: list[dict[str, Any]] = [
-        {"state_dict": True},
-        {"select": "model", "exclude": "1.*"},
-        {"select": "model", "include": ["0.*"]},
-        {"select": "model", "rename": [("^0", "zero")]},
-        {"select": "model", "add_prefix": "module"},
+    edits: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"state_dict": True}, {}),
+        ({"select": "model"}, {"exclude": "1.*"}),
+        ({"select": "model"}, {"include": ["0.*"]}),
+        ({"select": "model", "rename": [("^0", "zero")]}, {}),
+        ({"select": "model", "add_prefix": "module"}, {}),
     ]
-    for keywords in edits:
-        ckptconv.convert(a, tmp_path / "c.pt", **keywords, force=True)
-        direct, through = ckptconv.diff(a, b, **keywords), ckptconv.diff(tmp_path / "c.pt", b)
-        assert findings(direct) == findings(through), keywords
+    for of_a, of_both in edits:
+        ckptconv.convert(a, tmp_path / "c.pt", **of_a, **of_both, force=True)
+        ckptconv.convert(b, tmp_path / "d.pt", **of_both, force=True)
+        direct, through = ckptconv.diff(a, b, **of_a, **of_both), ckptconv.diff(tmp_path / "c.pt", tmp_path / "d.pt")
+        assert findings(direct) == findings(through), (of_a, of_both)
     assert ckptconv.diff(a, b, state_dict=True).same
+
+
+def changed_run(**parts: Any) -> dict[str, Any]:
+    """A training run some steps later: other weights, another optimizer, other names beside them."""
+    later = run()
+    later["model"]["1.bias"].add_(1)
+    later["optimizer"]["state"][0]["step"].add_(1)
+    return {**later, "epoch": 4, **parts}
+
+
+def test_parts_are_taken_of_both(tmp_path: Path) -> None:
+    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the same on both sides, and nothing is said."""
+    a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", changed_run(more=torch.ones(1)))
+    bias = [("1.bias", "values")]
+    for keywords, expected in (
+        ({"select": "model"}, bias),
+        ({"select": "model", "state_dict": True}, bias),
+        ({"state_dict": True}, bias),
+        ({"state_dict": True, "include": "1.*"}, bias),
+        ({"state_dict": True, "exclude": "1.*"}, []),
+        ({"select": "optimizer"}, [("state[0]/step", "values")]),
+        ({"select": "model", "exclude": ["1.b*", "0.*"], "rename": [("^1", "1")]}, []),
+    ):
+        found = ckptconv.diff(a, b, **keywords)
+        assert (findings(found), found.notes) == (expected, ()), keywords
+    tied = saved(tmp_path / "tied.pt", {"model": {"x": torch.ones(2), "y": (ones := torch.ones(2)), "z": ones}})
+    loose = saved(tmp_path / "loose.pt", {"model": {name: torch.ones(2) for name in "xyz"}})
+    assert ckptconv.diff(loose, tied, select="model").notes == ("tied in B alone: z = y",)
+    ckptconv.convert(b, tmp_path / "b.safetensors")
+    assert findings(ckptconv.diff(b, tmp_path / "b.safetensors", include="1.*")) == []
+    assert ckptconv.diff(tmp_path / "b.safetensors", b, include="1.*").tensors == 5
+
+
+def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
+    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so; of several globs those count that mean something there."""
+    state = dict(run()["model"])
+    a, bare = saved(tmp_path / "a.pt", {"model": state}), saved(tmp_path / "bare.pt", state)
+    found = ckptconv.diff(a, bare, select="model")
+    assert found.same and found.notes == ("B has nothing at model: compared whole",)
+    save_file(state, tmp_path / "bare.safetensors")
+    found = ckptconv.diff(a, tmp_path / "bare.safetensors", select="model")
+    assert found.same and found.notes == ("B has nothing at model: compared whole",)
+    both = saved(tmp_path / "b.pt", {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")})
+    found = ckptconv.diff(both, bare, select="ema", state_dict=True)
+    assert found.notes == ("B has nothing at ema: compared whole",) and len(found.only_in_b) == 7
+    loose = saved(tmp_path / "loose.pt", [torch.ones(1)])
+    assert ckptconv.diff(a, loose, state_dict=True).notes == ("B has no state dict: compared whole",)
+    found = ckptconv.diff(bare, both, include="0.*")
+    assert found.notes == ("no name in B matches '0.*': compared whole",) and len(found.only_in_b) == 3
+    wide = saved(tmp_path / "wide.pt", {**state, "head.w": torch.ones(1)})
+    found = ckptconv.diff(wide, bare, exclude=["head.*", "0.*"])
+    assert found.same and found.tensors == 5 and found.notes == ("no name in B matches 'head.*'",)
+    found = ckptconv.diff(wide, bare, include=["head.*", "1.*"])
+    assert len(found.only_in_a) == 1 and not found.only_in_b and found.tensors == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--strip-prefix", "module.", "--rtol", "0.5"], "edits of names are for the first file"),
+        (["--rename", "^module[.]", ""], "edits of names are for the first file"),
+        (["--include", "module.0.*"], "the first file is the one that must have it"),
+    ],
+)
+def test_an_edit_that_only_b_can_have(
+    flags: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the command with the files the other way round, which runs as it is typed; in Python it says so in words."""
+    plain = saved(tmp_path / "a plain.pt", run()["model"])
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
+    assert status(plain, ddp, *flags) == 2
+    said = capsys.readouterr().err
+    before, _, command = said.strip().partition("ckptconv diff ")
+    assert before.endswith(f"; {hint}: ") and before.startswith(f"ckptconv: {plain}: no name ")
+    assert shlex.split(command) == [str(ddp), str(plain), *flags]
+    assert status(*shlex.split(command), "-q") in (0, 1)
+    if "module." in flags:
+        with pytest.raises(ckptconv.NoMatchError) as caught:
+            ckptconv.diff(plain, ddp, strip_prefix="module.")
+        assert caught.value.hint == hint
+
+
+def test_unwrap_that_changes_nothing_leaves_room_for_a_command(tmp_path: Path) -> None:
+    """The second file is the one that is wrapped; the command that is printed runs."""
+    plain = saved(tmp_path / "plain.pt", run()["model"])
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
+    suggestion = ckptconv.diff(plain, ddp, unwrap=True).suggestion
+    assert suggestion and suggestion.endswith(f"plain.pt {ddp} --add-prefix module.")
+    assert status(*shlex.split(suggestion)[2:], "-q", "--names-only") == 0
 
 
 def test_names_only(tmp_path: Path) -> None:
@@ -526,7 +620,7 @@ def test_a_view_that_repeats_its_elements_for_ever(tmp_path: Path) -> None:
         ckptconv.diff(a, b)
 
 
-def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path) -> None:
+def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings of different lengths meet in each pair of their places, once; what would take forever is refused."""
 
     def ring(n: int) -> list[Any]:
@@ -535,19 +629,12 @@ def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path) -> None:
             link.append(links[(i + 1) % n])
         return links[0]
 
-    a = saved(tmp_path / "a.pt", [torch.ones(1), ring(7)])
-    b = saved(tmp_path / "b.pt", [torch.ones(1), ring(9)])
+    a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), ring(n)]) for n in (61, 67))
     assert ckptconv.diff(a, b).same
-
-    def lattice(shift: int) -> Any:
-        levels = [[[] for _ in range(300)] for _ in range(6)]
-        for above, below in pairwise(levels):
-            for i, node in enumerate(above):
-                node.extend(below[(i * shift + j) % 300] for j in range(300))
-        return levels[0]
-
-    a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), lattice(n)]) for n in (1, 7))
-    with pytest.raises(ckptconv.LimitError):
+    for limit in ("_STEPS", "_STEPS_EACH"):
+        monkeypatch.setattr(f"ckptconv.comparison.pairing.{limit}", 1)
+    assert ckptconv.diff(a, a).same
+    with pytest.raises(ckptconv.LimitError, match="would take too long"):
         ckptconv.diff(a, b)
 
 
@@ -569,15 +656,26 @@ def test_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         raise AssertionError(word)
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert found["schema_version"] == 1 and found["same"] is False and found["tensors"] == 1 and found["nbytes"] == 8
+    assert (
+        found["schema_version"] == 1
+        and found["same"] is False
+        and found["tensors"] == 1
+        and found["nbytes"] == 8
+        and found["near"] == 0
+    )
     assert found["differing"] == [
         {
             "path": "w", "dtype": None, "shape": None, "device": None, "requires_grad": None, "class_name": None, "made_of": None,
-            "values": {"elements": 2, "differing": 1, "largest": "inf", "largest_relative": "inf"},
+            "values": {"elements": 2, "differing": 1, "not_finite": 1, "largest": 0.0, "largest_relative": 0.0}, "rng_state": False,
         }
     ]  # fmt: skip
     assert found["only_in_a"] == [{"path": "x", "dtype": "float32", "shape": [2], "nbytes": 8, "tied_to": None}]
     assert found["others"] == [{"path": "e", "a": "nan", "b": "1"}]
+    assert status(a, b, "--json", "-q") == 1 and json.loads(capsys.readouterr().out) == found
+    c, d = saved(tmp_path / "c.pt", {"w": torch.ones(1)}), saved(tmp_path / "d.pt", {"w": torch.zeros(1)})
+    assert status(c, d, "--json") == 1
+    (only,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["differing"]
+    assert only["values"]["largest_relative"] == "inf"
 
 
 def example(tmp_path: Path) -> Difference:
@@ -586,9 +684,33 @@ def example(tmp_path: Path) -> Difference:
     other = OrderedDict((name, tensor + 1e-3) for name, tensor in state.items() if name != "layers.11.bias")
     other["layers.0.bias"] = other["layers.0.bias"].bfloat16()
     other["layers.1.bias"] = torch.zeros(3)
+    other["layers.2.weight"][0, 0] = float("nan")
+    other["layers.3.weight"].fill_(float("inf"))
+    other["layers.9.weight"][1] += 1
+    steps, states = torch.tensor(1000), [torch.Generator().manual_seed(seed).get_state() for seed in (0, 1)]
     other["a\x1b[31mname.that.is.longer.than.most." + "self_attn.projection." * 3 + "weight"] = torch.ones(2, 3)
-    saved(tmp_path / "a.pt", {"model": state, "epoch": 1, "args": {"lr": 0.1}, "tied": [state["layers.0.weight"]]})
-    saved(tmp_path / "b.pt", {"model": other, "epoch": 2, "args": [], "tied": [other["layers.0.weight"]]})
+    saved(
+        tmp_path / "a.pt",
+        {
+            "model": state,
+            "epoch": 1,
+            "args": {"lr": 0.1},
+            "tied": [state["layers.0.weight"]],
+            "steps": steps,
+            "rng_state": states[0],
+        },
+    )
+    saved(
+        tmp_path / "b.pt",
+        {
+            "model": other,
+            "epoch": 2,
+            "args": [],
+            "tied": [other["layers.0.weight"]],
+            "steps": steps * 2,
+            "rng_state": states[1],
+        },
+    )
     found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt")
     return Difference(**{**vars(found), "a": "a.pt", "b": "b.pt"})
 
@@ -603,24 +725,75 @@ def test_text(name: str, look: Look, tmp_path: Path) -> None:
 
 
 def test_text_of_what_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line; -v lists everything where there is something; -q nothing."""
+    """One line; a pipe and -v list everything where there is something; -q nothing."""
     a, b = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}), saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)})  # fmt: skip
     assert status(a, a) == 0 and capsys.readouterr().out == "the same: 1 tensor, 4 kB\n"
     assert status(a, a, "--names-only") == 0 and capsys.readouterr().out == "the same: 1 name\n"
-    assert status(a, b) == 1 and "(-v lists all)" in capsys.readouterr().out
-    assert status(a, b, "-v") == 1 and len(capsys.readouterr().out.splitlines()) > 60
+    assert status(a, b) == 1 and len((piped := capsys.readouterr().out).splitlines()) > 60
+    assert status(a, b, "-v") == 1 and capsys.readouterr().out == piped
+    found = ckptconv.diff(a, b)
+    lines = list(difference_lines(found, Look(width=80)))
+    assert len(lines) < 20 and "    … 52 more (-v lists all)" in lines
+    assert len(list(difference_lines(found, Look(width=80), everything=True))) > 60
     assert status(a, b, "-q") == 1 and capsys.readouterr().out == ""
+
+
+def test_the_answer_says_that_all_values_are_the_same(tmp_path: Path) -> None:
+    """Or within the tolerance, where other things differ; not where some were not compared, and not of names alone."""
+    state = {"w": torch.ones(2), "v": torch.ones(2), "n": torch.tensor(1)}
+    a = saved(tmp_path / "a.pt", state)
+
+    def answer(name: str, value: Any, **keywords: Any) -> str:
+        b = saved(tmp_path / "b.pt", {**state, name: value})
+        found = ckptconv.diff(a, b, **keywords)
+        return next(difference_lines(found, names_only=keywords.get("names_only", False)))
+
+    near = torch.full((2,), 1.001)
+    assert answer("w", torch.ones(2).half()) == "different: dtype of 1 tensor; all values equal; 3 tensors in both"
+    within = "different: dtype of 1 tensor; all values within the tolerance; 3 tensors in both"
+    assert answer("w", near.half(), rtol=0.1) == within
+    assert answer("epoch", 3) == "different: 1 other thing; all values equal; 3 tensors in both"
+    for value in (torch.zeros(2), torch.ones(3)):
+        assert "all values" not in answer("w", value)
+    assert "all values" not in answer("more", torch.ones(1), names_only=True)
+    saved(a, {**state, "w": near})
+    assert answer("v", torch.ones(2).double(), rtol=0.1) == within
+
+
+def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
+    """NaN where the other side has none first, then the largest difference, whole numbers after all floats, the state of a random generator last, and without a distance."""
+    rng = torch.get_rng_state()
+    ones = {name: torch.ones(2) for name in ("far", "near", "nan")}
+    state = {"n": torch.tensor(1), "rng_state": rng, **ones}
+    other = {
+        "n": torch.tensor(100), "rng_state": rng ^ 255,
+        "far": torch.full((2,), 9.0), "near": torch.full((2,), 1.5), "nan": torch.tensor([1.0, float("nan")]),
+    }  # fmt: skip
+    found = ckptconv.diff(saved(tmp_path / "a.pt", {"rng": state}), saved(tmp_path / "b.pt", {"rng": other}))
+    assert {each.path for each in found.differing if each.rng_state} == {"rng/rng_state"}
+    lines = list(difference_lines(found))
+    at = next(i for i, line in enumerate(lines) if line.startswith("  values"))
+    assert lines[at + 1 :] == [
+        "    rng/nan  1 of 2  NaN or infinite on one side", "    rng/far  2 of 2  8  0.889", "    rng/near  2 of 2  0.5  0.333",
+        "    rng/n  1 of 1  99  0.99", "    rng/rng_state  state differs",
+    ]  # fmt: skip
 
 
 def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
     """They are a TypeError, before a file is opened; errors speak of keywords."""
     with pytest.raises(TypeError, match="names_only"):
         ckptconv.diff("a", "b", names_only="yes")  # type: ignore[arg-type]
+    for wrong in ("x", None, True):
+        with pytest.raises(TypeError, match="rtol must be a number"):
+            ckptconv.diff("a", "b", rtol=wrong)  # type: ignore[arg-type]
     a = saved(tmp_path / "a.pt", {"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(1)}})
     save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
     with pytest.raises(ckptconv.RefusedError, match="select='x'"):
         ckptconv.diff(a, tmp_path / "b.safetensors")
-    with pytest.raises(ckptconv.RefusedError, match="give this file first, and say which with select=PATH"):
+    with pytest.raises(
+        ckptconv.RefusedError,
+        match="say which with select=PATH; if the other file has nothing there, give this one first",
+    ):
         ckptconv.diff(tmp_path / "b.safetensors", a)
     assert ckptconv.diff(a, tmp_path / "b.safetensors", select="x").same
 

@@ -53,6 +53,7 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
             ("ddp.pt", "dataparallel"),
             ("plain.pt", "cpu"),
             ("train.pt", "training"),
+            ("later.pt", "training"),
         ):
             shutil.copy(fixtures / f"{source}.pt", name)
         for name in ("a", "weights"):

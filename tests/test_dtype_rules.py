@@ -144,11 +144,11 @@ def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     for flags, line in (
         (
             ["--dtype", "b16"],
-            "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn)",
+            "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2)",
         ),
         (
             ["--dtype", "=bf16"],
-            "ckptconv: '=bf16' has no glob (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, after a glob like '*.norm.*')",
+            "ckptconv: '=bf16' has no glob (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2, after a glob like '*.norm.*')",
         ),
         (
             ["--dtype", "int8"],

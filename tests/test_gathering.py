@@ -61,7 +61,7 @@ def by_torch(source: Source, view: Cast) -> bytes:
     dtype, of = getattr(torch, view.new), strided(view)
     data = bytearray(source.read(3, source.size - 3))
     whole = torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
-    if view.swapped:
+    if view.swapped_in:
         parts = whole.view(torch.uint8).view(-1, dtype.itemsize // (2 if dtype.is_complex else 1))
         whole = parts.flip(1).reshape(-1).view(dtype)
     tensor = whole.as_strided(of.shape, of.stride, of.offset)
@@ -105,7 +105,9 @@ def views(draw: st.DrawFn) -> Cast:
     conj = dtype == "complex64" and draw(st.booleans())
     neg = dtype != "uint8" and draw(st.booleans())
     swapped = dtype != "uint8" and draw(st.booleans())
-    return view_of(dtype, tuple(shape), tuple(stride), draw(st.integers(0, room)), conj=conj, neg=neg, swapped=swapped)
+    return view_of(
+        dtype, tuple(shape), tuple(stride), draw(st.integers(0, room)), conj=conj, neg=neg, swapped_in=swapped
+    )
 
 
 @given(

@@ -214,6 +214,24 @@ def training() -> Callable[[], Any] | None:
     return None
 
 
+def saved_again() -> Callable[[], Any] | None:
+    """A training, a copy of it, its weights, and what became of it, in which the head alone is another."""
+    training()
+    ckptconv.convert("model.pt", "copy.pt")
+    ckptconv.convert("model.pt", "weights.safetensors")
+    later = load(map_location="cpu")
+    later["model"]["head.weight"].add_(1)
+    zoo.save(later, "later.pt", tags=["cuda:0"])
+    return None
+
+
+def the_same_is_said() -> None:
+    """Of what the recipe compares, and not of the whole."""
+    (only,) = ckptconv.diff("model.pt", "later.pt", select="model").differing
+    assert only.path == "head.weight"
+    assert main(["diff", "model.pt", "later.pt", "-q"]) == 1
+
+
 def with_rng() -> Callable[[], Any]:
     state = {"model": net().state_dict(), "rng": torch.get_rng_state()}
     zoo.save(state, "model.pt", tags=["cuda:0"])
@@ -326,6 +344,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The file is far too big": (views, is_small),
     "The weights in half the bytes": (training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
+    "Are these two checkpoints the same?": (saved_again, the_same_is_said),
     "Names and shapes without loading": (training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
         lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"), lambda: None,  # type: ignore[attr-defined]

@@ -464,13 +464,15 @@ def test_one_key_described_in_two_ways_is_malformed(make: Make, other: dict[str,
         read(make(pickle_of(storage(), storage(**other))))  # type: ignore[arg-type]
 
 
-def test_one_key_under_two_dtypes_is_shared(make: Make) -> None:
-    """As torch writes ``x`` and ``x.view(torch.int32)``; both are retagged."""
+def test_one_key_under_two_classes_is_malformed(make: Make) -> None:
+    """torch writes no such file, and reads the second reference as the first one's class: two readings."""
+    x = torch.ones(4)
+    with pytest.raises(RuntimeError, match="different types"):
+        torch.save([x, x.view(torch.int32)], io.BytesIO())
     path = make(pickle_of(tensor(storage()), tensor(storage(cls="IntStorage"))))
-    floats, ints_ = infos(path)
-    assert floats.storage is ints_.storage
-    assert (floats.dtype, ints_.dtype) == ("float32", "int32")
-    assert tags_of(convert(path, map_location="cuda:3"))[1] == ["cuda:3"]
+    assert {each.dtype for each in torch.load(path, weights_only=True)} == {torch.float32}
+    with pytest.raises(MalformedError, match=r"described in two ways .*FloatStorage, got IntStorage"):
+        read(path)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ def prefixes(scope: Scope) -> Iterator[Complaint]:
         rename = rf"(^|\.)({'|'.join(re.escape(w) for w in _UNMISTAKABLE if w in inside)})+", r"\1"
         flags += ("--rename", *rename)
         after = [[re.sub(*rename, name) for name in names] for names in after]
-        if all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
-            flags = ["--unwrap"]
+    is_more = inside or len(stripped) > 1
+    if is_more and all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
+        flags = ["--unwrap"]
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
         _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
     )

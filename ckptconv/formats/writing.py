@@ -105,9 +105,8 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     what = f"{what} that torch can read back"
     for reference in checkpoint.references:
         name = storage_class(reference)
-        if name == UNTYPED.storage_class or (
-            classes.setdefault(reference.storage, name) != name and reference.storage.nbytes
-        ):
+        classes[reference.storage] = name
+        if name == UNTYPED.storage_class:
             refused.add(reference.storage)
     if not refused:
         return classes
@@ -134,5 +133,5 @@ def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:
     if byteorder == "little" or dtype.itemsize == 1:
         return data
     if isinstance(data, Cast):
-        return replace(data, swap=False)
-    return Cast(data, dtype.name, dtype.name, storage.nbytes, swapped=True)
+        return replace(data, swapped_out=False)
+    return Cast(data, dtype.name, dtype.name, storage.nbytes, swapped_in=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptconv.render.text import Look, broken, cells, command, count, fact, padded, size, wrapped
 
 if TYPE_CHECKING:
-    from ckptconv.differences import Difference, OnlyIn, TensorDifference, ValueDifference
+    from ckptconv.comparison import Difference, OnlyIn, TensorDifference, ValueDifference
 
 __all__ = ["difference_lines"]
 
@@ -24,17 +24,19 @@ _FACTS = (("dtype", "dtype"), ("shape", "shape"), ("device", "device"), ("requir
 def difference_lines(
     difference: Difference, look: Look = _PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """The answer and what it rests on; EVERYTHING: each name. NAMES_ONLY: nothing else was compared."""
+    """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets. NAMES_ONLY: nothing else was compared."""
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
         same = f"the same: {what}" + ("" if names_only else f", {size(difference.nbytes)}")
         yield look.paint(look.text(same), "title")
     else:
-        lines = wrapped(look.text(f"different: {', '.join(_counts(difference))}; {what} in both"), look.columns) if look.width else [look.text(f"different: {', '.join(_counts(difference))}; {what} in both")]  # fmt: skip
+        values = "" if names_only else _all_values(difference)
+        answer = look.text(f"different: {', '.join(_counts(difference))}; {values}{what} in both")
+        lines = wrapped(answer, look.columns) if look.width else [answer]
         yield from (look.paint(row, "title") for row in lines)
         for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
             yield from fact(look, label, f"{path} ({format_})")
-    most = None if everything else _SHOWN
+    most = None if everything or look.width is None else _SHOWN
     for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
         yield from _group(look, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
     rows: list[list[str]]
@@ -73,21 +75,38 @@ def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifferen
     return [(each, each.values) for each in difference.differing if each.values and each.values.differing]
 
 
+def _all_values(difference: Difference) -> str:
+    """Words for the values of all names that both sides have, where none is beyond the tolerance though other things differ."""
+    values = [each.values for each in difference.differing]
+    if not difference.tensors or any(found is None or found.differing for found in values):
+        return ""
+    return f"all values {'within the tolerance' if difference.near else 'equal'}; "
+
+
 def _value_lines(look: Look, difference: Difference, most: int | None) -> Iterator[str]:
-    apart = _apart(difference)
-    rows = [[each.path, *_how_far(values)] for each, values in apart]
-    worst = max(apart, key=lambda pair: pair[1].largest or 0, default=None)
+    apart = sorted(_apart(difference), key=_rank)
+    rows = [[each.path, *_how_far(each, values)] for each, values in apart]
     what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
     yield from _group(look, "values", what, rows, most)
-    if worst and len(apart) > 1 and worst[1].largest is not None:
-        yield from fact(look, "", f"the largest difference, {_number(worst[1].largest)}, is in {worst[0].path}")
 
 
-def _how_far(values: ValueDifference) -> list[str]:
+def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
+    """The smaller, the more it says: the largest difference first, floats before whole numbers, bits and states of random generators last."""
+    found, values = pair
+    kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
+    return 3 if found.rng_state else kind, not values.not_finite, -(values.largest or 0)
+
+
+def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
+    if found.rng_state:
+        return ["state differs", "", "", ""]
     share = f"{values.differing:,} of {values.elements:,}"
     if values.largest is None or values.largest_relative is None:
-        return [share, "bits", ""]
-    return [share, _number(values.largest), _number(values.largest_relative)]
+        return [share, "bits", "", ""]
+    if values.not_finite == values.differing:
+        return [share, "", "", "NaN or infinite on one side"]
+    more = f"{values.not_finite:,} of them NaN or infinite on one side" if values.not_finite else ""
+    return [share, _number(values.largest), _number(values.largest_relative), more]
 
 
 def _about_values(found: TensorDifference) -> str:

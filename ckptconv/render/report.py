@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptconv.render.renames import Pattern, patterns
@@ -45,7 +45,7 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
         )
     yield from _left_behind_lines(report.left_behind, every_name, look)
     yield from _tie_lines(report, look)
-    changed = changes.devices or changes.names or changes.dtypes or changes.compacted[0]
+    changed = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
     if not (changed or report.left_behind or old_format != new_format):
         yield from fact(look, "changes", "none")
     for note in report.notes:
@@ -55,19 +55,24 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
 def _dtype_lines(report: Report, every_one: bool, look: Look) -> Iterator[str]:
     """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
     changes = report.changes
-    for (old, new), (tensors, before, after) in changes.dtypes.items():
-        yield from fact(look, "dtypes", f"{old} → {new}: {count(tensors, 'tensor')}, {size(before)} → {size(after)}")
-    for why, paths in changes.uncast.items():
-        yield from fact(look, "not cast", f"{why}: {', '.join(paths) if every_one else _listed(paths)}")
-    for path, numbers in report.overflowed.items():
-        yield from fact(look, "overflow", f"{count(numbers, 'number')} of {path} too large for the new dtype")
-    for group in changes.separated:
-        yield from fact(look, "separated", f"{_listed(group)}: they shared a storage, and go different ways")
-    storages, nbytes = changes.compacted
-    if storages:
+    for (old, new), done in changes.dtypes.items():
+        sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
+        yield from fact(look, "dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
+    for why, paths in changes.not_cast.items():
+        yield from fact(look, "not cast", f"{why}: {_all_or_some(paths, every_one)}")
+    if report.overflowed:
+        worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
+        places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
+        total = count(sum(report.overflowed.values()), "number")
+        yield from fact(look, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
+    if changes.separated:
+        groups = [" | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items()) for each in changes.separated]  # fmt: skip
         yield from fact(
-            look, "compacted", f"{size(nbytes)} that no tensor shows left out of {count(storages, 'storage')}"
+            look, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
         )
+    if changes.compacted.storages:
+        gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
+        yield from fact(look, "compacted", f"{gone} that no tensor shows left out of {of}")
 
 
 def _tie_lines(report: Report, look: Look) -> Iterator[str]:
@@ -123,6 +128,13 @@ def _renamed(pattern: Pattern) -> list[str]:
         where = f" in each of {_listed(pattern.paths)}"
         total = most
     return [f"{pattern.old} → {pattern.new}: {count(total, 'name')}{where}", f"such as {example}"]
+
+
+def _all_or_some(things: Sequence[str], every_one: bool) -> str:
+    """THINGS, or the first of them and how to see the others."""
+    if every_one or len(things) <= _SHOWN:
+        return ", ".join(things)
+    return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more (-v lists all)"
 
 
 def _listed(things: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ payload in ways of their own), and float32 from float16 as in its vectors (its p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -34,11 +35,14 @@ class CastBuffer:
         self.room = memoryview(bytearray(elements * self._old.itemsize))
         self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
 
-    def cast(self, filled: int) -> tuple[memoryview, int]:
-        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among them were too large."""
+    def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
+        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among them were too large.
+
+        They stand AT that byte of what the piece is made of, in which those elements count that are SHOWN, or all.
+        """
         data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
         piece, overflowed = self._piece, 0
-        if piece.swapped:
+        if piece.swapped_in:
             _turn_round(data, self._old)
         if piece.conj or piece.neg:
             _flip_signs(data, self._old, conj=piece.conj, neg=piece.neg)
@@ -46,21 +50,32 @@ class CastBuffer:
             numbers = torch.frombuffer(data, dtype=self._old)
             rounded = torch.frombuffer(out, dtype=self._new)
             rounded.copy_(numbers)
-            overflowed = _mend(numbers, rounded)
-        if piece.swap:
+            too_large = _mend(numbers, rounded)
+            if too_large is not None:
+                overflowed = _count(too_large, at // self._old.itemsize, shown)
+        if piece.swapped_out:
             _turn_round(out, self._new)
         return out, overflowed
 
 
-def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> int:
-    """How many finite NUMBERS were too large for the dtype of ROUNDED, where NaNs are made the same on all machines."""
+def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
+    """How many are TOO_LARGE of elements, the first of which has the number FIRST, or of those that are SHOWN."""
+    if not shown:
+        return int(too_large.sum())
+    last = first + len(too_large)
+    inside = [(max(start - first, 0), stop - first) for start, stop in shown if start < last and stop > first]
+    return sum(int(too_large[start:stop].sum()) for start, stop in inside)
+
+
+def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
+    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in it are made the same on all machines."""
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
     if rounded.dtype == torch.float64:
-        return 0
+        return None
     if (numbers.dtype, rounded.dtype) == (torch.float16, torch.float32):
         _keep_nans(numbers, rounded)
-        return 0
+        return None
     finite = None
     if numbers.dtype == torch.float64 and rounded.dtype != torch.float32:
         finite = numbers.isfinite()  # torch rounds twice, by way of float32
@@ -69,12 +84,12 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> int:
     low, high = torch.aminmax(numbers)  # which are NaN where there is one
     largest = torch.finfo(rounded.dtype).max
     if low >= -largest and high <= largest:
-        return 0
+        return None
     if rounded.dtype == torch.bfloat16:
         rounded.view(torch.int16)[numbers.isnan()] = _NAN
     most = _most(rounded.dtype)
     too_large = numbers.abs() > most if rounded.dtype == torch.float8_e4m3fn else numbers.abs() >= most
-    return int((too_large & (numbers.isfinite() if finite is None else finite)).sum())
+    return too_large & (numbers.isfinite() if finite is None else finite)
 
 
 def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
@@ -86,13 +101,13 @@ def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
         floats.view(torch.int32)[is_nan] = (bits & sign) | _QUIET | (bits << 13 & _PAYLOAD)
 
 
-def _outside(numbers: torch.Tensor, info: torch.iinfo) -> int:
-    """How many integers among NUMBERS a dtype of integers, which INFO describes, cannot say."""
+def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
+    """Which integers among NUMBERS a dtype of integers, which INFO describes, cannot say."""
     if numbers.dtype == torch.uint64:
         wide = numbers.view(torch.int64)  # where the largest half is negative
-        return 0 if info.max > _INT64.max else int(((wide < 0) | (wide > info.max)).sum())
+        return None if info.max > _INT64.max else (wide < 0) | (wide > info.max)
     wide = numbers.to(torch.int64)
-    return int(((wide < info.min) | (wide > min(info.max, _INT64.max))).sum())
+    return (wide < info.min) | (wide > min(info.max, _INT64.max))
 
 
 @cache

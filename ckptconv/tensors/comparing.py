@@ -1,6 +1,7 @@
 """How far apart two tensors are, block after block: how many elements differ, and by how much.
 
-Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus. Tensors of two dtypes are compared by value.
+Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus. Tensors of two dtypes are compared by value. What is NaN or infinite on one side, and not the
+same on the other, is no distance, and counted apart.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from ckptconv.differences import ValueDifference
-
 __all__ = ["Comparer", "comparable"]
 
 _LOW = 0xFFFFFFFF
@@ -20,11 +19,12 @@ _WITHOUT_NUMBERS = ("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4",
 
 
 class _Far(NamedTuple):
-    """Of the elements that differ at all: how many are out of tolerance, and the largest differences."""
+    """Of the elements that differ at all: how many are out of tolerance, the largest differences, and how many have none because one of the two is no finite number."""
 
     outside: int
     largest: float | int
     relative: float
+    not_finite: int = 0
 
 
 def comparable(a: str, b: str) -> bool:
@@ -37,30 +37,32 @@ def _is_number(name: str) -> bool:
 
 
 class Comparer:
-    """Compares elements of the dtype A with elements of the dtype B, of which there are so many in all, by ``torch.allclose``'s rule."""
+    """Compares elements of the dtype A with elements of the dtype B by ``torch.allclose``'s rule.
 
-    def __init__(self, a: str, b: str, elements: int, rtol: float = 0.0, atol: float = 0.0) -> None:
-        self._numbers = _is_number(a) and _is_number(b)
-        self._dtypes = (getattr(torch, a), getattr(torch, b)) if self._numbers else None
-        self._elements = elements
+    ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side. ``largest`` and ``largest_relative`` are the largest differences of all others, those within the
+    tolerance too: of whole numbers an int, None where bits mean no number.
+    """
+
+    def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0) -> None:
+        numbers = _is_number(a) and _is_number(b)
+        self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
-        self._outside = 0
         self._unequal = False
-        self._largest: float | int = 0
-        self._relative = 0.0
+        self.differing = self.not_finite = 0
+        are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())
+        self.largest: float | int | None = (0 if are_whole else 0.0) if numbers else None
+        self.largest_relative: float | None = 0.0 if numbers else None
 
     @property
     def is_near(self) -> bool:
         """Whether elements differ, and all of them within the tolerance."""
-        return self._unequal and not self._outside
+        return self._unequal and not self.differing
 
     def add(self, a: memoryview, b: memoryview) -> None:
         """Compare the elements in A with those in B; what both buffers hold is taken as it is."""
-        if self._dtypes is None:
+        if self._dtypes is None or self.largest is None or self.largest_relative is None:
             x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
-            differing = int((x != y).sum())
-            self._outside += differing
-            self._unequal = self._unequal or differing > 0
+            self.differing += int((x != y).sum())
             return
         left, right = (torch.frombuffer(data, dtype=dtype) for data, dtype in zip((a, b), self._dtypes, strict=True))
         if left.is_complex() or right.is_complex():
@@ -71,15 +73,10 @@ class Comparer:
             far = self._whole(left, right)
         if far:
             self._unequal = True
-            self._outside += far.outside
-            self._largest = max(self._largest, far.largest)
-            self._relative = max(self._relative, far.relative)
-
-    def result(self) -> ValueDifference:
-        """What was found. A difference within the tolerance counts in the largest alone."""
-        if not self._numbers:
-            return ValueDifference(self._elements, self._outside, None, None)
-        return ValueDifference(self._elements, self._outside, self._largest, self._relative)
+            self.differing += far.outside
+            self.not_finite += far.not_finite
+            self.largest = max(self.largest, far.largest)
+            self.largest_relative = max(self.largest_relative, far.relative)
 
     def _real(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         apart = (a - b).abs_()
@@ -87,7 +84,8 @@ class Comparer:
         if isfinite(most):  # as nearly always: then nothing is NaN, and equal is what is 0 apart
             return self._finite(apart, b.abs(), most) if most else None
         unequal = _unequal(a, b)
-        return self._far(apart[unequal], b[unequal].abs()) if unequal.any() else None
+        finite = unequal & a.isfinite() & b.isfinite()
+        return self._with_others(unequal, apart[finite], b[finite].abs())
 
     def _finite(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
         """Of numbers, of which some differ: APART by so much, at MOST so much, where B's are of this SIZE."""
@@ -99,12 +97,10 @@ class Comparer:
 
     def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)
-        unequal_parts = _unequal(parts_a, parts_b)
-        unequal = unequal_parts.any(-1)
-        if not unequal.any():
-            return None
-        apart = (parts_a - parts_b).masked_fill_(~unequal_parts, 0)[unequal]
-        return self._far(torch.hypot(apart[:, 0], apart[:, 1]), b[unequal].abs())
+        unequal = _unequal(parts_a, parts_b).any(-1)
+        finite = unequal & parts_a.isfinite().all(-1) & parts_b.isfinite().all(-1)
+        apart = (parts_a - parts_b)[finite]
+        return self._with_others(unequal, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
 
     def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         """Numbers of up to 64 bits differ by up to 65: those are compared in halves, the upper with its sign."""
@@ -129,14 +125,20 @@ class Comparer:
         far = self._far(high.double() * 2.0**32 + low.double(), size.abs_())
         return far._replace(largest=largest)
 
+    def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
+        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART by so much, where B's are of this SIZE."""
+        others = int(unequal.sum()) - apart.numel()
+        far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)
+        return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
+
     def _far(self, apart: torch.Tensor, size: torch.Tensor) -> _Far:
-        """Of numbers that differ: APART by so much, where B's are of this SIZE."""
-        relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
+        """Of finite numbers that differ: APART by so much, where B's are of this SIZE."""
         outside = apart.numel()
         if self._rtol or self._atol:
             within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
             outside -= int(within.sum())
-        return _Far(outside, float(apart.nan_to_num_(nan=inf, posinf=inf).max()), float(relative.max()))
+        relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
+        return _Far(outside, float(apart.max()), float(relative.max()))
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -22,14 +22,15 @@ class OnlyIn:
 class ValueDifference:
     """How far two tensors of one shape are apart: of so many ELEMENTS, how many differ, by at most what.
 
-    ``largest`` is |a - b| and ``largest_relative`` |a - b| / |b|, each the largest of all elements: inf where one of the two is NaN or an infinity and the other is not the same, or where b is 0.
-    Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, and -0.0 equals 0.0. Whole numbers are exact.
+    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is |a - b| and ``largest_relative`` |a - b| / |b|, each the largest of all other elements; the second is inf where b is 0
+    and a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0 equals 0.0. Whole numbers are exact.
     """
 
     elements: int
     differing: int
     largest: float | int | None = 0
     largest_relative: float | None = 0.0
+    not_finite: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TensorDifference:
     """Two tensors of one name, at PATH in both. What differs is a pair, of A and of B, else None.
 
     ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are made of: their kinds (strided, sparse), or what the calls hold that make them.
-    ``values`` is None where values were not compared, because shapes or kinds differ.
+    ``values`` is None where values were not compared, because shapes or kinds differ. ``rng_state``: it is the state of a random generator.
     """
 
     path: str
@@ -48,6 +49,7 @@ class TensorDifference:
     class_name: tuple[str, str] | None = None
     made_of: tuple[str, str] | None = None
     values: ValueDifference | None = None
+    rng_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Difference:
     """What the checkpoints A and B do not have in common. ``same``: nothing.
 
     ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in A, ties once. ``differing`` are those of them in which anything differs, ``others`` is what differs and is no tensor;
-    both are empty where names alone were compared. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because they stand at other paths, or have something before them, the command that compares those tensors.
+    both are empty where names alone were compared. ``near`` is the number of tensors in which numbers differ within the tolerance, and none beyond it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because they stand at other paths, or have something before them, the command that compares those tensors.
     """
 
     a: str
@@ -78,6 +80,7 @@ class Difference:
     others: tuple[OtherDifference, ...]
     notes: tuple[str, ...]
     suggestion: str | None = None
+    near: int = 0
 
     @property
     def same(self) -> bool:

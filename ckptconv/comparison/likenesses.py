@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptconv.commands import shell
 from ckptconv.customs import read_customs
 from ckptconv.model import Checkpoint, Edits
 from ckptconv.wrappers import unwrapped
 
-__all__ = ["command_that_fits"]
+__all__ = ["command_that_fits", "flags_of"]
 
 _PARTS = 64  # state dicts of one file that are looked at
 _TRIED = 8  # names that are looked for in the other with something before them
@@ -29,32 +29,29 @@ class _Part:
 def command_that_fits(
     a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: tuple[str, ...] = ()
 ) -> str | None:
-    """The ``ckptconv diff`` that compares what A and B, of which no names match, have in common, if there is one. A is edited; MORE are flags to repeat."""
-    again = _flags_of(edits)
-    if again is None:
-        return None
+    """The ``ckptconv diff`` that compares what A and B, of which no names match, have in common, if there is one. A is edited, and a part is taken of B as EDITS say; MORE are flags to repeat."""
+    if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
+        return None  # another edit of names would not come where it should
+    again = flags_of(edits)
     parts = _parts(a, edits), _parts(b, Edits())
+    files = [Path(path) for path in paths]
     found = _flags(*parts)
     if found:
-        return shell("ckptconv", "diff", *map(_word, paths), *again, *found, *more)
+        return shell("ckptconv", "diff", *files, *again, *found, *more)
     swapped = _flags(*parts[::-1]) if not again else None
-    return shell("ckptconv", "diff", *map(_word, paths[::-1]), *swapped, *more) if swapped else None
+    return shell("ckptconv", "diff", *files[::-1], *swapped, *more) if swapped else None
 
 
-def _word(path: str) -> str:
-    """PATH, so that no program takes it for an option."""
-    return os.path.join(".", path) if path.startswith("-") else path
-
-
-def _flags_of(edits: Edits) -> tuple[str, ...] | None:
-    """The flags that say EDITS; None where names are edited, so that another edit of them would not come where it should."""
-    if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
-        return None
+def flags_of(edits: Edits) -> tuple[str, ...]:
+    """The flags that say which parts EDITS take, and which names they change."""
     flags = ["--state-dict"] if edits.state_dict else []
     flags += ["--select", edits.select] if edits.select is not None else []
-    for flag, globs in (("--include", edits.include), ("--exclude", edits.exclude)):
-        for glob in globs:
-            flags += [flag, glob]
+    repeated = (("--include", edits.include), ("--exclude", edits.exclude))
+    prefixes = (("--strip-prefix", edits.strip_prefix), ("--add-prefix", edits.add_prefix))
+    flags += [word for flag, values in repeated for value in values for word in (flag, value)]
+    flags += ["--unwrap"] if edits.unwrap else []
+    flags += [word for pair in edits.rename for word in ("--rename", *pair)]
+    flags += [word for flag, values in prefixes for value in values for word in (flag, value)]
     return tuple(flags)
 
 

@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ckptconv.differences import OnlyIn, OtherDifference
+from ckptconv.comparison.differences import OnlyIn, OtherDifference
+from ckptconv.comparison.same_bytes import same_streams
 from ckptconv.errors import LimitError, count
 from ckptconv.formats.writing import blob_bytes
 from ckptconv.glimpses import glimpse, is_flat
@@ -41,7 +42,6 @@ from ckptconv.pickles.imports import imported_name
 from ckptconv.places import inside
 from ckptconv.ranges import read
 from ckptconv.rebuild_calls import TensorReader, device_arguments, is_word, strided_part, torch_device
-from ckptconv.same_bytes import same_streams
 from ckptconv.vocabulary import leaf_of
 
 __all__ = ["Pairing", "Side"]
