@@ -13,6 +13,7 @@ from typing import Protocol
 from ckptconv import ranges
 from ckptconv.checksums import check_crc32
 from ckptconv.elements import spooled
+from ckptconv.errors import OutputError
 from ckptconv.model import Cast, Chain, Gather, Inflate, Part, Piece, Span
 from ckptconv.sources import Readable
 
@@ -114,12 +115,39 @@ class Pieces:
 
             spool = Readable()
             spool.path = data.of.source.path
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                spool.fd = os.dup(file.fileno())
-                self._inflated[id(data)] = Span(spool, 0, data.length)
-                for chunk in ranges.inflated(data):
-                    file.write(chunk)
+            try:
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    spool.fd = os.dup(file.fileno())
+                    self._inflated[id(data)] = Span(spool, 0, data.length)
+                    for chunk in ranges.inflated(data):
+                        file.write(chunk)
+            except OSError as error:
+                raise self._no_room(f"a deflated part of {spool.path} cannot be inflated there", data.length, error.strerror or error) from error  # fmt: skip
         return self._inflated[id(data)]
+
+    def check_space(self) -> None:
+        """Raise OutputError where what is deflated is larger, inflated, than what is free for it."""
+        if self.spooled_bytes:
+            try:
+                space = os.statvfs(self._spool_folder())
+            except OSError as error:
+                raise self._no_room("what is deflated cannot be inflated there", self.spooled_bytes, error.strerror or error) from error  # fmt: skip
+            free = space.f_bavail * space.f_frsize
+            if free < self.spooled_bytes:
+                raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")
+
+    def _no_room(self, what: str, needed: int, got: object) -> OutputError:
+        try:
+            where: object = self._spool_folder()
+        except OSError:
+            where = "temporary files"
+        hint = "set TMPDIR to a folder that has room" if self._folder is None else None
+        return OutputError(what, where=where, expected=f"{needed:,} bytes for a while", got=got, hint=hint)
+
+    def _spool_folder(self) -> str | Path:
+        import tempfile
+
+        return self._folder or tempfile.gettempdir()
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,12 @@ from safetensors.torch import save_file
 import ckptconv
 from ckptconv.cli import main
 from ckptconv.comparison import Difference, OtherDifference, TensorDifference, ValueDifference, compare
+from ckptconv.dtypes import BY_NAME
+from ckptconv.limits import LIMITS
 from ckptconv.model import Edits
 from ckptconv.render import Look, difference_lines
 from ckptconv.sources import Readable
+from ckptconv.tensors.comparing import comparable
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(
@@ -53,8 +59,22 @@ def without_checksums(path: Path, obj: Any, **kwargs: Any) -> Path:
         torch.serialization.set_crc32_options(True)
 
 
+def in_deflated_records(path: Path, obj: Any) -> Path:
+    """OBJ saved, and the archive packed again as zip does it."""
+    plain = saved(path.with_suffix(".stored"), obj)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record))
+    return path
+
+
 def status(*args: object) -> int:
     return main(["diff", *map(str, args)])
+
+
+def remarks(found: Difference) -> list[str]:
+    """The notes, without the one of checksums."""
+    return [note for note in found.notes if "equal checksums" not in note]
 
 
 def run() -> dict[str, Any]:
@@ -135,10 +155,10 @@ def test_sharing_makes_no_difference_but_a_note(tmp_path: Path) -> None:
     a = saved(tmp_path / "a.pt", {"x": weight, "y": weight, "one": names, "two": names})
     b = saved(tmp_path / "b.pt", {"x": weight, "y": weight.clone(), "one": names, "two": list(names)})
     found = ckptconv.diff(a, b)
-    assert found.same and found.notes == ("tied in A alone: y = x",)
+    assert found.same and remarks(found) == ["tied in A alone: y = x"]
     wrapped = saved(tmp_path / "c.pt", {"module.x": weight, "module.y": weight})
     plain = saved(tmp_path / "d.pt", {"x": weight, "y": weight.clone()})
-    assert ckptconv.diff(wrapped, plain, strip_prefix="module.").notes == ("tied in A alone: y = x",)
+    assert remarks(ckptconv.diff(wrapped, plain, strip_prefix="module.")) == ["tied in A alone: y = x"]
     shared = {"w": torch.ones(2)}
     a = saved(tmp_path / "a.pt", {"m": shared, "ema": shared})
     b = saved(tmp_path / "b.pt", {"m": shared, "ema": {"w": torch.full((2,), 3.0)}})
@@ -220,6 +240,34 @@ def test_order_does_not_count(tmp_path: Path) -> None:
     left, right = {0, 8}, set([8, 0])  # noqa: C405 - one hash of eight, so they come in the order in which they went in
     assert [*left] != [*right]
     assert ckptconv.diff(saved(a, [torch.ones(1), left]), saved(b, [torch.ones(1), right])).same
+
+
+def test_keys_that_are_no_texts(tmp_path: Path) -> None:
+    """Tuples and frozensets, however nested, are one key or member wherever they stand; what is too deep is paired by its place."""
+    keys = [(1, 2), ((1, 2), 3), frozenset([1, (2, b"x")]), 1, 1.5, b"y", None, tuple(range(12)), (float("nan"),)]
+    a = saved(tmp_path / "a.pt", {"d": {key: n for n, key in enumerate(keys)}, "s": {*keys[:-1]}, "w": torch.ones(1)})
+    reverse = dict(reversed([*zip(keys, range(9), strict=True)]))
+    for protocol in (2, 4):
+        b = saved(
+            tmp_path / "b.pt", {"d": reverse, "s": {*reversed(keys[:-1])}, "w": torch.ones(1)}, pickle_protocol=protocol
+        )
+        assert ckptconv.diff(a, b).same
+    for key in keys:
+        saved(b, {"d": {**reverse, key: 99}, "s": {*keys[:-1]}, "w": torch.ones(1)})
+        (other,) = ckptconv.diff(a, b).others
+        assert (other.a, other.b) == (str(keys.index(key)), "99") and other.path.startswith("d[")
+    saved(b, {"d": reverse, "s": {*keys[:-1], ((1, 2), 4)} - {((1, 2), 3)}, "w": torch.ones(1)})
+    assert [other.path for other in ckptconv.diff(a, b).others] == ["s"]
+    deep: Any = 1
+    for _ in range(30):
+        deep = (deep,)
+    a, b = saved(a, {deep: 1, "w": torch.ones(1)}), saved(b, {deep: 2, "w": torch.ones(1)})
+    assert ckptconv.diff(a, a).same
+    assert len(ckptconv.diff(a, b).others) == 1
+    a, b = saved(a, [torch.ones(1), {deep: 1, (deep,): 2}]), saved(b, [torch.ones(1), {(deep,): 2, deep: 1}])
+    assert len(ckptconv.diff(a, b).others) >= 2
+    a, b = saved(a, [torch.ones(1), {frozenset((0, 8))}]), saved(b, [torch.ones(1), {frozenset((8, 0))}])
+    assert ckptconv.diff(a, b).same
 
 
 def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
@@ -311,6 +359,71 @@ def test_numbers_that_share_a_byte(tmp_path: Path) -> None:
     assert ckptconv.diff(tmp_path / "a.pt", without_checksums(tmp_path / "c.pt", [a])).same
 
 
+class Rebuilt:
+    """Pickles as a call of one of torch's functions."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def untyped(data: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+
+
+def packed(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Rebuilt:
+    """A tensor of four-bit numbers."""
+    storage = torch.storage.TypedStorage(wrap_storage=untyped(data), dtype=torch.quint4x2, _internal=True)
+    return Rebuilt(torch._utils._rebuild_qtensor, storage, offset, shape, stride, (torch.per_tensor_affine, 1.0, 0), False, OrderedDict())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (((4,), (1,), 1), None), (((4,), (1,), 2), None), (((3,), (1,)), None), (((2, 2), (1, 2)), None), (((2, 2), (1, 2)), ((2, 2), (2, 1))),
+    ],
+)  # fmt: skip
+def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -> None:
+    """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not compared, and never the same."""
+    left = saved(tmp_path / "a.pt", [packed(b"\x10\x20\x01\x00", *a)])
+    for data in (b"\x10\x20\x02\x00", b"\x11\x20\x01\x00", b"\x10\x20\x01\x00\x00"):
+        right = saved(tmp_path / "b.pt", [packed(data, *(b or a))])
+        (only,) = (found := ckptconv.diff(left, right)).differing
+        assert only == TensorDifference("[0]")
+        lines = list(difference_lines(found))
+        assert lines[0] == "different: 1 tensor not compared; 1 tensor in both"
+        assert lines[3:5] == ["  values        of 1 tensor not compared: elements share bytes with others", "    [0]"]
+    right = without_checksums(tmp_path / "b.pt", [packed(b"\x10\x20\x01\x00", *(b or a))])
+    assert ckptconv.diff(left, right).same is (b is None)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_dtype(name: str, tmp_path: Path) -> None:
+    """One changed element is one, in order and not, whether torch can make a number of it or not; beside numbers of another dtype there is an answer too."""
+    dtype = BY_NAME[name]
+    n = 64 // dtype.itemsize * dtype.packed
+
+    def tensor(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...]) -> Rebuilt:
+        return Rebuilt(torch._utils._rebuild_tensor_v3, untyped(data), 0, shape, stride, False, OrderedDict(), getattr(torch, name))  # fmt: skip
+
+    before, after = b"\x01" * 64, b"\x01" * 32 + b"\x00" * dtype.itemsize + b"\x01" * (32 - dtype.itemsize)
+    a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (n,), (1,))}) for i, data in enumerate((before, after)))
+    other = saved(tmp_path / "other.pt", {"w": torch.ones(n, dtype=torch.float16 if name == "float32" else torch.float32)})  # fmt: skip
+    assert ckptconv.diff(a, saved(tmp_path / "again.pt", {"w": tensor(before, (n,), (1,))})).same
+    for pair in ((a, b), (b, a)):
+        (only,) = ckptconv.diff(*pair).differing
+        assert only.values and only.values.differing == 1
+    for pair in ((a, other), (other, a)):
+        (only,) = ckptconv.diff(*pair).differing
+        assert only.dtype and bool(only.values) is comparable(name, str(only.dtype[pair.index(other)]))
+    if dtype.packed == 1:
+        a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (2, n // 2), step)}) for i, (data, step) in enumerate(((before, (1, 2)), (after, (n // 2, 1)))))  # fmt: skip
+        (only,) = ckptconv.diff(a, b).differing
+        assert only.values and (only.values.elements, only.values.differing) == (n, 1)
+
+
 def test_torchscript_is_compared_by_its_weights(tmp_path: Path) -> None:
     """With its own conversion it is the same, and a note says that the program was not compared."""
     with pytest.warns(DeprecationWarning, match="torch.jit"):
@@ -346,11 +459,14 @@ def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int
     """Where both files say a storage's checksum, nothing of it is read; where one does not, all of it is, on both sides."""
     obj = {"w": torch.zeros(3_000_000, dtype=torch.uint8), "small": torch.zeros(70_000, dtype=torch.uint8)}
     a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
-    assert len(ckptconv.diff(a, b).others) == 1
+    found = ckptconv.diff(a, b)
+    assert len(found.others) == 1
+    assert found.notes == ("2 storages have equal checksums in both files and were not read",)
     assert sum(length for _, length in reads) < 300_000
     bare = without_checksums(tmp_path / "bare.pt", obj)
     reads.clear()
-    assert ckptconv.diff(a, bare).same
+    found = ckptconv.diff(a, bare)
+    assert found.same and not found.notes
     for name in ("a.pt", "bare.pt"):
         assert 3_070_000 <= sum(length for each, length in reads if each == name) < 3_200_000
 
@@ -476,10 +592,10 @@ def test_parts_are_taken_of_both(tmp_path: Path) -> None:
         ({"select": "model", "exclude": ["1.b*", "0.*"], "rename": [("^1", "1")]}, []),
     ):
         found = ckptconv.diff(a, b, **keywords)
-        assert (findings(found), found.notes) == (expected, ()), keywords
+        assert (findings(found), remarks(found)) == (expected, []), keywords
     tied = saved(tmp_path / "tied.pt", {"model": {"x": torch.ones(2), "y": (ones := torch.ones(2)), "z": ones}})
     loose = saved(tmp_path / "loose.pt", {"model": {name: torch.ones(2) for name in "xyz"}})
-    assert ckptconv.diff(loose, tied, select="model").notes == ("tied in B alone: z = y",)
+    assert remarks(ckptconv.diff(loose, tied, select="model")) == ["tied in B alone: z = y"]
     ckptconv.convert(b, tmp_path / "b.safetensors")
     assert findings(ckptconv.diff(b, tmp_path / "b.safetensors", include="1.*")) == []
     assert ckptconv.diff(tmp_path / "b.safetensors", b, include="1.*").tensors == 5
@@ -490,20 +606,20 @@ def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
     state = dict(run()["model"])
     a, bare = saved(tmp_path / "a.pt", {"model": state}), saved(tmp_path / "bare.pt", state)
     found = ckptconv.diff(a, bare, select="model")
-    assert found.same and found.notes == ("B has nothing at model: compared whole",)
+    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
     save_file(state, tmp_path / "bare.safetensors")
     found = ckptconv.diff(a, tmp_path / "bare.safetensors", select="model")
-    assert found.same and found.notes == ("B has nothing at model: compared whole",)
+    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
     both = saved(tmp_path / "b.pt", {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")})
     found = ckptconv.diff(both, bare, select="ema", state_dict=True)
-    assert found.notes == ("B has nothing at ema: compared whole",) and len(found.only_in_b) == 7
+    assert remarks(found) == ["B has nothing at ema: compared whole"] and len(found.only_in_b) == 7
     loose = saved(tmp_path / "loose.pt", [torch.ones(1)])
-    assert ckptconv.diff(a, loose, state_dict=True).notes == ("B has no state dict: compared whole",)
+    assert remarks(ckptconv.diff(a, loose, state_dict=True)) == ["B has no state dict: compared whole"]
     found = ckptconv.diff(bare, both, include="0.*")
-    assert found.notes == ("no name in B matches '0.*': compared whole",) and len(found.only_in_b) == 3
+    assert remarks(found) == ["no name in B matches '0.*': compared whole"] and len(found.only_in_b) == 3
     wide = saved(tmp_path / "wide.pt", {**state, "head.w": torch.ones(1)})
     found = ckptconv.diff(wide, bare, exclude=["head.*", "0.*"])
-    assert found.same and found.tensors == 5 and found.notes == ("no name in B matches 'head.*'",)
+    assert found.same and found.tensors == 5 and remarks(found) == ["no name in B matches 'head.*'"]
     found = ckptconv.diff(wide, bare, include=["head.*", "1.*"])
     assert len(found.only_in_a) == 1 and not found.only_in_b and found.tensors == 5
 
@@ -613,11 +729,66 @@ def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_view_that_repeats_its_elements_for_ever(tmp_path: Path) -> None:
     """It is refused by its size where it would have to be written out, and not where its storage says enough."""
-    a = saved(tmp_path / "a.pt", {"w": torch.ones(1).expand(1 << 40)})
-    b = saved(tmp_path / "b.pt", {"w": torch.zeros(1).expand(1 << 40)})
+    shape = (1 << 20, 1 << 20)
+    a = saved(tmp_path / "a.pt", {"w": torch.ones(1 << 21).as_strided(shape, (1, 1))})
+    b = saved(tmp_path / "b.pt", {"w": torch.zeros(1 << 21).as_strided(shape, (1, 1))})
     assert ckptconv.diff(a, a).same
-    with pytest.raises(ckptconv.LimitError, match="too many elements"):
+    with pytest.raises(ckptconv.LimitError, match="w has too many elements"):
         ckptconv.diff(a, b)
+
+
+def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
+    """And counted as often as it stands there."""
+    a = saved(tmp_path / "a.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)})
+    b = saved(tmp_path / "b.pt", {"w": torch.tensor([[1.0], [3.0]]).expand(2, 1 << 40)})
+    (only,) = ckptconv.diff(a, b).differing
+    assert only.values == ValueDifference(1 << 41, 1 << 40, 1.0, 1 / 3)
+    c = without_checksums(tmp_path / "c.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)}, tags=("cuda:0",))
+    assert ckptconv.diff(a, c).differing[0].values == ValueDifference(1 << 41, 0)
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+@pytest.mark.parametrize("step", [1, 2])
+def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal storages are compared once, whatever their views; where they differ, all views together may read so much and no more."""
+    numbers, files = torch.arange(3000.0), {}
+    for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
+        storage = torch.where(torch.arange(3000) == changed, 7.0, numbers)
+        obj = {f"w{i}": storage[i : 2000 + i : step] for i in range(100)}
+        is_deflated = deflated and name != "same"
+        files[name] = (in_deflated_records if is_deflated else without_checksums)(tmp_path / f"{name}.pt", obj)
+    found = ckptconv.diff(files["a"], files["b"])
+    assert len(found.differing) == (100 if step == 1 else 50)
+    assert all(each.values and each.values.differing == 1 for each in found.differing)
+    monkeypatch.setattr("ckptconv.comparison.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10))
+    assert ckptconv.diff(files["a"], files["same"]).same
+    with pytest.raises(ckptconv.LimitError, match="have too many elements for their storages"):
+        ckptconv.diff(files["a"], files["b"])
+
+
+def test_no_room_to_inflate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is deflated and read at any place needs room: too little of it is said before, and a file that cannot be written by its folder and what was needed."""
+    a = without_checksums(tmp_path / "a.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000)})
+    in_deflated_records(tmp_path / "b.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000).t()})
+    assert status(a, tmp_path / "b.pt", "-q") == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert status(a, tmp_path / "b.pt", "-q") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert said.startswith(f"ckptconv: {tmp_path}: a deflated part of {tmp_path}/b.pt cannot be inflated there ")
+    assert "expected 4,000,000 bytes for a while, got File too large" in said and "set TMPDIR" in said
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ckptconv.OutputError, match=r"No such file.*set TMPDIR"):
+        ckptconv.diff(a, tmp_path / "b.pt")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing is free
+    with pytest.raises(ckptconv.OutputError, match=r"too little free space .*4,000,000.*got 0 bytes"):
+        ckptconv.diff(a, tmp_path / "b.pt")
 
 
 def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,9 +896,13 @@ def test_text(name: str, look: Look, tmp_path: Path) -> None:
 
 
 def test_text_of_what_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line; a pipe and -v list everything where there is something; -q nothing."""
+    """One line, and what is only believed; a pipe and -v list everything where there is something; -q nothing."""
     a, b = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}), saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)})  # fmt: skip
-    assert status(a, a) == 0 and capsys.readouterr().out == "the same: 1 tensor, 4 kB\n"
+    assert status(a, a) == 0 and capsys.readouterr().out == (
+        "the same: 1 tensor, 4 kB\n  note          1 storage has equal checksums in both files and was not read\n"
+    )
+    assert status(without_checksums(tmp_path / "c.pt", {"w": torch.zeros(1000)}), a) == 0
+    assert capsys.readouterr().out == "the same: 1 tensor, 4 kB\n"
     assert status(a, a, "--names-only") == 0 and capsys.readouterr().out == "the same: 1 name\n"
     assert status(a, b) == 1 and len((piped := capsys.readouterr().out).splitlines()) > 60
     assert status(a, b, "-v") == 1 and capsys.readouterr().out == piped

@@ -262,7 +262,7 @@ class _Comparison:
             if values is None or values.differing or replace(found, path="") != TensorDifference(""):
                 differing.append(replace(found, values=values))
         states = self.rng_states() if differing else set()
-        others = [each for each, key in self.others if key is None or self.values.found[key].differing]
+        others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
         infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
         distinct = {info.view if info.storage else (id(info),): info.nbytes for info in infos}
@@ -272,6 +272,10 @@ class _Comparison:
             tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
             () if self.names_only else (*pairing.others, *others), (*self.notes, *self.more_notes(near)), self.suggestion(), len(near),
         )  # fmt: skip
+
+    def differs(self, key: Key) -> bool:
+        values = self.values.found[key]
+        return values is None or values.differing > 0
 
     def rng_states(self) -> set[str]:
         """The paths of the states of random generators on either side."""
@@ -296,6 +300,9 @@ class _Comparison:
         if near:
             most = max(self.values.near.values())
             yield f"{count(len(near), 'tensor')} of other values within the tolerance, apart by {most:.3g} at most: {self.some(near)}"
+        unread = self.values.unread
+        if unread:
+            yield f"{count(unread, 'storage')} {'has' if unread == 1 else 'have'} equal checksums in both files and {'was' if unread == 1 else 'were'} not read"
         if not self.names_only:
             yield from self.notes_of_rest()
             yield from self.notes_of_ties()
@@ -378,10 +385,11 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
     return groups
 
 
-def _sum(values: list[ValueDifference]) -> ValueDifference:
-    """What several tensors that make one differ in."""
-    if len(values) == 1:
-        return values[0]
+def _sum(found: list[ValueDifference | None]) -> ValueDifference | None:
+    """What several tensors that make one differ in; None where that of one is not known."""
+    values = [each for each in found if each is not None]
+    if len(values) < len(found) or len(values) == 1:
+        return found[0] if len(found) == 1 else None
     numbers = [each for each in values if each.largest is not None and each.largest_relative is not None]
     return ValueDifference(
         sum(each.elements for each in values),

@@ -38,7 +38,7 @@ class TensorDifference:
     """Two tensors of one name, at PATH in both. What differs is a pair, of A and of B, else None.
 
     ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are made of: their kinds (strided, sparse), or what the calls hold that make them.
-    ``values`` is None where values were not compared, because shapes or kinds differ. ``rng_state``: it is the state of a random generator.
+    ``values`` is None where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
     """
 
     path: str

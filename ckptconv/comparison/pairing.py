@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -46,7 +47,11 @@ from ckptconv.vocabulary import leaf_of
 
 __all__ = ["Pairing", "Side"]
 
-_STEPS, _STEPS_EACH = 2_000_000, 10  # pairs of nodes that are looked at, and for each opcode of either side
+_STEPS, _STEPS_EACH = (
+    100_000,
+    2,
+)  # pairs of nodes that are looked at, and for each opcode and each place of either side: a real pair of files takes one for each place
+_KEY_DEPTH, _KEY_SIZE = 16, 4096  # of a key or member that is compared by what it is: levels, and atoms or kilobytes
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
@@ -208,7 +213,8 @@ class Pairing:
 
     def __post_init__(self) -> None:
         opcodes = self.a.checkpoint.graph.opcodes + self.b.checkpoint.graph.opcodes
-        self._steps = _STEPS + _STEPS_EACH * opcodes
+        places = len(self.a.checkpoint.places) + len(self.b.checkpoint.places)
+        self._steps = _STEPS + _STEPS_EACH * (opcodes + places)
         self._room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
         self._seen: set[tuple[int, int]] = set()
         self._alike: dict[tuple[int, int], bool] = {}
@@ -258,7 +264,7 @@ class Pairing:
         if self._steps < 0 or self._room < 0:
             raise LimitError(
                 "the two share their parts in such ways that comparing them would take too long", where=self.a.checkpoint.source.path,
-                expected=f"at most {_STEPS:,} pairs, and {_STEPS_EACH} for each opcode",
+                expected=f"at most {_STEPS:,} pairs, and {_STEPS_EACH} for each opcode and each place",
             )  # fmt: skip
 
     def _differ(self, a: Place, b: Place) -> bool:
@@ -311,8 +317,7 @@ class Pairing:
             return a == b
         members = self.a.members(a), self.b.members(b)
         if members[0] is not None and members[1] is not None:
-            self._steps -= len(members[0]) + len(members[1])
-            return _sorted(members[0], self.a) == _sorted(members[1], self.b)
+            return self._sorted(members[0], self.a) == self._sorted(members[1], self.b)
         if is_word(a) and isinstance(a, Call) and isinstance(b, Call):
             return self._same_words(a, b)
         return True
@@ -328,15 +333,15 @@ class Pairing:
         """The places below A and B that both have; what one alone has is noted."""
         members = self.a.members(a.node), self.b.members(b.node)
         if members[0] is not None and members[1] is not None:
-            if _sorted(members[0], self.a) is not None:
+            if self._sorted(members[0], self.a) is not None:
                 return []
-            left, right = ([Place(p, f"/{{{n}}}", m, p.depth + 1) for n, m in enumerate(each)] for p, each in ((a, members[0]), (b, members[1])))  # fmt: skip
+            left, right = _numbered(a, members[0]), _numbered(b, members[1])
         else:
-            left, right = _below(a, self.a), _below(b, self.b)
-        there = {place.segment: place for place in right}
+            left, right = self._below(a, self.a), self._below(b, self.b)
+        there = dict(right)
         pairs = []
-        for place in left:
-            other = there.pop(place.segment, None)
+        for what, place in left:
+            other = there.pop(what, None)
             if other:
                 pairs.append((place, other))
             else:
@@ -344,6 +349,49 @@ class Pairing:
         for place in there.values():
             self._alone(place, self.b)
         return pairs
+
+    def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
+        """The places right below PLACE, each with what it is paired by: its segment, or the key as it is meant, where that is no text."""
+        node = place.node
+        keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
+        if all(isinstance(key, str) for key, _ in keys):
+            return [(below.segment, below) for below in inside(place, side.leaf)]
+        found: list[tuple[object, Place]] = []
+        meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
+        times: Counter[object] = Counter()
+        n = 0
+        for below in inside(place, side.leaf):
+            key, value = keys[n] if n < len(keys) else ("", place)
+            meant = meanings[n] if n < len(keys) else None
+            if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
+                continue  # the key, which stands before its value
+            if value is not below.node or not below.segment.startswith(key_segment(key, n)):
+                found.append((below.segment, below))
+                continue
+            n += 1
+            if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # as protocol 2 spells them
+                below.segment = key_segment(meant[1], n)
+            times[meant] += 1
+            found.append(((meant, times[meant]) if meant else below.segment, below))
+        return found
+
+    def _sorted(self, members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
+        """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are paired by their places."""
+        found = []
+        for member in members:
+            meant = self._canonical(member, side)
+            if meant is None:
+                return None
+            found.append(meant)
+        return sorted(found)
+
+    def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
+        """VALUE, a key or member, so that it can be compared with others and sorted; None where it is an object, or too large."""
+        meaning = _Meaning(side)
+        meant = meaning.of(value, _KEY_DEPTH)
+        self._steps -= _KEY_SIZE - meaning.room - 1
+        self._step(None)
+        return meant
 
     # What was found
 
@@ -433,40 +481,41 @@ def _word(word: Call) -> list[tuple[str, object]]:
     return [_atom(item) for item in (first.items if isinstance(first, Tuple) else args)]
 
 
-def _below(place: Place, side: Side) -> list[Place]:
-    """The places right below PLACE. Keys stand in paths, or, where they are too long, beside their values; bytes are one key in all spellings."""
-    found = inside(place, side.leaf)
-    spelled: dict[str, str] = {}
-    for n, (effect, i) in enumerate(place.node.pairs() if isinstance(place.node, Object) else ()):
-        key = effect.values[i]
-        if isinstance(key, str):
-            continue
-        data = side.data(key) if isinstance(key, Call) else None
-        if data and isinstance(data.of, bytes):
-            spelled[f"[<{n}>]"] = key_segment(data.of, n)
-        elif not isinstance(key, Node) and key_segment(key, n) == f"[<{n}>]":
-            found.append(Place(place, f"/<{n}>", key, place.depth + 1))
-    for below in found if spelled else ():
-        below.segment = spelled.get(below.segment, below.segment)
-    return [below for below in found if f"[{below.segment[1:]}]" not in spelled]
+@dataclass
+class _Meaning:
+    """What a key or member of SIDE means, as long as there is ROOM."""
 
+    side: Side
+    room: int = _KEY_SIZE
 
-def _sorted(members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
-    """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are paired by their places."""
-    found: list[tuple[str, object]] = []
-    for member in members:
-        data = side.data(member)
-        if data and not isinstance(data.of, Span):
-            found.append((data.kind, data.of))
-        elif isinstance(member, Global):
-            found.append(("global", side.name(member)))
-        elif isinstance(member, Tuple) and not any(isinstance(item, Node) for item in member.items):
-            found.append(("tuple", tuple(_atom(item) for item in member.items)))
-        elif isinstance(member, Node):
+    def of(self, value: Value, depth: int) -> tuple[str, object] | None:
+        """VALUE, up to DEPTH levels of it; None where something in it is an object, and where it is too large."""
+        data = self.side.data(value)
+        self.room -= 1 + (len(data.of) >> 10 if data and isinstance(data.of, bytes) else 0)
+        if depth < 0 or self.room < 0:
             return None
-        else:
-            found.append(_atom(member))
-    return sorted(found)
+        if data:
+            return None if isinstance(data.of, Span) else (data.kind, data.of)
+        if isinstance(value, Global):
+            return "global", self.side.name(value)
+        if not isinstance(value, Node):
+            return _atom(value)
+        is_tuple = isinstance(value, Tuple)
+        items = value.items if isinstance(value, Tuple) else self.side.members(value)
+        if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
+            return None
+        found = []
+        for item in items:
+            meant = self.of(item, depth - 1)
+            if meant is None:
+                return None
+            found.append(meant)
+        return ("tuple", tuple(found)) if is_tuple else ("frozenset", tuple(sorted(found)))
+
+
+def _numbered(place: Place, members: list[Value]) -> list[tuple[object, Place]]:
+    """The MEMBERS of the set at PLACE, paired by their places."""
+    return [(n, Place(place, f"/{{{n}}}", member, place.depth + 1)) for n, member in enumerate(members)]
 
 
 def _atom(value: Value) -> tuple[str, object]:

@@ -66,6 +66,9 @@ def _counts(difference: Difference) -> Iterator[str]:
     n = len(_apart(difference))
     if n:
         yield f"values of {count(n, 'tensor')}"
+    n = len(_unknown(difference))
+    if n:
+        yield f"{count(n, 'tensor')} not compared"
     if difference.others:
         yield count(len(difference.others), "other thing")
 
@@ -73,6 +76,11 @@ def _counts(difference: Difference) -> Iterator[str]:
 def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:
     """The tensors that have other values."""
     return [(each, each.values) for each in difference.differing if each.values and each.values.differing]
+
+
+def _unknown(difference: Difference) -> list[TensorDifference]:
+    """The tensors whose values alone could not be compared."""
+    return [each for each in difference.differing if each.values is None and not any(getattr(each, name) for name, _ in _FACTS)]  # fmt: skip
 
 
 def _all_values(difference: Difference) -> str:
@@ -88,6 +96,9 @@ def _value_lines(look: Look, difference: Difference, most: int | None) -> Iterat
     rows = [[each.path, *_how_far(each, values)] for each, values in apart]
     what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
     yield from _group(look, "values", what, rows, most)
+    unknown = _unknown(difference)
+    what = f"of {count(len(unknown), 'tensor')} not compared: elements share bytes with others"
+    yield from _group(look, "values", what, [[each.path] for each in unknown], most)
 
 
 def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:

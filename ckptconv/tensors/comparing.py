@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 import torch
 
+from ckptconv.dtypes import dtype_called
+
 __all__ = ["Comparer", "comparable"]
 
 _LOW = 0xFFFFFFFF
 _MODEST = 1 << 62
-_WITHOUT_NUMBERS = ("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+_NUMBERS = {
+    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float64", "float32", "float16", "bfloat16",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32", "complex64", "complex128",
+}  # fmt: skip
 
 
 class _Far(NamedTuple):
@@ -33,7 +38,7 @@ def comparable(a: str, b: str) -> bool:
 
 
 def _is_number(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype) and name not in _WITHOUT_NUMBERS
+    return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 class Comparer:
@@ -47,6 +52,7 @@ class Comparer:
         numbers = _is_number(a) and _is_number(b)
         self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
+        self._width = dtype_called(a).itemsize  # of what is compared as bits
         self._unequal = False
         self.differing = self.not_finite = 0
         are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())
@@ -62,7 +68,7 @@ class Comparer:
         """Compare the elements in A with those in B; what both buffers hold is taken as it is."""
         if self._dtypes is None or self.largest is None or self.largest_relative is None:
             x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
-            self.differing += int((x != y).sum())
+            self.differing += int((x != y).view(-1, self._width).any(1).sum())
             return
         left, right = (torch.frombuffer(data, dtype=dtype) for data, dtype in zip((a, b), self._dtypes, strict=True))
         if left.is_complex() or right.is_complex():
