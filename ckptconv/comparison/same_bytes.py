@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 from ckptconv.model import Span
@@ -38,6 +37,8 @@ def unequal_parts(
     reader = _Reader(pairs, large, progress)
     threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
     if threads:
+        from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
+
         with ThreadPoolExecutor(threads, "ckptconv-diff") as pool:
             try:
                 for done in [pool.submit(reader.run) for _ in range(threads)]:
