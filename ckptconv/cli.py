@@ -74,7 +74,7 @@ def main(args: list[str] | None = None) -> int:
             click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return failed
-    except Exception:
+    except Exception:  # a bug: the interpreter would exit with 1, which says something else for diff
         if failed == 1:
             raise
         traceback.print_exc()
