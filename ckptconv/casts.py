@@ -6,7 +6,7 @@ Ties stay ties: what is one tensor under several names gets one dtype, by the mo
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -221,7 +221,7 @@ class _Chooser:
         return self.names.get(id(place.node), [])
 
     def is_in_optimizer(self, place: Place) -> bool:
-        return any(id(above.node) in self.customs.optimizer_nodes for above in _upwards(place))
+        return any(id(above.node) in self.customs.optimizer_nodes for above in place.upwards())
 
     def no_match(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
         """The error for a RULE that changes nothing."""
@@ -257,10 +257,3 @@ class _Chooser:
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
             why = f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name {'some' if len(left) > 1 else 'it'}"
             self.changes.not_cast.setdefault(why, []).extend(left)
-
-
-def _upwards(place: Place) -> Iterator[Place]:
-    at: Place | None = place
-    while at is not None:
-        yield at
-        at = at.parent

@@ -128,7 +128,7 @@ class _Reader:
         self.certain = {
             id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
         }
-        self.hinted = {id(p.node) for p in self.candidates if any(has_rng_word(a.key) for a in _upwards(p))}
+        self.hinted = {id(p.node) for p in self.candidates if any(has_rng_word(a.key) for a in p.upwards())}
         self.rng_mappings: dict[
             int, bool
         ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
@@ -156,7 +156,7 @@ class _Reader:
         return node
 
     def classify(self, place: Place, node: Object) -> None:
-        if place.segment in _MODULE_PARTS or any(id(above.node) in self.closed for above in _upwards(place)):
+        if place.segment in _MODULE_PARTS or any(id(above.node) in self.closed for above in place.upwards()):
             return
         metadata = _metadata(node)
         keys = strings_of(node)
@@ -191,7 +191,7 @@ class _Reader:
     def is_rng(self, place: Place) -> bool:
         if id(place.node) in self.certain:
             return True
-        above = list(_upwards(place))[1:]
+        above = list(place.upwards())[1:]
         if any(id(outer.node) in self.inside_state_dict for outer in above):
             return False
         if id(place.node) in self.hinted:
@@ -204,13 +204,6 @@ class _Reader:
             sibling = any(id(value) in self.certain for value in beside.values())
             self.rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
         return self.rng_mappings[id(mapping)]
-
-
-def _upwards(place: Place) -> Iterator[Place]:
-    at: Place | None = place
-    while at is not None:
-        yield at
-        at = at.parent
 
 
 def has_rng_word(key: str | None) -> bool:
@@ -236,7 +229,7 @@ def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
 
 def _is_generator_state(place: Place) -> bool:
     """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
-    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in _upwards(place))
+    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())
 
 
 def _metadata(node: Object) -> Object | None:

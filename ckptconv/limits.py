@@ -51,5 +51,9 @@ class Limits:
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16
 
+    def gathered(self, nbytes: int) -> int:
+        """The most bytes that views of a storage of NBYTES may have, written out."""
+        return max(self.gathered_ratio * nbytes, self.gathered_bytes)
+
 
 LIMITS = Limits()

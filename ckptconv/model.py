@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -181,10 +181,19 @@ class Place:
         """The path, as ``inspect`` prints it."""
         segments: list[str] = []
         place: Place | None = self
-        while place is not None and place.parent is not None:
+        while (
+            place is not None and place.parent is not None
+        ):  # not by upwards(): asked for each tensor, again and again
             segments.append(place.segment)
             place = place.parent
         return "".join(reversed(segments)).removeprefix("/") or "."
+
+    def upwards(self) -> Iterator[Place]:
+        """This place, what it stands in, what that stands in, up to the root."""
+        place: Place | None = self
+        while place is not None:
+            yield place
+            place = place.parent
 
 
 @dataclass(eq=False, slots=True)

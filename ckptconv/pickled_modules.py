@@ -110,12 +110,7 @@ def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
 
 
 def _stands_in(place: Place, nodes: set[int]) -> bool:
-    above = place.parent
-    while above is not None:
-        if id(above.node) in nodes:
-            return True
-        above = above.parent
-    return False
+    return any(id(above.node) in nodes for above in place.upwards() if above is not place)
 
 
 @dataclass(eq=False)

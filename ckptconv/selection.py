@@ -140,12 +140,7 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
 
 def _above(place: Place) -> set[int]:
     """The ids of what PLACE stands in."""
-    found = set()
-    above = place.parent
-    while above is not None:
-        found.add(id(above.node))
-        above = above.parent
-    return found
+    return {id(above.node) for above in place.upwards() if above is not place}
 
 
 def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:

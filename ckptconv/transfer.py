@@ -39,6 +39,7 @@ class Transfer:
         self.pieces = Pieces(file.pieces, file.path.parent)
         self.sums = Sums([each for each in file.sums if not isinstance(each, Cast)])
         self.cast_sums: dict[int, int] = {}  # by the id of the piece
+        self.all_sums: Sequence[int] = ()  # those of the file's ``sums``, when all are known
         #: What was too large for the dtype that it was cast to.
         self.overflowed: Overflow = {}
 
@@ -79,9 +80,9 @@ class Transfer:
                 workers.finish(progress)
                 self.cast_sums |= workers.sums
         self.overflowed = dict(self.pieces.overflowed)
-        sums = self._sums()
+        self.all_sums = self._sums()
         for start, piece in late:
-            data = piece.make(sums)
+            data = piece.make(self.all_sums)
             self._check_plan(len(data), piece.length)
             _write_all(fd, start, data)
             if progress:
@@ -149,7 +150,7 @@ class Transfer:
         if isinstance(piece, bytes):
             yield piece
         elif isinstance(piece, Late):
-            yield piece.make(self._sums())
+            yield piece.make(self.all_sums)
         else:
             yield from self.pieces.chunks(piece)
 

@@ -298,7 +298,7 @@ def _shared(parts: Sequence[Unequal], home: Span, span: Span, info: TensorInfo) 
 
 def _check_repeats(info: TensorInfo) -> None:
     """Raise LimitError where one view repeats its elements too often."""
-    most = max(LIMITS.gathered_ratio * (info.storage.nbytes if info.storage else 0), LIMITS.gathered_bytes)
+    most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
     if info.nbytes > most:
         raise LimitError(
             f"{info.path} has too many elements for its storage", expected=f"at most {most:,} bytes", got=f"{info.nbytes:,}"

@@ -217,7 +217,7 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
         return f"a scalar of {_PACKED}"
     if (info.conj and info.dtype not in _COMPLEX) or (info.neg and info.dtype not in _COMPLEX | _REAL):
         return f"{info.dtype} to be conjugated or negated"
-    most = max(LIMITS.gathered_ratio * info.storage.nbytes, LIMITS.gathered_bytes)
+    most = LIMITS.gathered(info.storage.nbytes)
     if info.nbytes > most:
         return f"written out it has {info.nbytes:,} bytes, more than the limit of {most:,}"
     return None
