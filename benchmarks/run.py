@@ -17,6 +17,7 @@ from pathlib import Path
 GIB = 1 << 30
 TENSORS = 300
 COPY = 'cp "$1" "$2" && sync "$2"'
+COPY_FOLDER = 'rm -rf "$2" && cp -r "$1" "$2" && sync -f "$2"'
 PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
 CKPTCONV = "import sys; from ckptconv.cli import main; assert main(sys.argv[1:]) == 0"
 TORCH = """
@@ -44,6 +45,13 @@ checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=True)
 torch.save({name: tensor.bfloat16() for name, tensor in checkpoint.items()}, sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
+DCP_TO_TORCH = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+os.fsync(os.open(sys.argv[2], os.O_RDONLY))
+"""
 LOAD = """
 import sys, ckptconv
 ckptconv.load(sys.argv[1], "cpu")
@@ -69,6 +77,40 @@ import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
 numel = int(sys.argv[2]) // 4 // {TENSORS}
 torch.save({{f"module.layers.{{i}}.weight": torch.randn(numel) for i in range({TENSORS})}}, sys.argv[1])
+"""
+MAKE_SHARDS = """
+import json, os, sys, torch
+torch.serialization.location_tag = lambda storage: "cuda:0"
+os.makedirs(sys.argv[1])
+shards = [f"pytorch_model-{i:05d}-of-00008.bin" for i in range(1, 9)]
+weight_map = {}
+for i, shard in enumerate(shards):
+    tensors = {f"module.layers.{i}.{j}.weight": torch.randn(int(sys.argv[2]) >> 10, 4) for j in range(8)}
+    torch.save(tensors, os.path.join(sys.argv[1], shard))
+    weight_map |= dict.fromkeys(tensors, shard)
+index = {"metadata": {"total_size": int(sys.argv[2])}, "weight_map": weight_map}
+with open(os.path.join(sys.argv[1], "pytorch_model.bin.index.json"), "w") as file:
+    json.dump(index, file)
+"""
+MAKE_DCP = f"""
+import os, sys, torch
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+child = os.fork()
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + ".store", 2), rank=int(not child), world_size=2)
+mesh, rows = init_device_mesh("cpu", (2,)), int(sys.argv[2]) // 4 // {TENSORS} // 2048
+state = {{}}
+for i in range({TENSORS}):
+    by_columns = i % 2
+    part = torch.randn(rows, 1024) if by_columns else torch.randn(rows // 2, 2048)
+    state[f"layers.{{i}}.weight"] = DTensor.from_local(part, mesh, [Shard(by_columns)])
+dcp.save(state, checkpoint_id=sys.argv[1])
+dist.barrier()
+dist.destroy_process_group()
+if child:
+    os.waitpid(child, 0)
 """
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
 MAKE_SEEDED = MAKE.replace("numel =", "torch.manual_seed(0)\nnumel =")
@@ -103,6 +145,8 @@ def main() -> None:
         to_safetensors(Path(folder), size, runs)
         from_safetensors(Path(folder), size, runs)
         legacy(Path(folder), size, runs)
+        shards(Path(folder), size, runs)
+        distributed(Path(folder), size, runs)
         cast(Path(folder), 2 * size, runs)
         gather(Path(folder), size // 2, runs)
         diff(Path(folder), size, runs)
@@ -164,6 +208,36 @@ def legacy(folder: Path, size: int, runs: int) -> None:
         f"{size / GIB:g} GiB from before torch 1.6: cuda:0 → cpu, strip `module.`", commands, runs, unit="`cp` + `sync`"
     )
     src.unlink()
+    dst.unlink()
+
+
+def shards(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes in 8 shards, retagged as shards, beside copying the folder; the old target is removed by all."""
+    src, dst = make(folder / "shards", size, MAKE_SHARDS), folder / "dst"
+    edits = ["--to", "cpu", "--strip-prefix", "module."]
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`ckptconv convert -j 2`": ckptconv("convert", "-q", "--force", "-j", "2", src, dst, *edits),
+        "`cp -r` + `sync`": ["sh", "-c", COPY_FOLDER, "sh", str(src), str(dst)],
+        "`cp -r` + `sync` again: the noise": ["sh", "-c", COPY_FOLDER, "sh", str(src), str(dst)],
+    }
+    print_table(
+        f"{size / GIB:g} GiB in 8 shards: cuda:0 → cpu, strip `module.`", commands, runs, unit="`cp -r` + `sync`"
+    )
+    shutil.rmtree(src)
+    shutil.rmtree(dst)
+
+
+def distributed(folder: Path, size: int, runs: int) -> None:
+    """SIZE bytes that two processes saved with torch.distributed.checkpoint, in one file, beside what torch does."""
+    src, dst = make(folder / "dcp", size, MAKE_DCP), folder / "dst.pt"
+    rival = "`dcp_to_torch_save` + `sync`"
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst),
+        rival: python(DCP_TO_TORCH + PEAK, src, dst),
+    }
+    print_table(f"{size / GIB:g} GiB of two processes (DCP) → `.pt`", commands, runs, unit=rival)
+    shutil.rmtree(src)
     dst.unlink()
 
 

@@ -1,11 +1,12 @@
 """ckptconv: change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
 
-On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`open` (single tensors), :func:`load`, :func:`save`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
+On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`open` (single tensors), :func:`load`, :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
 :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.batches import convert_many, jobs_in, write_index
 from ckptconv.comparison import Difference, OnlyIn, OtherDifference, TensorDifference, ValueDifference, diff
 from ckptconv.conversion import convert
 from ckptconv.errors import (
@@ -25,6 +26,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.files import CheckpointFile, load, open, save
+from ckptconv.jobs import Job, Outcome
 from ckptconv.locations import MapLocation
 from ckptconv.model import Changes, LeftBehind, NameChange, Report, TensorInfo
 from ckptconv.state_dicts import add_prefix, strip_prefix
@@ -44,6 +46,7 @@ __all__ = [
     "Difference",
     "InputChangedError",
     "InputError",
+    "Job",
     "LeftBehind",
     "LimitError",
     "MalformedError",
@@ -52,6 +55,7 @@ __all__ = [
     "NoMatchError",
     "OnlyIn",
     "OtherDifference",
+    "Outcome",
     "OutputError",
     "RefusedError",
     "Report",
@@ -64,14 +68,17 @@ __all__ = [
     "ValueDifference",
     "add_prefix",
     "convert",
+    "convert_many",
     "devices",
     "diff",
     "inspect",
+    "jobs_in",
     "load",
     "open",
     "remap",
     "save",
     "strip_prefix",
+    "write_index",
 ]
 
 

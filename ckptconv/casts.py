@@ -230,7 +230,7 @@ class _Chooser:
         if found is not None:
             return NoMatchError(
                 f"{rule.glob!r} means no floating-point tensor", where=where, got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
-                hint="integers are cast where the whole path of a tensor names them, without a wildcard",
+                hint="integers are cast where the whole path of a tensor names them, without a wildcard", unmatched=("dtypes", rule),
             )  # fmt: skip
         glob = rule.glob or ""
         slash = "/" in glob
@@ -240,6 +240,7 @@ class _Chooser:
             f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}", where=where,
             expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}" if known else "a path, with a slash",
             hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}" if as_path and not slash else None,
+            unmatched=("dtypes", rule),
         )  # fmt: skip
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:

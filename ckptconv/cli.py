@@ -10,9 +10,11 @@ import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TextIO
@@ -20,20 +22,33 @@ from typing import Any, TextIO
 import click
 
 from ckptconv import __version__, render
+from ckptconv.batches import job_of, run_jobs
 from ckptconv.comparison import compare
-from ckptconv.conversion import run
-from ckptconv.dtype_rules import to_dtypes
+from ckptconv.conversion import edits_from, run
+from ckptconv.engines import processes
 from ckptconv.errors import CkptconvError, NoMatchError, UsageError
+from ckptconv.jobs import Outcome
 from ckptconv.locations import to_devices
-from ckptconv.model import Edits, Progress
+from ckptconv.model import Changes, Edits, Progress, Report
 from ckptconv.names import matches
-from ckptconv.summary import Summary, TensorSummary, difference_as_dict, inspect, report_as_dict
-from ckptconv.targets import TARGET_FORMATS
+from ckptconv.summary import (
+    SCHEMA_VERSION,
+    Summary,
+    TensorSummary,
+    difference_as_dict,
+    inspect,
+    report_as_dict,
+)
+from ckptconv.targets import TARGET_FORMATS, Listing, is_there, list_items, size_of
 
 __all__ = ["cli", "main"]
 
 _ROWS = 40  # of the tensor table on a terminal, at most
 _PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+#: The options of convert that a conversion takes beside the edits.
+_OPTIONS = (
+    "format", "copy_tied", "force", "dry_run", "verify", "allow_unsafe", "max_shard_size", "copy_others", "jobs",
+)  # fmt: skip
 _EXAMPLES = """\b
 Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong
@@ -268,7 +283,7 @@ def _screen() -> os.terminal_size:
 
 
 @cli.command("convert", epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.")
-@click.argument("paths", metavar="SRC DST", type=_PATH, nargs=-1)
+@click.argument("paths", metavar="SRC... DST", type=_PATH, nargs=-1)
 @click.option(
     "--to",
     metavar="DEVICE",
@@ -296,7 +311,22 @@ def _screen() -> os.terminal_size:
     help="The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load reads.",
 )
 @click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
+)
+@click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too.")
 @click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")
+@click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says.")
+@click.option(
+    "-j",
+    "--jobs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Convert N checkpoints, or write N shards, at once.",
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option("--verify", is_flag=True, help="Read the output back and compare it before it appears.")
 @click.option(
@@ -308,27 +338,126 @@ def _screen() -> os.terminal_size:
 @click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
 @click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
 @_debug
-def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> None:
-    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name.
+def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
+    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a folder with several checkpoints, become as many in the folder DST.
 
-    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them.
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
     """
-    src, dst = _source_and_target(paths)
-    edits = Edits(
-        _devices(flags), flags["select"], flags["state_dict"], flags["include"], flags["exclude"],
-        flags["strip_prefix"], flags["rename"], flags["add_prefix"], flags["unwrap"], to_dtypes(flags["dtype"]), flags["compact"],
-    )  # fmt: skip
+    srcs, dst = _sources_and_target(paths)
+    edits = _edits(flags)
+    listing = list_items(
+        srcs,
+        dst,
+        format=flags["format"],
+        in_shards=flags["max_shard_size"] is not None,
+        copy_others=flags["copy_others"],
+    )
+    if listing.is_batch:
+        return _convert_batch(listing, edits, flags, as_json=as_json, quiet=quiet, verbose=verbose)
+    (item,) = listing.items
+    if flags["skip_existing"] and is_there(item):
+        if as_json:
+            click.echo(json.dumps(_skipped(str(item.src), str(item.dst))))
+        elif not quiet:
+            click.echo(render.skipped_line(str(item.dst), _look(sys.stderr)), err=True)
+        return 0
     report = run(
-        src, dst, edits, format=flags["format"], copy_tied=flags["copy_tied"], force=flags["force"], dry_run=flags["dry_run"], verify=flags["verify"],
-        allow_unsafe=flags["allow_unsafe"], progress=partial(_progress, quiet=quiet),
+        item.src, item.dst, edits_from(**edits), is_folder=item.is_folder, progress=partial(_progress, quiet=quiet),
+        **{name: flags[name] for name in _OPTIONS},
     )  # fmt: skip
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:
-        stream = sys.stderr if report.written else sys.stdout
-        look = _look(stream)
-        for line in render.report_lines(report, look, every_name=verbose):
-            click.echo(line, file=stream, color=look.colour)
+        _show_report(report, _look(sys.stderr if report.written else sys.stdout), verbose=verbose)
+    for _, error in report.failed:
+        _say_error(error)
+    return 3 if report.failed else 0
+
+
+def _edits(flags: dict[str, Any]) -> dict[str, Any]:
+    """What FLAGS change in a checkpoint, as keywords of the function."""
+    names = ("select", "state_dict", "include", "exclude", "strip_prefix", "rename", "add_prefix", "unwrap", "dtype", "compact")  # fmt: skip
+    return {"map_location": _devices(flags), **{name: flags[name] for name in names}}
+
+
+def _show_report(report: Report, look: render.Look, *, verbose: bool) -> None:
+    for line in render.report_lines(report, look, every_name=verbose):
+        click.echo(line, err=report.written, color=look.colour)
+
+
+def _convert_batch(
+    listing: Listing, edits: dict[str, Any], flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool
+) -> int:
+    """Convert all of LISTING, say what became of each as soon as it is known, and of all in the end."""
+    started = time.monotonic()
+    quiet = as_json or (quiet and not flags["dry_run"])
+    look = _look(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
+    options = {name: flags[name] for name in (*_OPTIONS, "skip_existing") if name != "jobs"}
+    jobs = [job_of(item, {**edits, **options}) for item in listing.items]
+    with _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished):
+
+        def done(outcome: Outcome) -> Outcome:
+            finished(outcome)
+            _show_outcome(outcome, look, quiet=quiet, verbose=verbose, debug=flags["debug"])
+            return outcome if as_json else _brief(outcome)
+
+        outcomes = run_jobs(jobs, processes(min(flags["jobs"], len(jobs)), tick), done, tick)
+    reports = [outcome.report for outcome in outcomes if outcome.report]
+    failed = [outcome for outcome in outcomes if outcome.error]
+    if as_json:
+        click.echo(json.dumps({
+            "schema_version": SCHEMA_VERSION,
+            "items": [_outcome_as_dict(outcome) for outcome in outcomes],
+            "left": [str(path) for path in listing.other],
+            "unentered": [str(path) for path in listing.unentered],
+        }))  # fmt: skip
+    elif not quiet:
+        skipped = sum(outcome.skipped for outcome in outcomes)
+        for line in render.sum_lines(
+            reports, skipped, len(failed), time.monotonic() - started, listing.other, listing.unentered, look
+        ):
+            click.echo(line, err=not flags["dry_run"], color=look.colour)
+    if failed and len(failed) == len(outcomes):
+        return 1
+    return 3 if failed or any(report.failed for report in reports) else 0
+
+
+def _brief(outcome: Outcome) -> Outcome:
+    """What the sum needs of OUTCOME: a hundred thousand reports would have millions of names."""
+    report = outcome.report
+    return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
+
+
+def _show_outcome(outcome: Outcome, look: render.Look, *, quiet: bool, verbose: bool, debug: bool) -> None:
+    report = outcome.report
+    if outcome.error:
+        _say_error(outcome.error)
+        if debug and outcome.trace:
+            click.echo(outcome.trace, err=True)
+    elif report is None:
+        if not quiet:
+            click.echo(render.skipped_line(str(outcome.job.dst), look), err=True)
+    elif verbose or not report.written:
+        if not quiet:
+            _show_report(report, look, verbose=verbose)
+    elif not quiet:
+        click.echo(render.item_line(report, look), err=True)
+    for _, error in report.failed if report else ():
+        _say_error(error)
+
+
+def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
+    error = outcome.error
+    if outcome.report:
+        return report_as_dict(outcome.report)
+    if error is None:
+        return _skipped(str(outcome.job.src), str(outcome.job.dst))
+    facts = {name: None if (fact := getattr(error, name)) is None else str(fact) for name in ("what", "where", "expected", "got", "hint")}  # fmt: skip
+    return {"src": str(outcome.job.src), "dst": str(outcome.job.dst), "error": {"type": type(error).__name__, **facts, "text": str(error)}}  # fmt: skip
+
+
+def _skipped(src: str, dst: str) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, "src": src, "dst": dst, "skipped": True}
 
 
 @cli.command("diff", epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
@@ -371,15 +500,13 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debu
     return 0 if found.same else 1
 
 
-def _source_and_target(paths: tuple[str, ...]) -> tuple[str, str]:
-    if len(paths) == 2:
-        return paths[0], paths[1]
+def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    if len(paths) > 1:
+        return paths[:-1], paths[-1]
     if len(paths) == 1:
         src = shlex.quote(paths[0])
         raise UsageError(f"no output given: ckptconv convert {src} OUT --to cpu (in place: {src} {src} --force)")
-    raise UsageError(
-        "convert takes one input and one output", expected="ckptconv convert SRC DST", got=f"{len(paths)} paths"
-    )
+    raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
 
 
 def _devices(flags: dict[str, Any]) -> Any:
@@ -402,6 +529,33 @@ def _progress(size: int, *, quiet: bool) -> Iterator[Progress | None]:
     if quiet or not sys.stderr.isatty() or size < _PROGRESS_FROM:
         yield None
         return
+    with _bar(size) as (bar, task):
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
+    """One bar for all of LISTING on a terminal, as large as its inputs until an output says what it is; what to call with bytes, and with outcomes."""
+    sizes: dict[str, int] = {}
+    if not quiet and sys.stderr.isatty():
+        sizes = {str(item.src): size_of(item) for item in listing.items}
+    total = sum(sizes.values())
+    if total < max(1, _PROGRESS_FROM):
+        yield None, lambda outcome: None
+        return
+    with _bar(total) as (bar, task):
+
+        def finished(outcome: Outcome) -> None:
+            nonlocal total
+            total += (outcome.report.size if outcome.report else 0) - sizes[str(outcome.job.src)]
+            bar.update(task, total=total)
+
+        yield lambda nbytes: bar.advance(task, nbytes), finished
+
+
+@contextmanager
+def _bar(size: int) -> Iterator[tuple[Any, Any]]:
+    """A bar on standard error for SIZE bytes, and its task."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -409,5 +563,4 @@ def _progress(size: int, *, quiet: bool) -> Iterator[Progress | None]:
     with Bar(
         BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as bar:  # fmt: skip
-        task = bar.add_task("", total=size)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield bar, bar.add_task("", total=size)

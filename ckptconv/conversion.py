@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,18 +14,20 @@ from ckptconv import formats, output
 from ckptconv.dangers import dangerous_globals
 from ckptconv.dtype_rules import DTypeLike, to_dtypes
 from ckptconv.edits import apply
-from ckptconv.errors import DangerousError, RefusedError, UsageError
-from ckptconv.formats import WRITERS, safetensors, torchscript
+from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError
+from ckptconv.folder_plans import FolderPlan, plan_folder
+from ckptconv.formats import WRITERS, dcp, dcp_safetensors, safetensors, sharded, torchscript
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
 from ckptconv.model import Checkpoint, Edits, Overflow, Plan, Progress, Report
 from ckptconv.names import strings
+from ckptconv.output_folders import no_name, write_folder
 from ckptconv.safe_loader import is_allowed
-from ckptconv.sources import Readable, Source
-from ckptconv.targets import find_target, usual_format
+from ckptconv.sources import Readable, Source, SourceFolder, open_input
+from ckptconv.targets import find_item, format_of, usual_format
 from ckptconv.wording import for_python
 
-__all__ = ["convert", "edits_from", "make_plan", "report_of", "run"]
+__all__ = ["convert", "edits_from", "make_plan", "report_of", "run", "write"]
 
 
 @for_python
@@ -46,12 +48,18 @@ def convert(
     compact: bool = False,
     format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
     copy_tied: bool = False,
+    max_shard_size: int | str | None = None,
+    copy_others: bool = False,
     force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
     allow_unsafe: bool = False,
+    jobs: int = 1,
 ) -> Report:
     """Write the checkpoint SRC to DST, changed as asked, without loading or running it.
+
+    SRC is a file; a sharded set as the Hub has them, by its folder or index; or a folder of ``torch.distributed.checkpoint``. The two become one file where DST has a suffix; a set stays a set where DST is a folder, with the checkpoints
+    that stand beside it. A folder of many checkpoints is for :func:`convert_many`.
 
     ``map_location``: a device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a
     function from tag to tag. States of random generators stay on the CPU, where torch needs them.
@@ -60,19 +68,20 @@ def convert(
     ``unwrap``: take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names. ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
     ``dtype``: ``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs mean, or several of both (``['bf16', '*.norm.*=fp32']``). ``compact``: drop the bytes of storages that no tensor shows.
     ``format``: ``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
+    ``max_shard_size``: write shards of at most so much (``'5GB'``) with their index to the folder DST. ``copy_others``: of a folder, copy what is no checkpoint too. ``jobs``: threads that write the files of a folder.
     ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
-    _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run)
+    _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run, copy_others=copy_others)
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
         unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
     )  # fmt: skip
     return run(
-        src, dst, edits, format=format, copy_tied=copy_tied, force=force, dry_run=dry_run, verify=verify,
-        allow_unsafe=allow_unsafe,
+        src, dst, edits, format=format, copy_tied=copy_tied, max_shard_size=max_shard_size, copy_others=copy_others,
+        force=force, dry_run=dry_run, verify=verify, allow_unsafe=allow_unsafe, jobs=jobs,
     )  # fmt: skip
 
 
@@ -123,33 +132,84 @@ def run(
     dry_run: bool = False,
     verify: bool = False,
     allow_unsafe: bool = False,
+    max_shard_size: int | str | None = None,
+    copy_others: bool = False,
+    is_folder: bool | None = None,
+    jobs: int = 1,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Report:
-    """:func:`convert` with the edits as data. PROGRESS is called with the planned size, and what it gives with each number of bytes written."""
+    """:func:`convert` with the edits as data. PROGRESS is called with the planned size, and what it gives with each number of bytes written.
+
+    IS_FOLDER: DST is the very file, or the very folder, to be written; None: that is still to be found out. JOBS: threads that write the files of a folder.
+    """
     started = time.monotonic()
-    with Source(src) as source:
-        path, meant = find_target(source.path, dst, format)
-        _check_target(source, path, force=force)
+    if is_folder is None:
+        item = find_item(src, dst, format=format, in_shards=max_shard_size is not None)
+        dst, is_folder = item.dst, item.is_folder
+
+    def plan_one(source: Source | SourceFolder, path: Path, is_folder: bool, edits: Edits) -> Plan:
+        checkpoint = formats.read(source)
+        usual = sharded.format_of(checkpoint) if is_folder else usual_format(path.name, checkpoint.format)
+        return make_plan(
+            checkpoint, path, edits, format=meant or usual, copy_tied=copy_tied, allow_unsafe=allow_unsafe,
+            is_folder=is_folder, max_shard_size=max_shard_size if is_folder else None,
+        )  # fmt: skip
+
+    path = Path(os.path.realpath(dst)) if is_folder and os.path.isdir(dst) else Path(dst)
+    meant = format if is_folder else format_of(path, format)
+    with ExitStack() as opened:
+        source = open_input(src)
+        opened.enter_context(source)
+        if not is_folder:
+            _check_target(source, path, force=force)
         with uncollected():
-            checkpoint = formats.read(source)
-            plan = make_plan(
-                checkpoint, path, edits, format=meant or usual_format(path.name, checkpoint.format),
-                copy_tied=copy_tied, allow_unsafe=allow_unsafe,
-            )  # fmt: skip
+            is_dcp = isinstance(source, SourceFolder) and any(
+                each.looks_like(source) for each in (dcp, dcp_safetensors)
+            )
+            if is_folder and isinstance(source, SourceFolder) and not is_dcp:
+                whole = plan_folder(
+                    source, path, edits, plan_one, format=format, copy_others=copy_others, opened=opened
+                )  # fmt: skip
+            else:
+                whole = FolderPlan(plan_one(source, path, is_folder, edits))
         overflowed: Overflow = {}
         if not dry_run:
-            with progress(plan.file.size) if progress else nullcontext() as tick:
-                overflowed = output.write(plan.file, source, replace=force, verify=verify, progress=tick)
+            with progress(whole.plan.size) if progress else nullcontext() as tick:
+                overflowed = write(
+                    whole.plan, source, replace=force, verify=verify, jobs=jobs, progress=tick, may_go=whole.may_go
+                )  # fmt: skip
         return report_of(
-            plan, source, seconds=time.monotonic() - started, written=not dry_run, overflowed=overflowed
+            whole.plan, source, seconds=time.monotonic() - started, written=not dry_run, overflowed=overflowed, failed=whole.failed
         )  # fmt: skip
 
 
-def report_of(plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow) -> Report:
-    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED."""
+def write(
+    plan: Plan,
+    source: Readable,
+    *,
+    replace: bool,
+    verify: bool,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    may_go: Callable[[str], bool] = no_name,
+) -> Overflow:
+    """Carry out PLAN on SOURCE; what overflowed. Raises what :func:`ckptconv.output.write` raises."""
+    if not plan.is_folder:
+        return output.write(plan.files[0], source, replace=replace, verify=verify, progress=progress)
+    return write_folder(
+        plan.target, plan.files, source, replace=replace, verify=verify, jobs=jobs, progress=progress, may_go=may_go
+    )  # fmt: skip
+
+
+def report_of(
+    plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow,
+    failed: tuple[tuple[Path, CkptconvError], ...] = (),
+) -> Report:  # fmt: skip
+    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
+    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in plan.files) if plan.is_folder else ()
     return Report(
-        str(source.path), str(plan.file.path), plan.formats, plan.file.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
-        seconds, written, overflowed,
+        str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
+        seconds, written, overflowed, files, tuple((str(path), error) for path, error in failed),
     )  # fmt: skip
 
 
@@ -161,26 +221,37 @@ def make_plan(
     format: str = "pt",
     copy_tied: bool = False,
     allow_unsafe: bool = False,
+    is_folder: bool = False,
+    max_shard_size: int | str | None = None,
 ) -> Plan:
-    """Everything about the output, before a byte of it is written. CHECKPOINT is edited."""
+    """Everything about the output, before a byte of it is written. CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has."""
     if copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
     torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
     notes: list[str] = []
+    if max_shard_size is not None:
+        edits = replace(edits, state_dict=True)
     if format == "safetensors":
         notes = _about_devices(checkpoint, edits)
         if edits.compact:
             notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
-        changes = apply(checkpoint, replace(edits, state_dict=True, devices=Devices(), compact=False))
-        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
-    else:
-        changes = apply(checkpoint, edits)
+        edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
+    changes = apply(checkpoint, edits)
+    if format != "safetensors":
         if not allow_unsafe:
             _refuse_dangers(checkpoint)
         notes = _about_code(checkpoint) if format != "pickle" else []
+    if is_folder:
+        layout = sharded.layout(checkpoint, path, format, copy_tied=copy_tied, max_shard_size=max_shard_size)
+    elif format == "safetensors":
+        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+    else:
         layout = WRITERS[format].layout(checkpoint, path)
+    name = safetensors.NAME if format == "safetensors" else WRITERS[format].NAME
+    if len(layout.files) > 1:
+        name = f"{sharded.NAME} {name}"
     return Plan(
-        (checkpoint.format, safetensors.NAME if format == "safetensors" else WRITERS[format].NAME), layout.file, changes, layout.ties,
+        (checkpoint.format, name), path, is_folder, layout.files, changes, layout.ties,
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )  # fmt: skip
@@ -214,7 +285,8 @@ def _refuse_dangers(checkpoint: Checkpoint) -> None:
         )  # fmt: skip
 
 
-def _check_target(source: Source, path: Path, *, force: bool) -> None:
+def _check_target(source: Readable, path: Path, *, force: bool) -> None:
+    """Raise where PATH can hold no file."""
     try:
         same = source.is_same_file(os.stat(path))
     except OSError:

@@ -61,12 +61,12 @@ class _NameEditor:
             raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
         if edits.unwrap:
             self.unwrap()
-        for prefix in map(normal_prefix, edits.strip_prefix):
-            self.strip(prefix)
+        for said in edits.strip_prefix:
+            self.strip(said)
         for pattern, replacement in edits.rename:
             self.rename(pattern, replacement)
-        for prefix in map(normal_prefix, edits.add_prefix):
-            self.add(prefix)
+        for said in edits.add_prefix:
+            self.add(said)
         for found, names in self.before:
             self.conclude(found, names)
 
@@ -107,7 +107,8 @@ class _NameEditor:
         most, _, model = max(known, key=lambda each: each[:2], default=(0, False, []))
         return model if most else []
 
-    def strip(self, prefix: str) -> None:
+    def strip(self, said: str) -> None:
+        prefix = normal_prefix(said)
         every = self.names()
         having = [name for name in every if name.startswith(prefix)]
         if not having:
@@ -115,7 +116,7 @@ class _NameEditor:
             raise NoMatchError(
                 f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
                 hint=f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''" if inside
-                else self.customs.hint_of_modules(),
+                else self.customs.hint_of_modules(), unmatched=("strip_prefix", said),
             )  # fmt: skip
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.customs.state_dicts):
@@ -139,6 +140,7 @@ class _NameEditor:
                 where=self.where,
                 got=_prefixes(every),
                 hint=self.customs.hint_of_modules(),
+                unmatched=("rename", (pattern, replacement)),
             )
 
         def of_module(path: str) -> str:
@@ -150,11 +152,12 @@ class _NameEditor:
             _rename_keys(metadata, of_module)
         self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: regex.sub(replacement, name))
 
-    def add(self, prefix: str) -> None:
+    def add(self, said: str) -> None:
+        prefix = normal_prefix(said)
         main = self.customs.main()
         if len(main) != 1 or not isinstance(main[0], StateDict):
             if not main:
-                raise NoMatchError("no state dict to add a prefix to", where=self.where)
+                raise NoMatchError("no state dict to add a prefix to", where=self.where, unmatched=("add_prefix", said))
             meant = dict.fromkeys(found.path for found in (*main, *self.customs.state_dicts))
             raise NoMatchError(
                 f"several state dicts could be meant: {', '.join(meant)}", where=self.where,

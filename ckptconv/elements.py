@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
+from ckptconv.checksums import combined
 from ckptconv.dtypes import BY_NAME, dtype_called
-from ckptconv.model import Cast, Chain, Data, Gather, Inflate, Part, Piece, Span, TensorInfo
+from ckptconv.model import Assemble, Cast, Chain, Data, Gather, Inflate, Part, Piece, Span, TensorInfo
 
-__all__ = ["length_of", "part_of", "piece_of", "spooled", "stored"]
+__all__ = ["crc32_known", "length_of", "part_of", "piece_of", "spooled", "stored", "with_checksums"]
 
 
 def length_of(piece: Piece) -> int:
@@ -25,6 +26,33 @@ def stored(data: Piece) -> Span | None:
     return data.whole if isinstance(data, Chain) else data if isinstance(data, Span) else None
 
 
+def crc32_known(data: Piece) -> int | None:
+    """The checksum that DATA should have, where its source says it: that of a chain of whole records follows from theirs."""
+    if isinstance(data, (Span, Inflate)):
+        return data.crc32
+    if not isinstance(data, Chain) or data.whole is not None:
+        return None
+    crc32 = 0
+    for part in data.parts:
+        if part.crc32 is None:
+            return None
+        crc32 = combined(crc32, part.crc32, part.length)
+    return crc32
+
+
+def with_checksums(data: Piece) -> tuple[Span, ...]:
+    """The ranges that DATA is made of whose checksums say whether it is what it should be."""
+    of = data.of if isinstance(data, Cast) else data
+    spans: tuple[Span, ...] = ()
+    if isinstance(of, Span):
+        spans = (of,)
+    elif isinstance(of, Chain):
+        spans = (of.whole,) if of.whole else of.parts
+    elif isinstance(of, Assemble):
+        spans = tuple(box.of for box in of.boxes)
+    return tuple(span for span in spans if span.crc32 is not None)
+
+
 def spooled(piece: Piece) -> Inflate | None:
     """What has to be inflated into a file of its own for PIECE, because it is read at any place."""
     if isinstance(piece, Cast):
@@ -32,10 +60,11 @@ def spooled(piece: Piece) -> Inflate | None:
     return piece.of if isinstance(piece, (Part, Gather)) and isinstance(piece.of, Inflate) else None
 
 
-def part_of(data: Data, offset: int, length: int) -> Span | Inflate | Part | Chain | Cast:
+def part_of(data: Data, offset: int, length: int) -> Span | Inflate | Part | Chain | Assemble | Cast:
     """LENGTH bytes at OFFSET of DATA, which are whole elements if it is a :class:`Cast`."""
     if (offset, length) == (0, data.length):
         return data
+    assert not isinstance(data, Assemble)  # one tensor, which shows all of it
     if isinstance(data, Span):
         return Span(data.source, data.offset + offset, length)
     if isinstance(data, Inflate):
@@ -74,13 +103,14 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     dtype, cast = dtype_called(info.dtype), data if isinstance(data, Cast) else None
     of = cast.of if cast else data
     old = dtype_called(cast.old) if cast else dtype
-    assert isinstance(of, (Span, Inflate, Chain))
-    elements: Span | Inflate | Part | Chain | Gather
+    assert isinstance(of, (Span, Inflate, Chain, Assemble))
+    elements: Span | Inflate | Part | Chain | Gather | Assemble
     if info.contiguous:
         part = part_of(of, info.offset * old.itemsize, info.nbytes // dtype.itemsize * old.itemsize)
         assert not isinstance(part, Cast)
         elements = part
     else:
+        assert not isinstance(of, Assemble)
         whole, offset = (
             _part_around(of, info.offset * old.itemsize) if isinstance(of, Chain) else (of, info.offset * old.itemsize)
         )

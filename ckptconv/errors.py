@@ -156,7 +156,23 @@ class CollisionError(RefusedError):
 
 
 class NoMatchError(RefusedError):
-    """A prefix, filter or path that matches nothing."""
+    """A prefix, filter or path that matches nothing.
+
+    ``unmatched``: the field of :class:`~ckptconv.model.Edits`, and what in it means nothing here, where the rest could be done without it: in a batch it may mean something in another file.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        got: object = None,
+        hint: str | None = None,
+        unmatched: tuple[str, object] | None = None,
+    ) -> None:
+        super().__init__(what, where=where, expected=expected, got=got, hint=hint)
+        self.unmatched = unmatched
 
 
 class OutputError(CkptconvError):

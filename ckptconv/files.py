@@ -11,16 +11,16 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptconv import formats, output
-from ckptconv.conversion import edits_from, make_plan, report_of
+from ckptconv.conversion import edits_from, make_plan, report_of, write
 from ckptconv.dtype_rules import DTypeLike
 from ckptconv.edits import apply
 from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import torchscript
-from ckptconv.graph import Call, Global, uncollected, walk
+from ckptconv.graph import subgraph, uncollected
 from ckptconv.locations import MapLocation
 from ckptconv.model import Checkpoint, Report, TensorInfo
 from ckptconv.ordering import forget_order
-from ckptconv.sources import Source
+from ckptconv.sources import open_input
 from ckptconv.targets import find_target
 from ckptconv.wording import for_python
 
@@ -44,7 +44,8 @@ class CheckpointFile:
     """An open checkpoint. Nothing of a tensor is in memory until :meth:`load` is asked for it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._source = Source(path)
+        self._source = open_input(path)
+        self._is_closed = False
         try:
             with uncollected():
                 self._checkpoint = formats.read(self._source)
@@ -82,7 +83,7 @@ class CheckpointFile:
         """
         from ckptconv.tensors.loading import load_checkpoint
 
-        if self._source.fd < 0:
+        if self._is_closed:
             raise UsageError("the checkpoint is closed", where=self.path, hint="load its tensors inside the with block")
         tensor: torch.Tensor = load_checkpoint(self._part(path), "cpu", whole=False)
         self._source.check_unchanged()
@@ -97,16 +98,8 @@ class CheckpointFile:
         if path not in self._places:
             raise NoMatchError(f"no tensor stands at {path}", where=self.path, expected=_near(path, self._places))
         node = self._places[path].node
-        reached = list(walk([node]))
-        references = [self._references[id(each)] for each in reached if id(each) in self._references]
-        graph = replace(
-            self._checkpoint.graph,
-            root=node,
-            globals=[each for each in reached if isinstance(each, Global)],
-            calls=[each for each in reached if isinstance(each, Call)],
-            references=[reference.node for reference in references],
-            discarded=[],
-        )
+        graph = subgraph(self._checkpoint.graph, node)
+        references = [self._references[id(each)] for each in graph.references]
         forget_order(graph)
         return replace(
             self._checkpoint,
@@ -118,10 +111,11 @@ class CheckpointFile:
 
     def close(self) -> None:
         """Let the file go."""
+        self._is_closed = True
         self._source.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._source.fd < 0 else f"{len(self.tensors):,} tensors"
+        state = "closed" if self._is_closed else f"{len(self.tensors):,} tensors"
         return f"<CheckpointFile {str(self.path)!r}: {self.format}, {state}>"
 
     def __enter__(self) -> CheckpointFile:
@@ -163,7 +157,7 @@ def load(
     :class:`~ckptconv.errors.UnsupportedError` where code would be needed, and other subclasses of :class:`~ckptconv.errors.CkptconvError`.
     """
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
-    with Source(path) as source:
+    with open_input(path) as source:
         with uncollected():
             checkpoint = formats.read(source)
             torchscript.refuse(checkpoint, weights=state_dict)
@@ -220,7 +214,7 @@ def save(
     with uncollected():
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, format=format_, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
-    overflowed = output.write(plan.file, checkpoint.source, replace=force, verify=verify)
+    overflowed = write(plan, checkpoint.source, replace=force, verify=verify)
     return report_of(
         plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed
     )  # fmt: skip

@@ -138,7 +138,7 @@ def _torch_records(folder: _Folder) -> _Answer | None:
 def _distributed(folder: _Folder) -> _Answer | None:
     if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
         return None
-    command = shell("python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder.path, "out.pt")
+    command = shell("ckptconv", "convert", folder.path, "out.pt")
     return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", f"make it one file: {command}")
 
 
@@ -179,10 +179,12 @@ def _shards(folder: _Folder) -> _Answer | None:
     first = max(shards, key=lambda shard: (shard["suffix"] == ".safetensors", -shards.index(shard)))
     mine = {shard["number"] for shard in shards if _set_of(shard) == _set_of(first)}
     missing = int(first["count"]) - len(mine)
+    known = missing > 0 and not folder.cut
     return _Answer(
-        f"a checkpoint in {int(first['count']):,} shards, which this version does not read as one"
-        + (f"; {missing:,} of them are missing" if missing > 0 and not folder.cut else ""),
-        f"convert them one by one: {shell('ckptconv', 'convert', folder.path / first[0], 'OUT')}",
+        f"a checkpoint in {int(first['count']):,} shards" + (f", {missing:,} of which are missing" if known else ""),
+        "download or copy what is missing"
+        if known
+        else f"make it one file: {shell('ckptconv', 'convert', folder.path, 'out' + first['suffix'])}",
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "is_global",
     "replace_nodes",
     "set_items",
+    "subgraph",
     "uncollected",
     "walk",
 ]
@@ -283,6 +284,16 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
             seen.add(id(node))
             yield node
             todo += children(node)[::-1]
+
+
+def subgraph(graph: Graph, root: Value) -> Graph:
+    """What ROOT leads to, as a graph of its own on the same nodes."""
+    reached = list(walk([root]))
+    return replace(
+        graph, root=root, globals=[node for node in reached if isinstance(node, Global)],
+        calls=[node for node in reached if isinstance(node, Call)],
+        references=[node for node in reached if isinstance(node, PersistentId)], discarded=[],
+    )  # fmt: skip
 
 
 def set_items(mapping: Object, items: list[Value]) -> None:

@@ -9,11 +9,12 @@ import os
 import struct
 import sys
 
-__all__ = ["fallocate", "rename_if_absent", "share_block", "start_writeback"]
+__all__ = ["exchange", "fallocate", "rename_if_absent", "share_block", "start_writeback"]
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h; struct file_clone_range {s64 src_fd; u64 src_offset, src_length, dest_offset}
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM)
 
@@ -45,9 +46,18 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
 
 def rename_if_absent(old: str, new: str) -> bool:
     """Rename OLD to NEW, which must not exist (FileExistsError)."""
+    return _rename(old, new, _RENAME_NOREPLACE)
+
+
+def exchange(a: str, b: str) -> bool:
+    """Let A and B, which both exist, have each other's name, at once."""
+    return _rename(a, b, _RENAME_EXCHANGE)
+
+
+def _rename(old: str, new: str, flag: int) -> bool:
     if _libc is None or not hasattr(_libc, "renameat2"):
         return False
-    return _done(_libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE))
+    return _done(_libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag))
 
 
 def share_block(src: int, dst: int, block: int) -> bool:

@@ -144,8 +144,8 @@ def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
     return Devices(rules, to)
 
 
-def to_devices(*wishes: MapLocation | None) -> Devices:
-    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag.
+def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
+    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag; or what this gave before.
 
     Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
     """
@@ -154,6 +154,8 @@ def to_devices(*wishes: MapLocation | None) -> Devices:
     for wish in wishes:
         if wish is None:
             continue
+        if isinstance(wish, Devices):
+            return wish
         if isinstance(wish, Mapping):
             rules += [parse_rule(old, new) for old, new in wish.items()]
         elif callable(wish):

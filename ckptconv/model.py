@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ckptconv.dtype_rules import DTypeRule
 from ckptconv.graph import Call, Global, Graph, PersistentId, Value
 from ckptconv.locations import Devices
 
 if TYPE_CHECKING:
+    from ckptconv.errors import CkptconvError
     from ckptconv.sources import Readable
 
 __all__ = [
     "BLOCK",
+    "Assemble",
+    "Box",
     "Cast",
     "CastCount",
     "Chain",
@@ -75,10 +78,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Chain:
-    """PARTS one behind another, LENGTH bytes in all. They are parts of WHOLE, whose checksum says whether they are what they should be."""
+    """PARTS one behind another, LENGTH bytes in all. They are parts of WHOLE, whose checksum says whether they are what they should be; where that is None, each is whole and has its own."""
 
     parts: tuple[Span, ...]
-    whole: Span
+    whole: Span | None
     length: int
 
 
@@ -95,6 +98,26 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension of the tensor, and its own strides in OF."""
+
+    of: Span
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Assemble:
+    """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of BOXES, which are in the order of their first indices."""
+
+    boxes: tuple[Box, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Cast:
     """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
 
@@ -102,7 +125,7 @@ class Cast:
     ``paths`` are those of the tensors that show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
     """
 
-    of: Span | Inflate | Part | Chain | Gather
+    of: Span | Inflate | Part | Chain | Gather | Assemble
     old: str
     new: str
     length: int
@@ -126,9 +149,9 @@ class Late:
 BLOCK = 4096
 
 #: What a storage's bytes are made of.
-Data: TypeAlias = "Span | Inflate | Chain | Cast"
+Data: TypeAlias = "Span | Inflate | Chain | Assemble | Cast"
 #: What an output file is made of, in order.
-Piece: TypeAlias = "bytes | Span | Inflate | Part | Chain | Gather | Cast | Late"
+Piece: TypeAlias = "bytes | Span | Inflate | Part | Chain | Gather | Assemble | Cast | Late"
 
 
 @dataclass(eq=False)
@@ -241,8 +264,9 @@ class LeftBehind:
 class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
-    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``pickle`` the bytes of the pickle where they do not stand in the source as they are, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
+    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
     holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
+    ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None: the source.
     ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its parameters and of its buffers; None for everything else.
     """
 
@@ -256,7 +280,7 @@ class Checkpoint:
     places: list[Place]
     tensors: dict[str, TensorInfo]
     tensor_nodes: dict[int, TensorInfo]
-    pickle: bytes | None = None
+    blobs: Readable | None = None
     byteorder: str = "little"
     is_state_dict: bool = False
     ties: dict[str, str] = field(default_factory=dict)
@@ -290,6 +314,11 @@ class Edits:
     unwrap: bool = False
     dtypes: tuple[DTypeRule, ...] = ()
     compact: bool = False
+
+    def without(self, field: str, what: object) -> Edits:
+        """These edits but for WHAT in FIELD, where :class:`~ckptconv.errors.NoMatchError` says that it means nothing."""
+        left: Any = tuple(each for each in getattr(self, field) if each != what)
+        return replace(self, **{field: left})
 
 
 @dataclass(frozen=True)
@@ -341,20 +370,20 @@ class Changes:
 class OutFile:
     """One file to write: its PIECES in order, and their SIZE in bytes.
 
-    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed to the late pieces. A :class:`Cast` in it is one of PIECES.
+    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed to the late pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
     """
 
     path: Path
     pieces: tuple[Piece, ...]
     size: int
-    sums: tuple[Span | Chain | Cast, ...] = ()
+    sums: tuple[Span | Chain | Assemble | Cast, ...] = ()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a format's writer decided: the file, what of the source it cannot hold, notes, and the ties (name, name it is tied to) that the file or its source records as texts."""
+    """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name it is tied to) that a file or its source records as texts."""
 
-    file: OutFile
+    files: tuple[OutFile, ...]
     left_behind: tuple[LeftBehind, ...] = ()
     notes: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
@@ -362,21 +391,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's."""
+    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, else it is the one file."""
 
     formats: tuple[str, str]
-    file: OutFile
+    target: Path
+    is_folder: bool
+    files: tuple[OutFile, ...]
     changes: Changes
     ties: tuple[tuple[str, str], ...]
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True)
 class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
 
-    ``formats`` are the source's and the target's, ``size`` is that of the target. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
+    ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
     alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` how many numbers were too large for their new
     dtype, by the paths of the tensors that share their storage (which only writing can tell).
     """
@@ -392,6 +428,8 @@ class Report:
     seconds: float
     written: bool
     overflowed: Overflow = field(default_factory=dict)
+    files: tuple[tuple[str, int], ...] = ()
+    failed: tuple[tuple[str, CkptconvError], ...] = ()
 
 
 #: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.

@@ -1,7 +1,7 @@
-"""Write a planned file, whole or not at all: the only writer.
+"""Write planned files, whole or not at all: the only writer.
 
 A unique temporary beside the target, filled (:mod:`ckptconv.transfer`), fsynced, renamed, the folder fsynced: whatever happens before the rename, the target is as it was;
-afterwards it is whole.
+afterwards it is whole. Several files are built in a temporary folder (:mod:`ckptconv.output_folders`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ckptconv import linux
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.model import BLOCK, OutFile, Overflow, Progress
+from ckptconv.model import BLOCK, OutFile, Overflow, Progress, Span
 from ckptconv.sources import Readable
 from ckptconv.transfer import Transfer
 
-__all__ = ["check_target", "write"]
+__all__ = ["as_output_error", "check_target", "fill", "sync_folder", "temporary_beside", "write"]
 
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -29,10 +29,7 @@ def check_target(path: Path, *, replace: bool) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise UsageError(
-                "the output's folder does not exist", where=path.parent, hint=f"mkdir -p {path.parent}"
-            ) from None
+        check_parent(path)
         return
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
@@ -44,6 +41,14 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise TargetExistsError("the output exists", where=path, hint="--force replaces it")
 
 
+def check_parent(path: Path) -> None:
+    """Raise unless the folder that PATH is to stand in is there."""
+    if not path.parent.is_dir():
+        raise UsageError(
+            "the output's folder does not exist", where=path.parent, hint=f"mkdir -p {path.parent}"
+        ) from None
+
+
 def write(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
 ) -> Overflow:
@@ -52,40 +57,47 @@ def write(
     REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
     """
     check_target(file.path, replace=replace)
-    folder = file.path.parent
-    temporary = folder / f".{_short(file.path.name)}.ckptconv-{os.urandom(3).hex()}.tmp"
-    transfer = Transfer(file)
+    temporary = temporary_beside(file.path)
     ours = True
     try:
-        with _as_output_error(file.path):
+        with as_output_error(file.path):
             try:
-                fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                overflowed = fill(temporary, file, source, verify=verify, progress=progress)
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
-            try:
-                _keep_mode(fd, file.path)
-                _forget(file.path, source)
-                _reserve(fd, file, source, beside=transfer.pieces.spooled_bytes)
-                with transfer:
-                    transfer.fill(fd, progress)
-                    os.fsync(fd)
-                    if verify:
-                        transfer.compare(fd)
-            finally:
-                os.close(fd)
             source.check_unchanged()
             _publish(temporary, file.path, replace)
     finally:
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
                 os.unlink(temporary)
-    _sync_folder(folder, file.path)
+    with still_in_place(file.path):
+        sync_folder(file.path.parent)
+    return overflowed
+
+
+def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
+    """Write FILE to PATH, which must not exist, and on to the disk; what overflowed. Raises OSError, and what :func:`write` raises."""
+    transfer = Transfer(file)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _keep_mode(fd, file.path)
+        _forget(file.path, source)
+        _reserve(fd, file, beside=transfer.pieces.spooled_bytes)
+        with transfer:
+            transfer.fill(fd, progress)
+            os.fsync(fd)
+            if verify:
+                transfer.compare(fd)
+    finally:
+        os.close(fd)
     return transfer.overflowed
 
 
 @contextlib.contextmanager
-def _as_output_error(path: Path) -> Iterator[None]:
+def as_output_error(path: Path) -> Iterator[None]:
+    """Let an OSError inside be an OutputError about PATH."""
     try:
         yield
     except OSError as error:
@@ -94,16 +106,28 @@ def _as_output_error(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _short(name: str) -> str:
-    """As much of NAME as leaves room for what makes it a temporary's, in a folder that takes names of 255 bytes."""
+@contextlib.contextmanager
+def still_in_place(path: Path) -> Iterator[None]:
+    """Let an OSError inside be an OutputError that says that what stands at PATH is the new one."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
+        ) from error
+
+
+def temporary_beside(target: Path) -> Path:
+    """A name beside TARGET that nothing has, in a folder that takes names of 255 bytes."""
+    name = target.name
     while len(os.fsencode(name)) > 200:
         name = name[:-1]
-    return name
+    return target.parent / f".{name}.ckptconv-{os.urandom(3).hex()}.tmp"
 
 
 def _keep_mode(fd: int, target: Path) -> None:
     """Give the new file the mode of the regular file that it replaces; a fresh one follows the umask."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         mode = os.lstat(target).st_mode
         if stat.S_ISREG(mode):
             os.fchmod(fd, stat.S_IMODE(mode))
@@ -124,9 +148,9 @@ def _forget(target: Path, source: Readable) -> None:
                 os.close(fd)
 
 
-def _reserve(fd: int, file: OutFile, source: Readable, beside: int) -> None:
+def _reserve(fd: int, file: OutFile, beside: int) -> None:
     """Make sure of the space before the first byte, unless blocks will be shared. BESIDE: what is needed for a while beside the file."""
-    if min(source.size, file.size) >= BLOCK and linux.share_block(source.fd, fd, BLOCK):
+    if shares_blocks(fd, file):
         return
     needed = file.size + beside
     try:
@@ -138,13 +162,23 @@ def _reserve(fd: int, file: OutFile, source: Readable, beside: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-    space = os.fstatvfs(fd)
-    raise OutputError(
-        "too little free space",
-        where=file.path,
-        expected=f"{needed:,} bytes",
-        got=f"{space.f_bavail * space.f_frsize:,} bytes",
-    )
+    raise no_space(os.fstatvfs(fd), file.path, needed)
+
+
+def shares_blocks(fd: int, file: OutFile) -> bool:
+    """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its blocks by now."""
+    longest = max((piece for piece in file.pieces if isinstance(piece, Span)), key=lambda span: span.length, default=None)  # fmt: skip
+    if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < BLOCK:
+        return False
+    return linux.share_block(longest.source.fd, fd, BLOCK)
+
+
+def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:
+    """The error for a target that is too large for what is free."""
+    free = space.f_bavail * space.f_frsize
+    return OutputError(
+        "too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes"
+    )  # fmt: skip
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
@@ -167,14 +201,10 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
 
 
-def _sync_folder(folder: Path, target: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Let the names in FOLDER reach the disk. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise OutputError(
-            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=target
-        ) from error
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptconv import ranges
 from ckptconv.checksums import check_crc32
 from ckptconv.elements import spooled
 from ckptconv.errors import OutputError
-from ckptconv.model import Cast, Chain, Gather, Inflate, Part, Piece, Span
+from ckptconv.model import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
 from ckptconv.sources import Readable
 
 __all__ = ["CastBuffer", "Pieces", "fillings"]
@@ -35,7 +35,7 @@ class Pieces:
         every = list(every)
         self._folder = folder
         self._inflated: dict[int, Span] = {}
-        needed = any(isinstance(piece, (Gather, Cast)) for piece in every)
+        needed = any(isinstance(piece, (Gather, Assemble, Cast)) for piece in every)
         self._tensors = _modules() if needed else None
         #: Bytes that are needed in FOLDER for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
@@ -51,7 +51,7 @@ class Pieces:
         for span in self._inflated.values():
             os.close(span.source.fd)
 
-    def chunks(self, piece: Span | Inflate | Part | Chain | Gather | Cast) -> Iterator[bytes | memoryview]:
+    def chunks(self, piece: Span | Inflate | Part | Chain | Gather | Assemble | Cast) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
         if isinstance(piece, Span):
             yield from ranges.read(piece)
@@ -64,7 +64,10 @@ class Pieces:
                 yield from ranges.read(part)
         elif isinstance(piece, Gather):
             assert self._tensors is not None
-            yield from self._tensors[0].gather(piece, self._whole(piece.of))
+            yield from self._tensors.gathering.gather(piece, self._whole(piece.of))
+        elif isinstance(piece, Assemble):
+            assert self._tensors is not None
+            yield from self._tensors.assembling.assemble(piece)
         else:
             yield from self._cast(piece)
 
@@ -76,7 +79,7 @@ class Pieces:
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts PIECE, at most so many bytes of what it is made of at once."""
         assert self._tensors is not None
-        buffer: CastBuffer = self._tensors[1].CastBuffer(piece, most)
+        buffer: CastBuffer = self._tensors.casting.CastBuffer(piece, most)
         return buffer
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
@@ -94,7 +97,7 @@ class Pieces:
             at += filled
             yield result
 
-    def _checked(self, piece: Span | Inflate | Part | Chain | Gather) -> Iterator[bytes | memoryview]:
+    def _checked(self, piece: Span | Inflate | Part | Chain | Gather | Assemble) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, compared with its checksum where it has one when all of them are given."""
         expected = piece.crc32 if isinstance(piece, Span) else None
         if expected is None or not isinstance(piece, Span):
@@ -166,11 +169,19 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
         yield filled
 
 
-def _modules() -> tuple[ModuleType, ModuleType]:
+class _Modules(NamedTuple):
+    """What needs torch."""
+
+    assembling: ModuleType
+    casting: ModuleType
+    gathering: ModuleType
+
+
+def _modules() -> _Modules:
     """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from ckptconv.tensors import casting, gathering
+        from ckptconv.tensors import assembling, casting, gathering
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return gathering, casting
+    return _Modules(assembling, casting, gathering)

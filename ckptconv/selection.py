@@ -207,26 +207,29 @@ def _filter(
         source = paths.get(place.key or "")
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
-    def meant(globs: tuple[str, ...]) -> set[int]:
-        """The ids of the places that one of GLOBS means."""
+    def meant(field: str, globs: tuple[str, ...]) -> set[int]:
+        """The ids of the places that one of GLOBS, those of FIELD, means."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
             hits = {id(place) for place in searched if is_meant(place, glob)}
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
+                more = (
+                    field == "include" and len(globs) == 1 and bool(searched)
+                )  # would be taken without it than is asked
                 raise NoMatchError(
                     f"no {what} matches {glob!r}", where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=None if "/" in glob else customs.hint_of_modules(),
+                    hint=None if "/" in glob else customs.hint_of_modules(), unmatched=None if more else (field, glob),
                 )  # fmt: skip
             found |= hits
         return found
 
-    unwanted = meant(exclude)
+    unwanted = meant("exclude", exclude)
     if include:
         of_others = any("/" in glob for glob in include)
-        wanted = meant(include)
+        wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
     return _drop(checkpoint, [place for place in places if id(place) in unwanted])
 

@@ -1,4 +1,4 @@
-"""The input: a file opened once and read by position, so that nothing that happens to it can kill or mislead the process.
+"""The input: files opened once and read by position, so that nothing that happens to them can kill or mislead the process.
 
 Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from bisect import bisect_right
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +15,11 @@ from ckptconv.commands import shell
 from ckptconv.errors import InputChangedError, InputError
 from ckptconv.folders import folder_error, name_like
 
-__all__ = ["Readable", "Source"]
+__all__ = ["INDEX_SUFFIX", "Held", "Readable", "Source", "SourceFolder", "Window", "is_index", "open_input"]
+
+#: What the name of a sharded set's index ends with, there where no variant follows (``model.safetensors.index.fp16.json``).
+INDEX_SUFFIX = ".index.json"
+_SPARE = 64  # open files that the rest of the process may need
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -67,6 +72,38 @@ class Readable:
         return InputChangedError(
             "the file became shorter while it was read", where=self.path, expected=f"{expected} bytes"
         )
+
+
+class Held(Readable):
+    """DATA, in memory. PATH is for messages."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.path, self.fd, self.size = path, -1, len(data)
+        self._data = data
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        return self._data[offset : offset + length]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET."""
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+
+class Window(Readable):
+    """LENGTH bytes at OFFSET of OF, as if they were a file of their own."""
+
+    def __init__(self, of: Readable, offset: int, length: int) -> None:
+        self.path, self.fd, self.size = of.path, -1, length
+        self.of, self.offset = of, offset
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        return self.of.read(self.offset + offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        self.of.read_into(self.offset + offset, buffer)
 
 
 class Source(Readable):
@@ -123,6 +160,104 @@ class Source(Readable):
                 raise InputChangedError(
                     f"the file changed while it was read: {what[3:]}", where=self.path, expected=before, got=after
                 )
+
+
+class SourceFolder(Readable):
+    """Files that are one checkpoint: PATH is the folder that they stand in, or the index that names them. Its bytes are those of its parts, one behind another.
+
+    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.fsdecode(path))
+        self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.fd = -1
+        self.size = 0
+        self.parts: list[Readable] = []
+        self._starts: list[int] = []
+        self._start_of: dict[int, int] = {}  # by the id of the part
+        self._open: dict[str, Source] = {}
+
+    def open(self, name: str) -> Source:
+        """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
+        if name not in self._open:
+            _allow_files(len(self._open) + _SPARE)
+            self._open[name] = Source(self.folder / name)
+            self.add(self._open[name])
+        return self._open[name]
+
+    def add(self, part: Readable) -> int:
+        """Make PART one of the parts; where its bytes begin."""
+        self.parts.append(part)
+        self._start_of[id(part)] = self.size
+        self._starts.append(self.size)
+        self.size += part.size
+        return self._starts[-1]
+
+    def start_of(self, part: Readable) -> int:
+        """Where the bytes of PART begin; it becomes a part unless it is one."""
+        if id(part) not in self._start_of:
+            self.add(part)
+        return self._start_of[id(part)]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET, of one part. Raises InputChangedError where its file has become shorter."""
+        part, start = self._part_at(offset)
+        return part.read(offset - start, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET of one part. Raises as :meth:`read` does."""
+        part, start = self._part_at(offset)
+        part.read_into(offset - start, buffer)
+
+    def _part_at(self, offset: int) -> tuple[Readable, int]:
+        i = bisect_right(self._starts, offset) - 1
+        return self.parts[i], self._starts[i]
+
+    def is_same_file(self, other: os.stat_result) -> bool:
+        """Whether OTHER is one of the files."""
+        return any(part.is_same_file(other) for part in self.parts)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if one of the files is not what it was when it was opened."""
+        for part in self.parts:
+            part.check_unchanged()
+
+    def __enter__(self) -> SourceFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the files go."""
+        for source in self._open.values():
+            source.close()
+
+
+def open_input(path: str | os.PathLike[str]) -> Source | SourceFolder:
+    """What PATH means: a folder or the index of shards, else a file. A context manager. Raises InputError."""
+    name = os.fsdecode(path)
+    if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
+        return SourceFolder(name)
+    return Source(path)
+
+
+def is_index(name: str) -> bool:
+    """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
+    return name.endswith(INDEX_SUFFIX) or (INDEX_SUFFIX.removesuffix("json") in name and name.endswith(".json"))
+
+
+def _allow_files(count: int) -> None:
+    """Let the process have COUNT files open, as far as the system's hard limit goes: a set can have more shards than the usual 1,024."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and count > soft:
+        most = hard if hard != resource.RLIM_INFINITY else 2 * count
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * count, most)), hard))
 
 
 def _kind(mode: int) -> str:

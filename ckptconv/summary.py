@@ -33,7 +33,7 @@ from ckptconv.names import prefixes_of
 from ckptconv.pickled_modules import PickledModule
 from ckptconv.rebuild_calls import torch_device
 from ckptconv.safe_loader import obstacles, refused_opcodes
-from ckptconv.sources import Source
+from ckptconv.sources import open_input
 from ckptconv.vocabulary import every_place
 
 __all__ = ["SCHEMA_VERSION", "Finding", "Summary", "difference_as_dict", "inspect", "report_as_dict", "summarize"]
@@ -138,7 +138,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
     """
-    with Source(path) as source, uncollected():
+    with open_input(path) as source, uncollected():
         return summarize(formats.read(source), this_machine())
 
 
@@ -308,6 +308,8 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "dst": report.dst,
         "formats": list(report.formats),
         "size": report.size,
+        "files": [{"name": name, "size": size} for name, size in report.files],
+        "failed": [{"path": path, "error": str(error)} for path, error in report.failed],
         "written": report.written,
         "seconds": round(report.seconds, 6),
         "devices": [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptconv import linux, ranges
 from ckptconv.checksums import Sums
 from ckptconv.errors import OutputError
-from ckptconv.model import BLOCK, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
+from ckptconv.model import BLOCK, Assemble, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
 from ckptconv.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = ["Transfer"]
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
 _WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over
+_COMPUTED = (Cast, Assemble)  # whose checksums are those of what is written
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
@@ -37,8 +38,8 @@ class Transfer:
     def __init__(self, file: OutFile) -> None:
         self.file = file
         self.pieces = Pieces(file.pieces, file.path.parent)
-        self.sums = Sums([each for each in file.sums if not isinstance(each, Cast)])
-        self.cast_sums: dict[int, int] = {}  # by the id of the piece
+        self.sums = Sums([each for each in file.sums if not isinstance(each, (Cast, Assemble))])
+        self.computed_sums: dict[int, int] = {}  # by the id of the piece
         self.all_sums: Sequence[int] = ()  # those of the file's ``sums``, when all are known
         #: What was too large for the dtype that it was cast to.
         self.overflowed: Overflow = {}
@@ -78,7 +79,7 @@ class Transfer:
             self._check_plan(at, self.file.size)
             if workers:
                 workers.finish(progress)
-                self.cast_sums |= workers.sums
+                self.computed_sums |= workers.sums
         self.overflowed = dict(self.pieces.overflowed)
         self.all_sums = self._sums()
         for start, piece in late:
@@ -104,7 +105,9 @@ class Transfer:
     def _sums(self) -> Sequence[int]:
         """The checksums of the file's ``sums``."""
         others = iter(self.sums.results())
-        return [self.cast_sums[id(each)] if isinstance(each, Cast) else next(others) for each in self.file.sums]
+        return [
+            self.computed_sums[id(each)] if isinstance(each, _COMPUTED) else next(others) for each in self.file.sums
+        ]
 
     def _check_plan(self, length: int, planned: int) -> None:
         if length != planned:
@@ -139,11 +142,11 @@ class Transfer:
         for chunk in self._chunks(piece):
             _write_all(fd, at, chunk)
             at += len(chunk)
-            if isinstance(piece, Cast):
+            if isinstance(piece, _COMPUTED):
                 crc32 = zlib.crc32(chunk, crc32)
             yield len(chunk)
-        if isinstance(piece, Cast):
-            self.cast_sums[id(piece)] = crc32
+        if isinstance(piece, _COMPUTED):
+            self.computed_sums[id(piece)] = crc32
 
     def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""

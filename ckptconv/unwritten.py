@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from ckptconv import ranges
-from ckptconv.model import Inflate, OutFile, Piece, Span
+from ckptconv.model import Assemble, Inflate, OutFile, Piece, Span
+from ckptconv.pieces import Pieces
 
 __all__ = ["Unwritten"]
 
 
 class Unwritten(io.RawIOBase):
-    """FILE, whose pieces are literals and ranges, deflated or not. Reading raises what reading its sources raises."""
+    """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges. Reading raises what reading its sources raises."""
 
     def __init__(self, file: OutFile) -> None:
         super().__init__()
@@ -23,7 +24,12 @@ class Unwritten(io.RawIOBase):
         self._lengths = [len(piece) if isinstance(piece, bytes) else piece.length for piece in file.pieces]
         self._starts = [0, *accumulate(self._lengths)][:-1]
         self._at = 0
-        self._inflating: tuple[Piece | None, int, bytes, Iterator[bytes]] = (None, 0, b"", iter(()))
+        self._streaming: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]] = (
+            None,
+            0,
+            b"",
+            iter(()),
+        )
         #: What reading raised, for a reader that forgets why it failed.
         self.failure: Exception | None = None
 
@@ -71,22 +77,23 @@ class Unwritten(io.RawIOBase):
             length = min(piece.length - offset, len(buffer))
             piece.source.read_into(piece.offset + offset, buffer[:length])
             return length
-        if isinstance(piece, Inflate):
-            return self._read_inflated(piece, offset, buffer)
+        if isinstance(piece, (Inflate, Assemble)):
+            return self._read_stream(piece, offset, buffer)
         assert isinstance(piece, bytes)
         data = piece[offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
 
-    def _read_inflated(self, piece: Inflate, offset: int, buffer: memoryview) -> int:
+    def _read_stream(self, piece: Inflate | Assemble, offset: int, buffer: memoryview) -> int:
         """Some bytes of what PIECE gives, from OFFSET on. Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back."""
-        current, start, chunk, chunks = self._inflating
+        current, start, chunk, chunks = self._streaming
         if current is not piece or offset < start:
-            start, chunk, chunks = 0, b"", ranges.inflated(piece)
+            whole = ranges.inflated(piece) if isinstance(piece, Inflate) else Pieces([piece]).chunks(piece)
+            start, chunk, chunks = 0, b"", whole
         while offset >= start + len(chunk):
             start += len(chunk)
             chunk = next(chunks)
-        self._inflating = piece, start, chunk, chunks
+        self._streaming = piece, start, chunk, chunks
         data = chunk[offset - start : offset - start + len(buffer)]
         buffer[: len(data)] = data
         if start + len(chunk) == piece.length:

@@ -257,7 +257,7 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
         return replace(data, of=of, length=length, shown=())
     parts = [part_of(data, start, stop - start) for start, stop in ranges]
     whole = data.whole if isinstance(data, Chain) else data
-    assert isinstance(whole, Span)
+    assert whole is None or isinstance(whole, Span)
     spans = [span for part in parts for span in (part.parts if isinstance(part, Chain) else (part,))]
     return Chain(tuple(span for span in spans if isinstance(span, Span)), whole, length)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import MalformedError
 from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
-from ckptconv.model import Checkpoint, Inflate, Place, Reference, Span, Storage, TensorInfo
+from ckptconv.model import Checkpoint, Data, Place, Reference, Storage, TensorInfo
 from ckptconv.old_spellings import text_of
 from ckptconv.ordering import forget_order
 from ckptconv.places import Leaf, find_places
@@ -27,7 +27,7 @@ def checkpoint_of(
     source: Readable,
     graph: Graph,
     container: object,
-    record: Callable[[str], Span | Inflate | None],
+    record: Callable[[str], Data | None],
     where: str,
 ) -> Checkpoint:
     """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places. Raises MalformedError, LimitError.
@@ -134,7 +134,7 @@ def _storage(
     node: PersistentId,
     storages: dict[str, Storage],
     classes: dict[str, DType],
-    record: Callable[[str], Span | Inflate | None],
+    record: Callable[[str], Data | None],
     where: str,
 ) -> Storage:
     """The storage that NODE names; STORAGES gains it, and CLASSES what its class says."""

@@ -15,7 +15,17 @@ __all__ = ["for_python", "in_python"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _WORD = r"((?:'[^']*'|\"[^\"]*\"|\\.|[^\s;,)'\"\\])+)"
-_SWITCHES = ("force", "state-dict", "allow-unsafe", "copy-tied", "verify", "dry-run", "unwrap")
+_SWITCHES = (
+    "force",
+    "state-dict",
+    "allow-unsafe",
+    "copy-tied",
+    "copy-others",
+    "skip-existing",
+    "verify",
+    "dry-run",
+    "unwrap",
+)
 _VALUES = ("select", "include", "exclude", "strip-prefix", "add-prefix", "format")
 
 
@@ -38,6 +48,9 @@ def in_python(text: str) -> str:
     """TEXT with keywords of :func:`ckptconv.convert` in place of flags."""
     text = re.sub(rf"--({'|'.join(_SWITCHES)})(?![\w-])", lambda m: f"{_keyword(m[1])}=True", text)
     text = re.sub(rf"--({'|'.join(_VALUES)}) {_WORD}(?: --\1 {_WORD})*", _with_values, text)
+    text = re.sub(r"--max-shard-size (\d\w*)", r"max_shard_size='\1'", text).replace(
+        "--max-shard-size", "max_shard_size"
+    )
     text = re.sub(rf"--rename {_WORD} {_WORD}", lambda m: f"rename=[({_literal(m[1])}, {_literal(m[2])})]", text)
     return re.sub(rf"--to {_WORD}", lambda m: f"map_location={_literal(m[1])}", text)
 

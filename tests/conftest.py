@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,11 @@ def corpus() -> Path:
 def fixtures() -> Path:
     """The checked-in checkpoints."""
     return Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders that four processes save with torch.distributed.checkpoint (:mod:`dcp_ranks`)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    subprocess.run([sys.executable, Path(__file__).parent / "dcp_ranks.py", folder], check=True)
+    return folder

@@ -68,8 +68,8 @@ def test_quiet_says_nothing(ddp: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("args", "status", "words"),
     [
         (["convert", "{src}"], 2, ["no output given", "--force"]),
-        (["convert", "{src}", "a.pt", "b.pt"], 2, ["one input"]),
-        (["convert"], 2, ["SRC DST"]),
+        (["convert", "{src}", "a.pt", "b.pt"], 2, ["several inputs need a folder"]),
+        (["convert"], 2, ["SRC... DST"]),
         (["convert", "{src}", "{out}", "--to", "cuda:999"], 2, ["0 to 127"]),
         (["convert", "{src}", "{out}", "--to", "xla"], 2, ["xla", "--to cpu"]),
         (["convert", "{src}", "{out}", "--to", "cpu=cuda"], 2, ["--map cpu=cuda"]),

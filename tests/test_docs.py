@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import itertools
 import pickle
 import re
 import runpy
@@ -65,11 +66,16 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.jit.script(net).save("script.pt")
+        for name in ("run/model.pt", "run/deep/optimizer.pt"):
+            Path(name).parent.mkdir(exist_ok=True)
+            shutil.copy("a.pt", name)
+        ckptconv.convert("weights.safetensors", "sharded", max_shard_size=200)
         args = [arg.strip("'") for arg in line.split()[1:]]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")
         if args[0] == "convert" and "--force" not in args:
-            Path(args[2]).unlink(missing_ok=True)
+            paths = list(itertools.takewhile(lambda word: not word.startswith("-"), args[1:]))
+            Path(paths[-1]).unlink(missing_ok=True)
         assert main(args) == 0, line
 
 

@@ -685,4 +685,4 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
         for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
             stream.seek(at)
             assert stream.read(3000) == whole[at : at + 3000]
-            assert len(stream._inflating[2]) <= 1000
+            assert len(stream._streaming[2]) <= 1000

@@ -362,7 +362,7 @@ def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak < 8_000_000
     with Source(path) as source:
-        pieces = plain_pickle.layout(formats.read(source), tmp_path / "dst.pkl").file.pieces
+        pieces = plain_pickle.layout(formats.read(source), tmp_path / "dst.pkl").files[0].pieces
     assert [piece.length for piece in pieces if isinstance(piece, Span)] == [4 * numel]
 
 

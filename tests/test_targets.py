@@ -1,13 +1,15 @@
-"""Which file is written, and in which format."""
+"""What is converted to what, and in which format."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckptconv.errors import UsageError
-from ckptconv.targets import find_target, usual_format
+from ckptconv.errors import InputError, RefusedError, UsageError
+from ckptconv.targets import find_item, find_target, list_items, usual_format
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,149 @@ def test_an_empty_path_is_no_output() -> None:
     """It would mean the folder that one is in."""
     with pytest.raises(UsageError, match="empty"):
         find_target(Path("a.pt"), "", None)
+
+
+# Several files
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
+CHUNKS = (".metadata", "__0_0.distcp")
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of each kind, in which we are."""
+    names = [
+        "a.pt", "run/x.pt", "run/deep/model.safetensors", "run/config.json", "run/.git/x.pt", *(f"hub/{name}" for name in (*SHARDS, "config.json", "optimizer.pt")),
+        *(f"dcp/{name}" for name in CHUNKS), *(f"all/dcp/{name}" for name in CHUNKS), *(f"all/hub/{name}" for name in SHARDS), "all/hub/below/y.pt", "all/z.pt",
+        "parts/shard-00001-model-00001-of-00001.safetensors", "empty/config.json", "there/",
+    ]  # fmt: skip
+    for name in names:
+        path = tmp_path / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def listed(srcs: str, dst: str, **keywords: Any) -> list[str]:
+    """The items as ``src kind dst``; the slash says that it is a folder of shards."""
+    return [
+        f"{item.src} {item.kind} {item.dst}{'/' if item.is_folder else ''}"
+        for item in list_items(srcs.split(), dst, **keywords).items
+    ]
+
+
+TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    # a file
+    ("a.pt", "b.pt", {}, ["a.pt file b.pt"]),
+    ("a.pt", "there", {}, ["a.pt file there/a.pt"]),
+    ("a.pt", "new/", {"format": "safetensors"}, ["a.pt file new/a.safetensors"]),
+    ("a.pt", "new", {}, ["a.pt file new"]),
+    ("missing.pt", "b.pt", {}, ["missing.pt file b.pt"]),
+    ("a.pt", "new", {"in_shards": True}, ["a.pt file new/"]),
+    ("a.pt", "there", {"in_shards": True}, ["a.pt file there/"]),
+    # one checkpoint in several files
+    ("hub", "b.safetensors", {}, ["hub shards b.safetensors"]),
+    ("hub", "b", {}, ["hub shards b/"]),
+    ("hub", "there", {}, ["hub shards there/"]),
+    ("hub", "hub", {}, ["hub shards hub/"]),
+    (f"hub/{SHARDS[2]}", "b.pt", {}, [f"hub/{SHARDS[2]} shards b.pt"]),
+    (f"hub/{SHARDS[2]}", "b", {}, [f"hub/{SHARDS[2]} shards b/"]),
+    ("dcp", "b.pt", {}, ["dcp dcp b.pt"]),
+    ("dcp", "b", {}, ["dcp dcp b/dcp.pt"]),
+    ("dcp", "there", {"format": "safetensors"}, ["dcp dcp there/dcp.safetensors"]),
+    ("dcp", "b", {"in_shards": True}, ["dcp dcp b/"]),
+    ("parts", "b", {}, ["parts dcp b/parts.safetensors"]),
+    ("parts", "b", {"format": "pt"}, ["parts dcp b/parts.pt"]),
+    # a folder with several
+    ("run", "new", {}, ["run/deep/model.safetensors file new/deep/model.safetensors", "run/x.pt file new/x.pt"]),
+    ("run", "there", {"format": "pt"}, ["run/deep/model.safetensors file there/deep/pytorch_model.bin", "run/x.pt file there/x.pt"]),
+    ("run/", "run", {}, ["run/deep/model.safetensors file run/deep/model.safetensors", "run/x.pt file run/x.pt"]),
+    ("run", "new", {"copy_others": True}, ["run/config.json other new/config.json", "run/deep/model.safetensors file new/deep/model.safetensors", "run/x.pt file new/x.pt"]),
+    ("run", "new", {"in_shards": True}, ["run/deep/model.safetensors file new/deep/model/", "run/x.pt file new/x/"]),
+    ("all", "new", {}, ["all/dcp dcp new/dcp.pt", "all/hub shards new/hub/", "all/z.pt file new/z.pt"]),
+    ("all", "new", {"in_shards": True}, ["all/dcp dcp new/dcp/", "all/hub shards new/hub/", "all/z.pt file new/z/"]),
+    # several
+    ("a.pt run hub dcp", "new", {}, ["a.pt file new/a.pt", "run/deep/model.safetensors file new/run/deep/model.safetensors", "run/x.pt file new/run/x.pt", "hub shards new/hub/", "dcp dcp new/dcp.pt"]),
+    (f"a.pt hub/{SHARDS[2]}", "there", {}, ["a.pt file there/a.pt", f"hub/{SHARDS[2]} shards there/model/"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("srcs", "dst", "keywords", "expected"), TABLE)
+def test_what_inputs_and_output_mean(
+    tree: Path, srcs: str, dst: str, keywords: dict[str, Any], expected: list[str]
+) -> None:
+    """A file to a path or a folder; several files that are one checkpoint to a file or a folder of shards; a folder of many to a tree like it; several inputs under their names, as ``cp -r`` has it."""
+    assert listed(srcs, dst, **keywords) == expected
+
+
+@pytest.mark.parametrize(
+    ("srcs", "dst", "keywords", "error", "words"),
+    [
+        ("a.pt run", "b.pt", {}, UsageError, "need a folder"),
+        ("a.pt run", "a.pt", {}, UsageError, "need a folder"),
+        ("a.pt", "b.pt", {"in_shards": True}, UsageError, "writes a folder"),
+        ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix says"),
+        ("run", "run/out", {}, UsageError, "within the input"),
+        ("run", "b.pt", {}, InputError, "the checkpoint"),
+        ("empty", "new", {}, InputError, "no checkpoint is in it"),
+        ("empty", "new", {"copy_others": True}, InputError, "no checkpoint is in it"),
+        ("a.pt ./a.pt", "new", {}, RefusedError, "a.pt and a.pt would both become it"),
+    ],
+)
+def test_what_makes_no_sense(
+    tree: Path, srcs: str, dst: str, keywords: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    """Said before anything is written."""
+    with pytest.raises(error, match=words):
+        list_items(srcs.split(), dst, **keywords)
+
+
+def test_two_outputs_of_one_place(tree: Path) -> None:
+    """Of one name, by suffixes that become one; or one within the folder that another becomes. Both inputs are shown."""
+    (tree / "run" / "x.bin").touch()
+    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it") as caught:
+        list_items(["run"], "new", format="safetensors")
+    assert str(caught.value).startswith("new/x.safetensors: ")
+    (tree / "run" / "x").mkdir()
+    (tree / "run" / "x" / "y.pth").touch()
+    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it"):
+        list_items(["run"], "new", in_shards=True)
+    (tree / "run" / "x.bin").unlink()
+    with pytest.raises(RefusedError, match=r"run/x/y\.pth would go into the folder that run/x\.pt becomes"):
+        list_items(["run"], "new", in_shards=True)
+
+
+def test_what_is_left_is_named(tree: Path) -> None:
+    """What is no checkpoint and what was not entered; not what is copied."""
+    listing = list_items(["run"], "new")
+    assert listing.is_batch
+    assert [str(path) for path in listing.other] == ["run/config.json"]
+    assert [str(path) for path in listing.unentered] == ["run/.git"]
+    assert list_items(["run"], "new", copy_others=True).other == ()
+
+
+def test_one_item_is_what_the_function_converts(tree: Path) -> None:
+    """``convert`` takes what is one; a folder with several is refused towards the function that takes them."""
+    assert find_item("a.pt", "there").dst == Path("there/a.pt")
+    with pytest.raises(UsageError, match="2 checkpoints are in it") as caught:
+        find_item("run", "new")
+    assert "convert_many" in str(caught.value)
+
+
+def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among several inputs, ``.`` goes under the name of the folder that we are in; a chunked folder as well."""
+    monkeypatch.chdir(tree / "run")
+    assert [str(item.dst) for item in list_items([".", "../a.pt"], "../new").items] == [
+        "../new/run/deep/model.safetensors", "../new/run/x.pt", "../new/a.pt"
+    ]  # fmt: skip
+    monkeypatch.chdir(tree / "dcp")
+    assert [str(item.dst) for item in list_items(["."], "../new").items] == ["../new/dcp.pt"]
+
+
+def test_a_link_within_the_input_is_within_it(tree: Path) -> None:
+    """Wherever links lead, nothing is written into the tree that is read."""
+    os.symlink("run", tree / "link")
+    with pytest.raises(UsageError, match="within the input"):
+        list_items(["run"], "link/out")

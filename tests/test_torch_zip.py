@@ -197,7 +197,7 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(tmp_path: Path, devices: 
     path = tmp_path / "m.pt"
     torch.save({f"w{i}": torch.full((100 * i,), float(i)) for i in range(30)}, path)
     with Source(path) as source:
-        file = make_plan(formats.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).file
+        file = make_plan(formats.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).files[0]
     head, tail, directory = file.pieces
     assert isinstance(head, bytes) and isinstance(tail, Span) and isinstance(directory, bytes)
     assert (len(head) - tail.offset) % 4096 == 0
@@ -413,8 +413,8 @@ def test_planning_twice_gives_the_same_pieces(make: Make) -> None:
     path = make(pickle_of(tensor(storage("5"))), {"data/5": bytes(16), "data/6": b""})
     with Source(path) as source:
         checkpoint = formats.read(source)
-        first, second = (formats.torch_zip.layout(checkpoint, path).file for _ in range(2))
-        fresh = formats.torch_zip.layout(formats.read(source), path).file
+        first, second = (formats.torch_zip.layout(checkpoint, path).files[0] for _ in range(2))
+        fresh = formats.torch_zip.layout(formats.read(source), path).files[0]
     assert first == second == fresh
 
 

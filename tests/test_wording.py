@@ -27,6 +27,8 @@ from ckptconv.wording import in_python
         ("--rename REGEX REPLACEMENT", "rename=[(REGEX, REPLACEMENT)]"),
         ("try: --to cpu", "try: map_location='cpu'"),
         ("--format safetensors; else --state-dict", "format='safetensors'; else state_dict=True"),
+        ("--max-shard-size 5GB, --copy-others", "max_shard_size='5GB', copy_others=True"),
+        ("--max-shard-size writes a folder", "max_shard_size writes a folder"),
         ("no flag here, - and -- are none", "no flag here, - and -- are none"),
     ],
 )

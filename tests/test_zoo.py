@@ -391,7 +391,7 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
     with Source(src) as source, dst.open("wb") as file:
         checkpoint = formats.read(source)
         apply(checkpoint, Edits(to_devices("cpu")))
-        plan = torch_zip.layout(checkpoint, dst).file
+        plan = torch_zip.layout(checkpoint, dst).files[0]
         at = 0
         for piece in plan.pieces:
             length = len(piece) if isinstance(piece, bytes) else piece.length

@@ -25,7 +25,7 @@ from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, TensorInfo
 from ckptconv.names import matches
 from ckptconv.rebuild_calls import FROM_TYPE
 from ckptconv.selection import select
-from ckptconv.sources import Source
+from ckptconv.sources import open_input
 from ckptconv.vocabulary import index_again
 from ckptconv.wording import for_python
 
@@ -95,7 +95,7 @@ def compare(
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not (isfinite(tolerance) and tolerance >= 0):
             raise UsageError(f"{name} {tolerance} is no tolerance", expected="a finite number that is not negative")
-    with Source(a) as source_a, Source(b) as source_b:
+    with open_input(a) as source_a, open_input(b) as source_b:
         with uncollected():
             checkpoints = formats.read(source_a), formats.read(source_b)
             comparison = _Comparison(*checkpoints, edits, (rtol, atol), names_only=names_only, brief=brief)

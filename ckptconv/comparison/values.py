@@ -167,6 +167,7 @@ class Values:
                 self.is_same_view(a, b)
                 and data[0].length == data[1].length
                 and any(isinstance(each, Inflate) for each in data)
+                and all(isinstance(each, (Span, Inflate)) for each in data)
             ):
                 if pair not in same:
                     same[pair] = same_streams(_stored(data[0]), _stored(data[1]))

@@ -25,7 +25,7 @@ from ckptconv.diagnosis.findings import (
 )
 from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.diagnosis.prefixes import inner_prefixes, prefixes
-from ckptconv.diagnosis.refusals import Part, opcodes, refusals
+from ckptconv.diagnosis.refusals import Part, containers, opcodes, refusals
 from ckptconv.diagnosis.storages import shared, unused_bytes
 from ckptconv.graph import Value, walk
 from ckptconv.model import Checkpoint
@@ -43,7 +43,8 @@ def diagnose(
         return Diagnosis([Finding(kind="dangerous", blocks=True, text=text, command=None)], None)
     whole = Scope(checkpoint, customs, machine)
     if checkpoint.is_state_dict:
-        return Diagnosis([finding(checkpoint, each) for each in (*prefixes(whole), *inner_prefixes(whole))], None)
+        complaints = [*containers(checkpoint), *prefixes(whole), *inner_prefixes(whole)]
+        return Diagnosis([finding(checkpoint, each) for each in complaints], None)
     is_script = checkpoint.script_classes is not None
     code, part = refusals(whole, refused) if refused or is_script else (opcodes(checkpoint), None)
     module = part.module if part else None

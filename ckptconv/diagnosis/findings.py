@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,9 +14,11 @@ from ckptconv.commands import shell
 from ckptconv.customs import Customs, NamedOptimizer, StateDict
 from ckptconv.diagnosis.machine import Machine
 from ckptconv.errors import printable
+from ckptconv.formats import sharded
 from ckptconv.graph import Node, PersistentId, walk
 from ckptconv.model import Checkpoint, Storage
 from ckptconv.pickled_modules import PickledModule
+from ckptconv.sources import SourceFolder
 from ckptconv.targets import suffix_of, usual_format
 
 __all__ = [
@@ -174,10 +177,16 @@ def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
     """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
     path = checkpoint.source.path
     format = cure.format or ("safetensors" if checkpoint.is_state_dict else "pt")
-    suffix = suffix_of(path.name)
-    target = path.name[: len(path.name) - len(suffix)] + cure.suffix
-    kept = suffix and usual_format(path.name, checkpoint.format) == format
-    target += suffix if kept else f".{format}"
+    if isinstance(checkpoint.source, SourceFolder):
+        name, suffix = os.path.basename(os.path.abspath(path)), ""
+        name = name if path.is_dir() else name.split(".")[0]
+    else:
+        name, suffix = path.name, suffix_of(path.name)
+    target = name[: len(name) - len(suffix)] + cure.suffix
+    in_shards = checkpoint.format.startswith(sharded.NAME) and cure.format is None and not cure.part
+    if not in_shards:
+        kept = suffix and usual_format(name, checkpoint.format) == format
+        target += suffix if kept else f".{format}"
     line = shell("ckptconv", "convert", path, Path(target), *cure.flags())
     return line if printable(line) == line else None
 

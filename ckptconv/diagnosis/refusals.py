@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckptconv.customs import Customs, StateDict
 from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
 from ckptconv.errors import count
-from ckptconv.formats import plain_pickle, torch_legacy
+from ckptconv.formats import dcp, dcp_safetensors, plain_pickle, torch_legacy
 from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
 from ckptconv.model import Checkpoint
 from ckptconv.pickled_modules import PickledModule, detached
@@ -16,7 +16,7 @@ from ckptconv.pickles.imports import imported_name
 from ckptconv.places import is_item
 from ckptconv.safe_loader import refused_opcodes
 
-__all__ = ["Part", "Refused", "opcodes", "refusals"]
+__all__ = ["Part", "Refused", "containers", "opcodes", "refusals"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[C
     cure, last = _cure(scope.checkpoint, part)
     complaints = [Complaint("code", text, blocks=True) for text in texts]
     complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
-    return [*complaints, *_container(scope.checkpoint)], part
+    return [*complaints, *containers(scope.checkpoint)], part
 
 
 def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
@@ -161,8 +161,11 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
     return found
 
 
-def _container(checkpoint: Checkpoint) -> list[Complaint]:
-    """A file that torch does not read, for what it is."""
+def containers(checkpoint: Checkpoint) -> list[Complaint]:
+    """What torch does not read, for what it is."""
+    if checkpoint.format in (dcp.NAME, dcp_safetensors.NAME):
+        text = "torch.load reads files, and this is a folder with parts of tensors (torch.distributed.checkpoint)"
+        return [Complaint("parts", text, Cure("-whole"), blocks=True)]
     if checkpoint.format == plain_pickle.NAME:
         text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
         return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
@@ -175,7 +178,7 @@ def _container(checkpoint: Checkpoint) -> list[Complaint]:
 
 def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
     """A pickle that only has to be written in another way."""
-    unread = _container(checkpoint)
+    unread = containers(checkpoint)
     if unread:
         return unread
     graph = checkpoint.graph

@@ -3,16 +3,26 @@ that it is one part of a distributed checkpoint, what stands beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from ckptconv.errors import UnsupportedError
-from ckptconv.folders import distributed_part_error
-from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
+from ckptconv.folders import distributed_part_error, folder_error
+from ckptconv.formats import (
+    dcp,
+    dcp_safetensors,
+    plain_pickle,
+    safetensors,
+    sharded,
+    torch_legacy,
+    torch_zip,
+    torchscript,
+)
 from ckptconv.formats.other_pickles import looks_like_pickle
 from ckptconv.formats.strangers import stranger_error
 from ckptconv.model import Checkpoint, Layout
-from ckptconv.sources import Source
+from ckptconv.sources import Source, SourceFolder
 
 __all__ = ["FORMATS", "WRITERS", "read"]
 
@@ -25,6 +35,16 @@ class Format(Protocol):
     def looks_like(self, head: bytes) -> bool: ...
 
     def read(self, source: Source) -> Checkpoint: ...
+
+
+class FolderFormat(Protocol):
+    """What the module of a format of several files offers. READ_FILE reads one of them, where it is a checkpoint itself."""
+
+    NAME: str
+
+    def looks_like(self, folder: SourceFolder) -> bool: ...
+
+    def read(self, folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint: ...
 
 
 class Writer(Protocol):
@@ -40,11 +60,25 @@ FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickl
 #: By the word of ``--format``: those that hold whatever a pickle can say.
 WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
 
+FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, dcp_safetensors, sharded)
 _HEAD = 64
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Source | SourceFolder) -> Checkpoint:
     """The checkpoint in SOURCE, in whatever container. Raises UnsupportedError with what it is instead, and what the reader raises."""
+    return read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
+
+
+def read_folder(source: SourceFolder) -> Checkpoint:
+    """The checkpoint whose parts stand in SOURCE. Raises as :func:`read` does."""
+    for format_ in FOLDER_FORMATS:
+        if format_.looks_like(source):
+            return format_.read(source, read_file)
+    raise folder_error(source.path)
+
+
+def read_file(source: Source) -> Checkpoint:
+    """The checkpoint in the file SOURCE. Raises as :func:`read` does."""
     part = distributed_part_error(source.path)
     if part:
         raise part

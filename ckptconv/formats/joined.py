@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from ckptconv.elements import length_of, stored
+from ckptconv.elements import length_of, with_checksums
 from ckptconv.model import Cast, Chain, OutFile, Piece, Span, Storage
 
 __all__ = ["file_of", "joined"]
@@ -14,11 +14,11 @@ __all__ = ["file_of", "joined"]
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
     """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
-    checked = {
+    read_anyway = {
         id(piece.of) for piece in pieces if isinstance(piece, Cast)
     }  # whose bytes are read anyway, if it has all of them
-    spans = {id(span): span for each in storages if (span := stored(each.data)) and span.crc32 is not None}
-    sums = [span for key, span in spans.items() if key not in checked]
+    spans = {id(span): span for each in storages for span in with_checksums(each.data)}
+    sums = [span for key, span in spans.items() if key not in read_anyway]
     return OutFile(path, joined(pieces), sum(map(length_of, pieces)), tuple(sums))
 
 

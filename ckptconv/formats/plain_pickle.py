@@ -56,7 +56,7 @@ from ckptconv.graph import (
 from ckptconv.model import Checkpoint, Layout, Piece, Span, Storage
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
-from ckptconv.sources import Readable, Source
+from ckptconv.sources import Held, Readable, Source, Window
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["NAME", "layout", "looks_like", "read"]
@@ -172,7 +172,7 @@ class _Reader:
             data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
         except (struct.error, OverflowError) as error:
             raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
-        return Span(_Held(data, self.source.path), 0, len(data))
+        return Span(Held(data, self.source.path), 0, len(data))
 
     def nested(self, call: Call, key: str) -> tuple[Global, str, int, Span]:
         """Class, location tag, number of elements and bytes of the one storage in the file with which CALL is called."""
@@ -204,7 +204,7 @@ class _Reader:
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
-        inner = torch_zip.read(_Window(file, start, end - start))
+        inner = torch_zip.read(Window(file, start, end - start))
         if inner.byteorder != "little":
             self.refuse(key, "its numbers are big-endian")
         spans = {}
@@ -235,7 +235,7 @@ class _Reader:
             value = value.data
         if not isinstance(value, bytes):
             self.refuse(key, "what it is loaded from is no bytes")
-        return _Held(value, path), 0, len(value)
+        return Held(value, path), 0, len(value)
 
     def use(self, value: Value, key: str) -> None:
         """Refuse what torch never writes, and what could make a small file large: one VALUE for two storages."""
@@ -254,34 +254,6 @@ class _Reader:
 
 def _no_bytes(where: str) -> MalformedError:
     return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
-
-
-class _Held(Readable):
-    """Bytes in memory."""
-
-    def __init__(self, data: bytes, path: Path) -> None:
-        self.path, self.fd, self.size = path, -1, len(data)
-        self._data = data
-
-    def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET."""
-        return self._data[offset : offset + length]
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET."""
-        buffer[:] = self._data[offset : offset + len(buffer)]
-
-
-class _Window(Readable):
-    """LENGTH bytes at START of FILE, as a file of their own."""
-
-    def __init__(self, file: Readable, start: int, length: int) -> None:
-        self.path, self.fd, self.size = file.path, -1, length
-        self._file, self._start = file, start
-
-    def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET."""
-        return self._file.read(self._start + offset, length)
 
 
 @dataclass
@@ -364,7 +336,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             pieces.append(blob_bytes(checkpoint, part))
     file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
-    return Layout(file, left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
+    return Layout((file,), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
 
 
 def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Container as Container_
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
-from operator import mul
 from pathlib import Path
 
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
@@ -21,13 +18,14 @@ from ckptconv.elements import piece_of, stored
 from ckptconv.errors import RefusedError
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
-from ckptconv.graph import Call, Dict, Global, Graph, Node, Object, PersistentId, Tuple, Value, set_items, walk
+from ckptconv.formats.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
+from ckptconv.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo
 from ckptconv.places import is_item, is_repeated
-from ckptconv.rebuild_calls import OtherDType
 from ckptconv.selection import cannot_hold, left_behind_at
 from ckptconv.sources import Source
+from ckptconv.tensor_calls import TensorCalls, empty_graph
 from ckptconv.vocabulary import attributes, checkpoint_of, places_in
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
@@ -60,9 +58,13 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE. Raises MalformedError, LimitError."""
+    """The checkpoint in SOURCE. Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors."""
     header = read_header(source)
-    metadata = header.metadata or {}
+    metadata = dict(header.metadata or {})
+    offsets = saved_offsets(header, source.path)
+    if offsets is not None and is_part(source.path, offsets):
+        raise part_error(source.path)
+    about_parts = metadata.pop(SHARDING_INFO, None)
     names = {entry.name for entry in header.entries}
     ties = {name: kept for name, kept in metadata.items() if _is_tie(name, kept, names)}
     spans = {
@@ -74,6 +76,9 @@ def read(source: Source) -> Checkpoint:
     checkpoint.is_state_dict = True
     checkpoint.ties = ties
     checkpoint.metadata = {key: value for key, value in metadata.items() if key not in ties}
+    if about_parts is not None:
+        where = LeftBehind(f"{METADATA}/{SHARDING_INFO}", len(about_parts.encode()), "all tensors are whole")
+        checkpoint.unused.append(where)
     return checkpoint
 
 
@@ -84,39 +89,17 @@ def _is_tie(key: str, text: str, names: Container_[str]) -> bool:
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
     """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more tensor on the same storage for each tie."""
-    graph = Graph(Dict(), 2, 0, frozenset(), [], [], [], [], set())
-    words: dict[str, Global] = {}
+    graph = empty_graph()
+    calls = TensorCalls(graph)
     items: list[Value] = []
     place = {entry.name: i for i, entry in enumerate(entries)}
     for name, kept in [*((entry.name, entry.name) for entry in entries), *ties.items()]:
-        items += (name, _tensor(graph, entries[place[kept]], str(place[kept]), words))
+        entry = entries[place[kept]]
+        dtype, shape = _torch_dtype(entry)
+        items += (name, calls.tensor(dtype, shape, str(place[kept]), entry.end - entry.start))
     assert isinstance(graph.root, Dict)
     set_items(graph.root, items)
-    graph.shared.update(words.values())
     return graph
-
-
-def _tensor(graph: Graph, entry: Entry, key: str, words: dict[str, Global]) -> Call:
-    """The call that rebuilds ENTRY on the storage KEY; WORDS are the globals that calls share."""
-
-    def word(module: str, name: str) -> Global:
-        return words.setdefault(name, Global(module, name))
-
-    dtype, shape = _torch_dtype(entry)
-    typed = dtype.storage_class is not None
-    storage_class = (
-        word("torch", dtype.storage_class) if dtype.storage_class else word("torch.storage", "UntypedStorage")
-    )
-    elements = prod(shape) if typed else entry.end - entry.start
-    storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", elements]))
-    graph.references.append(storage)
-    stride = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1] if shape else []
-    hooks = Call("REDUCE", word("collections", "OrderedDict"), Tuple([]))
-    args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
-    if typed:
-        return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v2"), Tuple(args))
-    args.append(word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name))
-    return Call("REDUCE", word("torch._utils", "_rebuild_tensor_v3"), Tuple(args))
 
 
 def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
@@ -159,7 +142,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     )
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
-    return Layout(file_of(path, [header, *pieces], storages), tuple(left_behind), tuple(_notes(taken)), ties)
+    return Layout((file_of(path, [header, *pieces], storages),), tuple(left_behind), tuple(_notes(taken)), ties)
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:

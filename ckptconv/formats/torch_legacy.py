@@ -439,7 +439,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         if storage.nbytes:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
     file = file_of(path, pieces, storages.values())
-    return Layout(file, tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
+    return Layout((file,), tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:

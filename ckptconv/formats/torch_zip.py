@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.checksums import check_crc32, crc32_of
-from ckptconv.elements import length_of
+from ckptconv.elements import crc32_known, length_of, with_checksums
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_zips import cut_short, refuse_other_zips
@@ -51,6 +51,7 @@ from ckptconv.graph import Graph
 from ckptconv.limits import LIMITS
 from ckptconv.model import (
     BLOCK,
+    Assemble,
     Cast,
     Chain,
     Checkpoint,
@@ -66,7 +67,7 @@ from ckptconv.model import (
 from ckptconv.old_spellings import modernise
 from ckptconv.pickles import parse
 from ckptconv.ranges import inflated
-from ckptconv.sources import Readable
+from ckptconv.sources import Held, Readable
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
@@ -105,7 +106,7 @@ def read(source: Readable) -> Checkpoint:
         return found.data(source, checked=checked) if found else None
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
-    checkpoint.pickle = pickle
+    checkpoint.blobs = Held(pickle, source.path) if pickle is not None else source
     used = {f"data/{key}" for key in checkpoint.storages}
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
@@ -215,11 +216,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along. Raises RefusedError."""
     if isinstance(checkpoint.container, Archive):
         if checkpoint.script_classes is None:
-            return Layout(_rewritten(checkpoint, checkpoint.container, path))
-        return Layout(_written(checkpoint, path, checked=checkpoint.container.has_checksums))
+            return Layout((_rewritten(checkpoint, checkpoint.container, path),))
+        return Layout((_written(checkpoint, path, checked=checkpoint.container.has_checksums),))
     refuse_unknown_dtypes(checkpoint)
     left_behind = [*texts_left_behind(checkpoint), *sources_left_behind(checkpoint)]
-    return Layout(_written(checkpoint, path, checked=True), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
+    return Layout((_written(checkpoint, path, checked=True),), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
@@ -236,7 +237,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
-        elif isinstance(storages.get(name), (Cast, Chain)):
+        elif isinstance(storages.get(name), (Cast, Chain, Assemble)):
             writer.storage(new.get(name, name), storages[name])
         else:
             writer.member(new.get(name, name), member, checkpoint.source)
@@ -279,7 +280,7 @@ class _Writer:
         self.checked = checked
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
-        self.sums: list[Span | Chain | Cast] = []
+        self.sums: list[Span | Chain | Assemble | Cast] = []
         self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
         self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
         self.at = 0
@@ -289,7 +290,7 @@ class _Writer:
         self.pieces.append(piece)
         self.at += length_of(piece)
 
-    def header(self, name: str, crc32: int | Span | Chain | Cast, size: int, padding: int) -> None:
+    def header(self, name: str, crc32: int | Span | Chain | Assemble | Cast, size: int, padding: int) -> None:
         """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
@@ -325,15 +326,16 @@ class _Writer:
 
     def storage(self, name: str, data: Data) -> None:
         """The bytes of a storage that come from another container, with or without a checksum, or that are others than they were."""
-        crc32: int | Span | Chain | Cast = 0
+        crc32: int | Span | Chain | Assemble | Cast = 0
         if self.checked and data.length:
-            known = data.crc32 if isinstance(data, (Span, Inflate)) else None
+            known = crc32_known(data)
             assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
             crc32 = data if known is None and not isinstance(data, Inflate) else known or 0
-        chain = data.of if isinstance(data, Cast) else data
-        if isinstance(chain, Chain) and chain.whole.crc32 is not None and id(chain.whole) not in self.checked_parts:
-            self.checked_parts.add(id(chain.whole))
-            self.sums.append(chain.whole)
+        if isinstance(data.of if isinstance(data, Cast) else data, (Chain, Assemble)) and crc32_known(data) is None:
+            for span in with_checksums(data):
+                if id(span) not in self.checked_parts:
+                    self.checked_parts.add(id(span))
+                    self.sums.append(span)
         self.header(
             name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
         )  # fmt: skip

@@ -38,16 +38,14 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def pickle_pieces(checkpoint: Checkpoint) -> list[bytes | Span]:
-    """The pickle, its blobs as ranges of the source, or as bytes where the source's pickle is in memory."""
+    """The pickle, its blobs as ranges of what they stand in."""
     parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph))
     return [part if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 
-def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> bytes | Span:
+def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> Span:
     """Where the bytes of BLOB, which the source's pickle has, stand."""
-    if checkpoint.pickle is None:
-        return Span(checkpoint.source, blob.offset, blob.length)
-    return checkpoint.pickle[blob.offset : blob.offset + blob.length]
+    return Span(checkpoint.blobs or checkpoint.source, blob.offset, blob.length)
 
 
 def say_for_older_loaders(checkpoint: Checkpoint) -> None:

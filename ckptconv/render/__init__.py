@@ -7,10 +7,12 @@
 ``table``   the tensors in columns
 ``tree``    the tensors as a tree
 ``report``  what a conversion did
+``batch``   what many of them did
 ``difference``  what two checkpoints do not have in common
 ==========  =============================================================================
 """
 
+from ckptconv.render.batch import item_line, skipped_line, sum_lines
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.facts import facts
 from ckptconv.render.report import report_lines
@@ -18,4 +20,17 @@ from ckptconv.render.table import table_lines
 from ckptconv.render.text import Look, cells, natural, size
 from ckptconv.render.tree import tree_lines
 
-__all__ = ["Look", "cells", "difference_lines", "facts", "natural", "report_lines", "size", "table_lines", "tree_lines"]
+__all__ = [
+    "Look",
+    "cells",
+    "difference_lines",
+    "facts",
+    "item_line",
+    "natural",
+    "report_lines",
+    "size",
+    "skipped_line",
+    "sum_lines",
+    "table_lines",
+    "tree_lines",
+]

@@ -27,11 +27,12 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
         else f"would write {size(report.size)}"
     )
     old_format, new_format = report.formats
-    yield from headline(look, report.dst, f"{new_format}, {done}")
+    what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
+    yield from headline(look, report.dst, f"{what}, {done}")
     if old_format != new_format:
         yield from fact(look, "format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
-        old = "none stored" if old_format == "safetensors" else old
+        old = "none stored" if old_format.endswith("safetensors") else old
         yield from fact(look, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name, look)
     if changes.unprefixed:
@@ -79,7 +80,7 @@ def _tie_lines(report: Report, look: Look) -> Iterator[str]:
     """The names that a safetensors file has as texts alone."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
-        if report.formats[1] == "safetensors":
+        if report.formats[1].endswith("safetensors"):
             listed = (
                 f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
                 "(load_model reads them, load_file does not; --copy-tied writes the tensors)"

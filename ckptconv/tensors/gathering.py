@@ -15,40 +15,50 @@ import torch
 
 from ckptconv.model import Gather, Span
 
-__all__ = ["gather"]
+__all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
 
 _BLOCK = 16 << 20  # bytes of output that are held at once
 _TILE = (
     16 << 20
 )  # bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
 _GAP = 4096  # bytes that are read and thrown away rather than read around
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
 
 
 def gather(view: Gather, storage: Span) -> Iterator[memoryview]:
     """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take over."""
     itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
-    scratch = memoryview(b"")
-    for box in _halved(((0,) * len(view.shape), view.shape), _BLOCK // itemsize):
-        out = room[: prod(box[1]) * itemsize]
-        block = torch.frombuffer(out, dtype=_WORDS[itemsize]).view(box[1])
-        for starts, sizes in _tiles(box, view.stride, itemsize):
-            need = _packed(sizes, view.stride, itemsize)
-            if len(scratch) < need:
-                scratch = memoryview(bytearray(need))
-            inside = tuple(
-                slice(start - first, start - first + size)
-                for start, size, first in zip(starts, sizes, box[0], strict=True)
-            )
-            block[inside].copy_(_read_tile(view, storage, (starts, sizes), scratch))
+    tiles = Tiles()
+    for region in halved(view.shape, _BLOCK // itemsize):
+        out = room[: prod(region[1]) * itemsize]
+        tiles.fill(torch.frombuffer(out, dtype=WORDS[itemsize]).view(region[1]), view, storage, region)
         yield out
 
 
-def _halved(box: _Box, most: int) -> Iterator[_Box]:
-    """BOX in parts of at most MOST elements, cut along the first dimension that can be cut: row-major order stays."""
-    todo = [box]
+class Tiles:
+    """Fills blocks with what is read in tiles, into room of its own."""
+
+    def __init__(self) -> None:
+        self._room = memoryview(b"")
+
+    def fill(self, block: torch.Tensor, view: Gather, storage: Span, region: Region) -> None:
+        """Let _BLOCK have the elements of REGION of VIEW on STORAGE."""
+        for starts, sizes in _tiles(region, view.stride, view.itemsize):
+            need = _packed(sizes, view.stride, view.itemsize)
+            if len(self._room) < need:
+                self._room = memoryview(bytearray(need))
+            inside = tuple(
+                slice(start - first, start - first + size)
+                for start, size, first in zip(starts, sizes, region[0], strict=True)
+            )
+            block[inside].copy_(_read_tile(view, storage, (starts, sizes), self._room))
+
+
+def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
+    """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut: row-major order stays."""
+    todo: list[Region] = [((0,) * len(shape), shape)]
     while todo:
         starts, sizes = todo.pop()
         if prod(sizes) <= most:
@@ -58,16 +68,16 @@ def _halved(box: _Box, most: int) -> Iterator[_Box]:
         todo += _cut(starts, sizes, dimension)[::-1]
 
 
-def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> list[_Box]:
+def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> list[Region]:
     half = sizes[dimension] // 2
     first = (*sizes[:dimension], half, *sizes[dimension + 1 :])
     second = (*sizes[:dimension], sizes[dimension] - half, *sizes[dimension + 1 :])
     return [(starts, first), ((*starts[:dimension], starts[dimension] + half, *starts[dimension + 1 :]), second)]
 
 
-def _tiles(box: _Box, stride: tuple[int, ...], itemsize: int) -> Iterator[_Box]:
-    """BOX in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches farthest."""
-    todo = [box]
+def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
+    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches farthest."""
+    todo = [region]
     while todo:
         starts, sizes = todo.pop()
         if _packed(sizes, stride, itemsize) <= _TILE:
@@ -97,7 +107,7 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
     return span, []
 
 
-def _read_tile(view: Gather, storage: Span, tile: _Box, scratch: memoryview) -> torch.Tensor:
+def _read_tile(view: Gather, storage: Span, tile: Region, scratch: memoryview) -> torch.Tensor:
     """The elements of TILE as a view of what was read into SCRATCH: stretch by stretch, packed."""
     starts, sizes = tile
     itemsize = view.itemsize
@@ -112,4 +122,4 @@ def _read_tile(view: Gather, storage: Span, tile: _Box, scratch: memoryview) -> 
     for i, offsets in enumerate(product(*steps)):
         at = storage.offset + (first + sum(offsets)) * itemsize
         storage.source.read_into(at, scratch[i * span * itemsize : (i + 1) * span * itemsize])
-    return torch.frombuffer(scratch, dtype=_WORDS[itemsize]).as_strided(sizes, strides)
+    return torch.frombuffer(scratch, dtype=WORDS[itemsize]).as_strided(sizes, strides)

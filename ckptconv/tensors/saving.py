@@ -18,7 +18,7 @@ from ckptconv.dtypes import BY_NAME, UNTYPED, DType
 from ckptconv.errors import RefusedError
 from ckptconv.model import Checkpoint, Span
 from ckptconv.pickles import parse
-from ckptconv.sources import Readable
+from ckptconv.sources import Held, Readable
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["checkpoint_of_object"]
@@ -34,11 +34,8 @@ def checkpoint_of_object(obj: object) -> Checkpoint:
     pickler.dump(obj)
     data = stream.getvalue()
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where=str(_WHERE))
-    source = Readable()
-    source.path, source.fd, source.size = _WHERE, -1, 0
     storages = {key: Span(Memory(storage), 0, storage.nbytes()) for key, storage in pickler.storages.items()}
-    checkpoint = checkpoint_of(_NAME, source, graph, None, storages.get, str(_WHERE))
-    checkpoint.pickle = data
+    checkpoint = checkpoint_of(_NAME, Held(data, _WHERE), graph, None, storages.get, str(_WHERE))
     checkpoint.byteorder = sys.byteorder
     return checkpoint
 

@@ -21,12 +21,24 @@ from ckptconv.locations import to_devices
 from ckptconv.model import Edits
 
 OLD = b"the old output"
+OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}", "optimizer.pt": b"old"}
 WRITE_SIDE = (
     "openat", "ioctl", "fchmod", "fadvise64", "fallocate", "pwrite64", "copy_file_range", "sync_file_range", "fsync",
-    "close", "rename", "link", "unlink",
+    "close", "rename", "link", "unlink", "mkdir", "chmod", "renameat2", "unlinkat", "rmdir",
 )  # fmt: skip
 FAULTS = ("error=ENOSPC", "error=EIO", "error=EINTR", "signal=SIGINT", "signal=SIGTERM", "signal=SIGKILL")
 TO_CPU = Edits(to_devices("cpu"))
+
+
+#: What is in a file, or in the files of a folder.
+Content = bytes | dict[str, bytes]
+
+
+def content_of(path: Path) -> Content | None:
+    """What stands at PATH, if anything does."""
+    if path.is_dir():
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if not file.is_dir()}
+    return path.read_bytes() if path.exists() else None
 
 
 class Conversion:
@@ -35,12 +47,12 @@ class Conversion:
     CASTS: numbers are rounded too, by threads, which write them.
     """
 
-    def __init__(self, src: Path, folder: Path, name: str, before: bytes | None, *, casts: bool = False) -> None:
+    def __init__(self, src: Path, folder: Path, name: str, before: Content | None, *, casts: bool = False) -> None:
         self.src, self.folder, self.before, self.casts = src, folder, before, casts
         self.target, self.log = folder / "out" / name, folder / "strace.log"
         self.target.parent.mkdir()
         convert(src, self.target, map_location="cpu", dtype="bf16" if casts else None)
-        self.new = self.target.read_bytes()
+        self.new = content_of(self.target)
         self.trace()  # the interpreter's own calls are the same in each later run: its modules are compiled now
         self.calls = self.write_side(self.trace()[1])
 
@@ -48,8 +60,12 @@ class Conversion:
         """Convert from a fresh start; the process, and the lines of strace."""
         shutil.rmtree(self.target.parent, ignore_errors=True)
         self.target.parent.mkdir()
-        if self.before is not None:
+        if isinstance(self.before, bytes):
             self.target.write_bytes(self.before)
+        elif self.before is not None:
+            self.target.mkdir()
+            for name, data in self.before.items():
+                (self.target / name).write_bytes(data)
         command = [sys.executable, "-m", "ckptconv", "convert", "-q", str(self.src), str(self.target), "--to", "cpu"]
         command += ["--force"] if self.before is not None else []
         command += ["--dtype", "bf16"] if self.casts else []
@@ -87,7 +103,7 @@ class Conversion:
         done, lines = self.trace("-e", f"inject={call}:{fault}:when={number}")
         what = f"{fault} at {call} {number}: exit {done.returncode}, {done.stderr!r}\n" + "\n".join(lines[-15:])
         assert any("INJECTED" in line or "--- SIG" in line or "+++ killed" in line for line in lines), what
-        found = self.target.read_bytes() if self.target.exists() else None
+        found = content_of(self.target)
         assert found in (self.before, self.new), what
         assert done.returncode != 0 or found == self.new, what
         left = sorted(set(os.listdir(self.target.parent)) - {self.target.name})
@@ -96,7 +112,7 @@ class Conversion:
             temporary = rf"\.{re.escape(self.target.name)}\.ckptconv-[0-9a-f]{{6}}\.tmp"
             assert all(re.fullmatch(temporary, name) for name in left), what
             return
-        cannot_be_removed = call == "unlink" and fault.startswith("error")
+        cannot_be_removed = call in ("unlink", "unlinkat", "rmdir") and fault.startswith("error")
         assert not left or cannot_be_removed, what
         assert "Traceback" not in done.stderr, what
         if done.returncode in (0, 143):
@@ -106,13 +122,29 @@ class Conversion:
             assert done.stderr.strip().count("\n") == 0 and done.stderr.strip(), what  # click ends the ^C line
 
 
-@pytest.fixture(scope="module", params=["replace", "create", "to safetensors", "from safetensors", "cast"])
+def a_set(folder: Path) -> Path:
+    """A model in two shards, and its optimizer."""
+    import torch
+
+    src = folder / "src"
+    src.mkdir()
+    for i in (1, 2):
+        torch.save({f"w{i}": torch.randn(5000)}, src / f"pytorch_model-0000{i}-of-00002.bin")
+    torch.save({"state": {}, "param_groups": []}, src / "optimizer.pt")
+    return src
+
+
+@pytest.fixture(
+    scope="module", params=["replace", "create", "to safetensors", "from safetensors", "cast", "new folder", "old folder"]
+)  # fmt: skip
 def conversion(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fixtures: Path) -> Conversion:
     """One that replaces a file, and others that make new ones: with threads beside the copy, and with pieces that are written last."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     folder = tmp_path_factory.mktemp("faults")
     src = fixtures / "training.pt"
+    if request.param.endswith("folder"):
+        return Conversion(a_set(folder), folder, "dst", OLD_SET if request.param == "old folder" else None)
     if request.param == "cast":
         import torch
 
@@ -143,9 +175,18 @@ def test_every_fault_at_every_call(conversion: Conversion, fault: str) -> None:
 
 
 def test_the_order_of_calls(conversion: Conversion) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it."""
+    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it. Of a folder, all files and the names in it are synced before it gets its name."""
     done, lines = conversion.trace()
     assert done.returncode == 0
+    if isinstance(conversion.new, dict):
+        synced = [match[1] for line in lines if (match := re.match(r"fsync\(\d+<([^>]*)>", line))]
+        temporary = [re.sub(r".*/\.dst\.ckptconv-[0-9a-f]{6}\.tmp", "T", path) for path in synced]
+        assert sorted(temporary[:-2]) == sorted(f"T/{name}" for name in conversion.new)
+        assert temporary[-2:] == ["T", str(conversion.target.parent)]
+        named = next(i for i, line in enumerate(lines) if line.startswith(("rename(", "renameat2(")))
+        assert sum(line.startswith("fsync(") for line in lines[:named]) == len(synced) - 1
+        assert lines[named].startswith("renameat2(") == (conversion.before is not None)
+        return
     steps = []
     for line in lines:
         line = re.sub(r"^\d+ +", "", line)

@@ -1,0 +1,134 @@
+"""Files of torch.save that hold one tensor each, by the thousand: what differs from one that was read in nothing but the tensor's bytes is not parsed again.
+
+A run has many tensors of one shape, and torch's files of such differ in the storage, in its checksum, and in the serialization id. So what stands before and behind the storage is compared, but for these.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+from ckptconv.formats import torch_zip
+from ckptconv.formats.zip_archive import CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
+from ckptconv.model import Checkpoint, Data, Inflate, Span, TensorInfo
+from ckptconv.sources import Window
+
+__all__ = ["ChunkFile", "ChunkFiles", "in_file"]
+
+_ID = ".data/serialization_id"
+_CRC_IN_ENTRY = 16  # APPNOTE 4.3.12
+_LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
+_MOST = 16  # files of one size that are remembered
+
+
+@dataclass(frozen=True)
+class ChunkFile:
+    """A file: the tensor in it if it is one, as the file describes it, the bytes of its storage where the file that it is a part of has them, and whether numbers are little-endian there."""
+
+    info: TensorInfo | None
+    data: Data | None
+    is_little_endian: bool
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A file that was parsed: what stands BEFORE and BEHIND its storage; CHECKSUMS are the places behind it that may differ together, BLANKS all that may differ."""
+
+    before: bytes
+    behind: bytes
+    checksums: tuple[tuple[int, int], ...]
+    blanks: tuple[slice, ...]
+    file: ChunkFile
+
+    def crc32_of(self, window: Window) -> int | None:
+        """The checksum of the storage in WINDOW, a file of the same size, if it is like this one; else None."""
+        if window.read(0, len(self.before)) != self.before:
+            return None
+        behind = window.read(window.size - len(self.behind), len(self.behind))
+        numbers = [(behind[a : a + 4], behind[b : b + 4]) for a, b in self.checksums]
+        if any(a != b for a, b in numbers) or _blanked(behind, self.blanks) != self.behind:
+            return None
+        return int.from_bytes(numbers[0][0], "little")
+
+
+class ChunkFiles:
+    """Reads such files."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[_Known]] = {}  # by the size of the file
+
+    def read(self, window: Window) -> ChunkFile:
+        """The file in WINDOW. Raises what reading a file of torch raises."""
+        known = self._known.setdefault(window.size, [])
+        for each in known:
+            crc32 = each.crc32_of(window)
+            if crc32 is not None:
+                start = window.offset + len(each.before)
+                length = window.size - len(each.before) - len(each.behind)
+                return ChunkFile(each.file.info, Span(window.of, start, length, crc32), each.file.is_little_endian)
+        checkpoint = torch_zip.read(window)
+        file = _file(checkpoint, window)
+        if len(known) < _MOST and (found := _remembered(checkpoint, file, window)):
+            known.append(found)
+        return file
+
+
+def _file(checkpoint: Checkpoint, window: Window) -> ChunkFile:
+    info = checkpoint.tensor_nodes.get(id(checkpoint.graph.root))
+    data = in_file(info.storage.data, window) if info and info.storage else None
+    return ChunkFile(info, data, checkpoint.byteorder == "little")
+
+
+def in_file(data: Data, window: Window) -> Data:
+    """DATA of WINDOW where its file has it, from which the kernel can copy."""
+    if isinstance(data, Span) and data.source is window:
+        return replace(data, source=window.of, offset=window.offset + data.offset)
+    if isinstance(data, Inflate) and data.of.source is window:
+        return replace(data, of=replace(data.of, source=window.of, offset=window.offset + data.of.offset))
+    return data
+
+
+def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: Window) -> _Known | None:
+    """What there is to remember of CHECKPOINT, which is FILE; None where torch did not write it so."""
+    archive = checkpoint.container
+    if not isinstance(archive, Archive) or not isinstance(file.data, Span) or file.data.crc32 is None:
+        return None
+    start = file.data.offset - window.offset
+    end = start + file.data.length
+    members = archive.names()
+    storage = next((member for member in members.values() if member.data_offset == start and member.size), None)
+    changing = [member for member in (storage, members.get(_ID)) if member]
+    entries = _entries(archive, window)
+    checksums, blanks = [], []
+    for member in changing:
+        descriptor = member.data_offset + member.stored_size
+        if not member.flags & HAS_DESCRIPTOR or window.read(descriptor, 4) != DESCRIPTOR or descriptor < end:
+            return None
+        places = descriptor + 4 - end, entries[member.name] + _CRC_IN_ENTRY - end
+        checksums.append(places)
+        blanks += [slice(place, place + 4) for place in places]
+        if member is not storage:
+            blanks.append(slice(member.data_offset - end, descriptor - end))
+    if storage is None:
+        return None
+    behind = _blanked(window.read(end, window.size - end), tuple(blanks))
+    return _Known(window.read(0, start), behind, tuple(checksums), tuple(blanks), file)
+
+
+def _entries(archive: Archive, window: Window) -> dict[str, int]:
+    """Where in the directory the entry of each member stands, by its name."""
+    found = {}
+    at = max(member.end for member in archive.members)
+    for _ in archive.members:
+        name, extra, comment = _LENGTHS_IN_ENTRY.unpack(window.read(at, _LENGTHS_IN_ENTRY.size))
+        found[window.read(at + CENTRAL_SIZE, name).decode()] = at
+        at += CENTRAL_SIZE + name + extra + comment
+    return found
+
+
+def _blanked(data: bytes, blanks: tuple[slice, ...]) -> bytes:
+    """DATA with zeros where it may differ."""
+    out = bytearray(data)
+    for blank in blanks:
+        out[blank] = bytes(blank.stop - blank.start)
+    return bytes(out)

@@ -1,0 +1,308 @@
+"""Folders of torch.distributed.checkpoint (DCP): the checkpoint of a run of several processes, read without any of them.
+
+Layout: ``.metadata`` (:mod:`ckptconv.formats.dcp_metadata`) says what there is; each process wrote files of its own:
+
+    .metadata               written last, by one process
+    __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each chunk of a tensor, one for each object that is no tensor
+
+Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch 2.13.
+
+What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, tensors whole and in row-major order, on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, pairwise
+from math import prod
+from typing import TypeAlias
+
+from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
+from ckptconv.errors import count as counted
+from ckptconv.formats import torch_zip
+from ckptconv.formats.chunk_files import ChunkFiles, in_file
+from ckptconv.formats.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.dcp_metadata import Metadata, Path, Stored, TensorItem, read_metadata
+from ckptconv.graph import AT_ONCE, Dict, Effect, List, Value, set_items
+from ckptconv.merging import Merger
+from ckptconv.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
+from ckptconv.sources import Source, SourceFolder, Window
+from ckptconv.tensor_calls import row_major
+
+__all__ = ["NAME", "looks_like", "read"]
+
+NAME = "DCP"
+_METADATA = ".metadata"
+_OWN_METADATA = re.compile(r"__[0-9]+\.metadata")
+_SUFFIX = ".distcp"
+_PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
+_COPY = "copy the whole folder: each process of the run wrote files of its own"
+_MOST_HOLES = 10_000  # in lists, where empty dicts and lists stood, which DCP does not store
+
+#: Nested dicts and lists with items in them; None: a place in a list that nothing belongs to.
+_Tree: TypeAlias = "dict[str, _Tree] | list[_Tree | None] | _Leaf"
+
+
+class _Leaf:
+    """The item NAME, and what it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value: Value = None
+
+
+def looks_like(folder: SourceFolder) -> bool:
+    """Whether FOLDER, given as such, is one, or what is left of one."""
+    if folder.path != folder.folder:
+        return False
+    names = _names(folder)
+    return any(name.endswith(_SUFFIX) for name in names) or (_METADATA in names and _starts_like_a_pickle(folder))
+
+
+def _names(folder: SourceFolder) -> set[str]:
+    try:
+        return set(os.listdir(folder.folder))
+    except OSError as error:
+        raise InputError(f"cannot be listed: {error.strerror}", where=folder.path) from error
+
+
+def _starts_like_a_pickle(folder: SourceFolder) -> bool:
+    try:
+        with Source(folder.folder / _METADATA) as source:
+            return source.size > 0 and source.read(0, 1) == _PICKLE
+    except InputError:
+        return False
+
+
+def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:  # noqa: ARG001 - its files are parts
+    """The checkpoint in FOLDER. Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read."""
+    names = _names(folder)
+    if _METADATA not in names:
+        raise _without_metadata(folder, names)
+    metadata = read_metadata(folder.open(_METADATA))
+    return _Reader(folder, metadata).checkpoint()
+
+
+def _without_metadata(folder: SourceFolder, names: set[str]) -> InputError:
+    """The error for a folder that has parts and nothing that says of what."""
+    if any(map(_OWN_METADATA.fullmatch, names)):
+        return UnsupportedError(
+            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the whole is", where=folder.path,
+            hint="load it in a run of as many processes, and save it again with use_collectives",
+        )  # fmt: skip
+    return MalformedError(
+        f"a checkpoint of torch.distributed.checkpoint without {_METADATA}, which is written last: it was not saved to its end, or not copied whole",
+        where=folder.path, hint=_COPY,
+    )  # fmt: skip
+
+
+class _Reader:
+    """Puts the items of one folder together."""
+
+    def __init__(self, folder: SourceFolder, metadata: Metadata) -> None:
+        self.folder = folder
+        self.where = folder.folder / _METADATA
+        self.metadata = metadata
+        self.left = dict(metadata.stored)
+        self.merger = Merger(folder)
+        self.chunk_files = ChunkFiles()
+        self.keys = map(str, count())
+
+    def checkpoint(self) -> Checkpoint:
+        """All of it."""
+        self.check_files()
+        for name, item in self.metadata.items.items():
+            if item is not None:
+                check_cover(self.where, name, item.shape, item.chunks)
+        nest = _Nest(str(self.where))
+        for name in self.metadata.items:
+            nest.add(name, self.metadata.paths.get(name, (name,)))
+        for leaf in nest.leaves():  # in the order in which they are written
+            item = self.metadata.items[leaf.name]
+            leaf.value = self.object(leaf.name) if item is None else self.tensor(leaf.name, item)
+        checkpoint = self.merger.checkpoint(NAME, nest.value())
+        checkpoint.unused += (
+            LeftBehind(name, place.length, f"{_METADATA} describes no such part") for (name, _), place in self.left.items()
+        )  # fmt: skip
+        if nest.holes:
+            checkpoint.notes.append(f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there")  # fmt: skip
+        return checkpoint
+
+    def check_files(self) -> None:
+        """Raise MalformedError where files are missing or too short."""
+        ends: dict[str, int] = {}
+        for place in self.metadata.stored.values():
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+        missing = [file for file in ends if not os.path.lexists(self.folder.folder / file)]
+        if missing:
+            raise MalformedError(
+                f"{counted(len(missing), 'file')} of {len(ends):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
+                got=f"no {some(sorted(missing), 3)}", hint=_COPY,
+            )  # fmt: skip
+        for file, end in ends.items():
+            size = self.folder.open(file).size
+            if size < end:
+                raise MalformedError(
+                    f"the file was cut short: {end - size:,} bytes are missing", where=self.folder.folder / file,
+                    expected=f"at least {end:,} bytes", got=f"{size:,}", hint="copy it again",
+                )  # fmt: skip
+
+    def window(self, name: str, offsets: tuple[int, ...] | None) -> Window:
+        """Where the chunk of NAME at OFFSETS is stored, or the object NAME."""
+        place: Stored | None = self.left.pop((name, offsets), None)
+        if place is None:
+            raise MalformedError(f"{name!r} is stored nowhere", where=self.where, got=None if offsets is None else f"the chunk at {offsets}")  # fmt: skip
+        return Window(self.folder.open(place.file), place.offset, place.length)
+
+    def object(self, name: str) -> Value:
+        """What is no tensor: whatever ``torch.save`` takes."""
+        window = self.window(name, None)
+        with _about(name, window):
+            part = torch_zip.read(window)
+        for storage in part.storages.values():
+            storage.data = in_file(storage.data, window)
+        return self.merger.take(part, in_order=True)
+
+    def tensor(self, name: str, item: TensorItem) -> Value:
+        """A tensor, of all its chunks."""
+        boxes = []
+        for chunk in dict.fromkeys(item.chunks):
+            if prod(chunk.sizes):
+                boxes.append(self.box(name, item, chunk))
+            else:
+                self.left.pop((name, chunk.offsets), None)
+        data = assembled(item.shape, item.dtype.itemsize, boxes, self.folder.path)
+        key = next(self.keys)
+        self.merger.records[key] = data
+        return self.merger.calls.tensor(item.dtype, item.shape, key, data.length)
+
+    def box(self, name: str, item: TensorItem, chunk: Chunk) -> Box:
+        """CHUNK of the tensor NAME, which must be what the metadata says, and no more."""
+        window = self.window(name, chunk.offsets)
+        with _about(name, window):
+            file = self.chunk_files.read(window)
+        info, of = file.info, file.data
+        if info is None or of is None or info.kind != "strided":
+            raise UnsupportedError(
+                f"a chunk of {name!r} is no plain tensor", where=_where(window), got=info.kind if info else None,
+                hint="load it with the framework that wrote it, and save plain tensors",
+            )  # fmt: skip
+        if (info.dtype, info.shape) != (item.dtype.name, chunk.sizes):
+            raise MalformedError(
+                f"a chunk of {name!r} is not what {_METADATA} says", where=_where(window),
+                expected=f"{item.dtype.name} of shape {chunk.sizes}", got=f"{info.dtype} of shape {info.shape}",
+            )  # fmt: skip
+        if not isinstance(of, Span) or not _fills(info) or info.conj or info.neg or not file.is_little_endian:
+            raise UnsupportedError(
+                f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have", where=_where(window),
+                expected="all of a storage, with no conj or neg pending, little-endian and not compressed",
+            )  # fmt: skip
+        return Box(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride)
+
+
+def _where(window: Window) -> str:
+    return f"{window.path} at byte {window.offset:,}"
+
+
+@contextmanager
+def _about(name: str, window: Window) -> Iterator[None]:
+    """Errors meanwhile are about the item NAME, in WINDOW."""
+    try:
+        yield
+    except InputError as error:
+        error.what = f"{name!r}, stored at byte {window.offset:,}: {error.what}"
+        raise
+
+
+def _fills(info: TensorInfo) -> bool:
+    """Whether INFO shows each byte of its storage once."""
+    steps = sorted((step, size) for size, step in zip(info.shape, info.stride, strict=True) if size > 1)
+    expected = 1
+    for step, size in steps:
+        if step != expected:
+            return False
+        expected *= size
+    return info.storage is not None and info.offset == 0 and info.storage.nbytes == info.nbytes
+
+
+# Nested dicts and lists
+
+
+class _Nest:
+    """Puts items where they belong in nested dicts and lists, as torch's ``set_element`` does."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.root: dict[str, _Tree] = {}
+        self.holes = 0  # places in lists that nothing belongs to, so far
+
+    def add(self, name: str, path: Path) -> None:
+        """Put the item NAME at PATH. Raises MalformedError where it cannot stand there."""
+        at: _Tree = self.root
+        for key, following in pairwise(path):
+            inner = self.get(at, key, name)
+            at = self.put(at, key, {} if isinstance(following, str) else [], name) if inner is None else inner
+        self.put(at, path[-1], _Leaf(name), name)
+
+    def get(self, at: _Tree, key: str | int, name: str) -> _Tree | None:
+        """What stands at KEY in AT."""
+        if isinstance(at, dict) and isinstance(key, str):
+            return at.get(key)
+        if isinstance(at, list) and isinstance(key, int):
+            return at[key] if key < len(at) else None
+        raise self.clash(name)
+
+    def put(self, at: _Tree, key: str | int, value: _Tree, name: str) -> _Tree:
+        """VALUE, put at KEY in AT, where nothing may stand."""
+        if self.get(at, key, name) is not None:
+            raise self.clash(name)
+        if isinstance(at, list) and isinstance(key, int):
+            self.holes += key - len(at) if key >= len(at) else -1
+            if self.holes > _MOST_HOLES:
+                raise MalformedError("a list has too many places that nothing belongs to", where=self.where, expected=f"at most {_MOST_HOLES:,}", got=f"index {key} of {name!r}")  # fmt: skip
+            at += [None] * (key + 1 - len(at))
+            at[key] = value
+        elif isinstance(at, dict) and isinstance(key, str):
+            at[key] = value
+        return value
+
+    def clash(self, name: str) -> MalformedError:
+        return MalformedError(f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where)  # fmt: skip
+
+    def leaves(self) -> Iterator[_Leaf]:
+        """The items, in the order in which they stand."""
+        todo: list[_Tree | None] = [self.root]
+        while todo:
+            at = todo.pop()
+            if isinstance(at, _Leaf):
+                yield at
+            elif at is not None:
+                todo += [*(at.values() if isinstance(at, dict) else at)][::-1]
+
+    def value(self) -> Value:
+        """The graph of all of it."""
+        nodes: dict[int, Dict | List] = {}
+
+        def node_of(at: _Tree | None) -> Value:
+            if at is None:
+                return None
+            if isinstance(at, _Leaf):
+                return at.value
+            if id(at) not in nodes:
+                nodes[id(at)] = Dict() if isinstance(at, dict) else List()
+                todo.append(at)
+            return nodes[id(at)]
+
+        todo: list[dict[str, _Tree] | list[_Tree | None]] = []
+        root = node_of(self.root)
+        for at in todo:  # which grows
+            node = nodes[id(at)]
+            if isinstance(at, dict):
+                set_items(node, [each for key, inner in at.items() for each in (key, node_of(inner))])
+            else:
+                for start in range(0, len(at), AT_ONCE):
+                    node.add(Effect("APPENDS", [node_of(inner) for inner in at[start : start + AT_ONCE]], None))
+        return root

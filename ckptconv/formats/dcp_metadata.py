@@ -1,0 +1,282 @@
+"""What ``.metadata`` of a torch.distributed.checkpoint folder says: which items there are, of which chunks each tensor is made, and where each of them is stored.
+
+The file is a plain pickle of these objects (torch 2.13; older versions have fewer fields):
+
+    Metadata                state_dict_metadata   {NAME: TensorStorageMetadata | BytesStorageMetadata}
+                            planner_data          {NAME: (key or index, ...)}, the place of each item in nested dicts and lists; or None
+                            storage_data          {MetadataIndex: _StorageInfo}
+                            storage_meta, version
+    TensorStorageMetadata   properties (TensorProperties: dtype, layout, ...), size, chunks [ChunkStorageMetadata: offsets, sizes]
+    MetadataIndex           fqn (NAME), offset (that of a tensor's chunk)
+    _StorageInfo            relative_path, offset, length, transform_descriptors
+
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read as a graph, of which only these classes are understood; whatever else is named in it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn, TypeAlias
+
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
+from ckptconv.formats.chunks import Chunk
+from ckptconv.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
+from ckptconv.limits import LIMITS
+from ckptconv.pickles import parse
+from ckptconv.rebuild_calls import is_count
+from ckptconv.sources import Readable
+
+__all__ = ["Metadata", "Stored", "TensorItem", "read_metadata"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
+#: Where :class:`TensorProperties` stood, and stands.
+_PROPERTIES = (f"{_METADATA}.TensorProperties", f"{_BEFORE_2_3}.TensorProperties")
+_SIZE = "torch.Size"
+_LAYOUT = "torch.serialization._get_layout"
+_KNOWN = frozenset(
+    {
+        *(f"{_METADATA}.{name}" for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )),
+        *_PROPERTIES, f"{_BEFORE_2_3}.MEM_FORMAT_ENCODING", f"{_FILESYSTEM}._StorageInfo", _SIZE, _LAYOUT, "builtins.getattr",
+        *(f"torch.{name}" for name in BY_NAME),
+        # a checkpoint's path, in StorageMeta
+        *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
+    }
+)  # fmt: skip
+_FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+_VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
+_EXTENSIONS = (
+    "load it with torch.distributed.checkpoint and the extension that wrote it, and save it again without _extensions"
+)
+
+#: Keys of dicts and indices of lists, from the root to an item.
+Path: TypeAlias = "tuple[str | int, ...]"
+
+
+class TensorItem(NamedTuple):
+    """A tensor: the chunks that it was saved in."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+class Stored(NamedTuple):
+    """Where something is: LENGTH bytes at OFFSET of FILE, a path below the folder."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Metadata(NamedTuple):
+    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk, None for what is no tensor."""
+
+    items: dict[str, TensorItem | None]
+    paths: dict[str, Path]
+    stored: dict[tuple[str, tuple[int, ...] | None], Stored]
+
+
+def read_metadata(source: Readable) -> Metadata:
+    """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
+    graph, end = parse(source.read, source.size, where=str(source.path))
+    reader = _Reader(str(source.path))
+    if end != source.size or graph.references or graph.discarded:
+        reader.fail("it is no plain pickle of Metadata")
+    reader.refuse_strangers(graph)
+    return reader.metadata(graph.root)
+
+
+class _Reader:
+    """Reads the nodes of one file, and says what is wrong with them."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._sizes: dict[int, tuple[int, ...]] = {}
+
+    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        raise MalformedError(what, where=self.where, expected=expected, got=got)
+
+    def refuse(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
+        raise UnsupportedError(what, where=self.where, expected=expected, got=got, hint=hint)
+
+    def refuse_strangers(self, graph: Graph) -> None:
+        """Raise UnsupportedError where something is named that torch's own writers do not name."""
+        strangers = list(dict.fromkeys(str(node) for node in graph.globals if str(node) not in _KNOWN))
+        if strangers:
+            self.refuse(
+                "it names what torch.distributed.checkpoint's own metadata does not have",
+                got=some(strangers, 3), hint="load it with the framework that wrote it, and save it with torch.save",
+            )  # fmt: skip
+
+    def metadata(self, root: Value) -> Metadata:
+        """All of it."""
+        fields = self.object(root, f"{_METADATA}.Metadata")
+        others = sorted(fields.keys() - _FIELDS)
+        if others:
+            self.refuse("Metadata has fields that this version does not know", got=some(others, 3))
+        version = fields.get("version")
+        if version is not None and not (isinstance(version, str) and version.startswith(_VERSION)):
+            self.refuse("a version of the format that is not known", expected=f"{_VERSION}x", got=version)
+        items = {name: self.item(name, node) for name, node in self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")}  # fmt: skip
+        paths = dict(self.paths(fields.get("planner_data")))
+        stored = dict(self.stored(fields.get("storage_data")))
+        self.check_bytes(stored)
+        return Metadata(items, paths, stored)
+
+    def item(self, name: str, node: Value) -> TensorItem | None:
+        """The tensor that NODE describes, None for anything else."""
+        if isinstance(node, Call) and is_global(node.callable, f"{_METADATA}.BytesStorageMetadata"):
+            self.object(node, f"{_METADATA}.BytesStorageMetadata")
+            return None
+        fields = self.object(node, f"{_METADATA}.TensorStorageMetadata")
+        shape = self.size(fields.get("size"), f"the size of {name!r}")
+        chunks = fields.get("chunks")
+        if not isinstance(chunks, List):
+            self.fail(f"the chunks of {name!r} are no list")
+        dtype = self.dtype(name, fields.get("properties"))
+        return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
+
+    def dtype(self, name: str, properties: Value) -> DType:
+        """The dtype in PROPERTIES, whose state is a tuple: dtype, layout, and what torch no longer uses."""
+        call = self.made(properties, *_PROPERTIES)
+        states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
+        state = states[0].items if len(states) == 1 == len(call.effects) and isinstance(states[0], Tuple) else []
+        if len(state) != 5 or not isinstance(state[0], Global) or state[0].module != "torch":
+            self.fail(f"the properties of {name!r} are no TensorProperties")
+        if state[0].name not in BY_NAME:
+            self.fail(f"{name!r} has no dtype", got=state[0])
+        layout = args_of(state[1]) if isinstance(state[1], Call) and is_global(state[1].callable, _LAYOUT) else []
+        if layout != ["torch.strided"]:
+            got = printable(layout[0]) if layout and isinstance(layout[0], str) else "something else"
+            self.refuse(f"{name!r} has a layout that is not torch.strided", got=got)
+        return BY_NAME[state[0].name]
+
+    def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
+        """A chunk of NAME, which must lie inside its SHAPE."""
+        fields = self.object(node, f"{_METADATA}.ChunkStorageMetadata")
+        offsets = self.size(fields.get("offsets"), f"the offsets of a chunk of {name!r}")
+        sizes = self.size(fields.get("sizes"), f"the sizes of a chunk of {name!r}")
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            self.fail(f"a chunk lies outside of {name!r}", expected=f"inside {shape}", got=f"{sizes} at {offsets}")
+        return Chunk(offsets, sizes)
+
+    def paths(self, planner_data: Value) -> Iterator[tuple[str, Path]]:
+        """The path of each item in nested dicts and lists, where they were flattened."""
+        if planner_data is None:
+            return
+        for name, node in self.mapping(planner_data, "planner_data"):
+            path = tuple(node.items) if isinstance(node, Tuple) else ()
+            parts = tuple(part for part in path if isinstance(part, str) or is_count(part))
+            if not path or len(parts) != len(path) or not isinstance(parts[0], str):
+                self.fail(f"planner_data has no path for {name!r}", expected="a tuple of keys and indices")
+            if len(path) > LIMITS.nesting:
+                raise LimitError(f"{name!r} stands too deep", where=self.where, expected=f"at most {LIMITS.nesting:,} levels", got=len(path))  # fmt: skip
+            yield name, parts
+
+    def stored(self, storage_data: Value) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Stored]]:
+        """Where each chunk and each object is."""
+        seen = set()
+        for key, node in self.pairs(storage_data, "storage_data"):
+            index = self.object(key, f"{_METADATA}.MetadataIndex")
+            name, offset = index.get("fqn"), index.get("offset")
+            if not isinstance(name, str):
+                self.fail("a MetadataIndex has no name")
+            place = (name, None if offset is None else self.size(offset, f"the offset of {name!r}"))
+            if place in seen:
+                self.fail(f"{name!r} is stored twice", got=place[1])
+            seen.add(place)
+            yield place, self.info(name, node)
+
+    def info(self, name: str, node: Value) -> Stored:
+        """The place that NODE, the _StorageInfo of NAME, says."""
+        fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
+        transforms = fields.get("transform_descriptors")
+        if transforms is not None and not (isinstance(transforms, List) and not list(transforms.elements())):
+            words = [word for word in transforms.elements() if isinstance(word, str)] if isinstance(transforms, List) else []  # fmt: skip
+            self.refuse(f"{name!r} was stored through a transform", got=some(words, 3) or None, hint=_EXTENSIONS)
+        file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not _stays_inside(file):
+            self.fail(f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None)  # fmt: skip
+        if not is_count(offset) or not is_count(length):
+            self.fail(
+                f"{name!r} has no sound offset and length",
+                got=" and ".join(
+                    str(each) if isinstance(each, int) else type(each).__name__ for each in (offset, length)
+                ),
+            )
+        return Stored(file, offset, length)
+
+    def check_bytes(self, stored: dict[tuple[str, tuple[int, ...] | None], Stored]) -> None:
+        """No byte belongs to two items: a small folder could ask for any number of copies."""
+        last: tuple[Stored, str] | None = None
+        for place, (name, _) in sorted((place, key) for key, place in ((key, place) for key, place in stored.items())):
+            if last and last[0].file == place.file and last[0].offset + last[0].length > place.offset:
+                self.fail(f"{last[1]!r} and {name!r} are stored in the same bytes", got=f"{place.file} at byte {place.offset:,}")  # fmt: skip
+            last = place, name
+
+    # Nodes
+
+    def made(self, node: Value, *classes: str) -> Call:
+        """NODE, which must be an object of one of CLASSES, made without arguments."""
+        if not isinstance(node, Call) or not is_global(node.callable, *classes) or node.kind != "NEWOBJ":
+            got = node.callable if isinstance(node, Call) else type(node).__name__
+            self.fail("an object of another class", expected=classes[0], got=got)
+        if args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
+            self.fail(f"a {classes[0]} is made with arguments")
+        return node
+
+    def object(self, node: Value, cls: str) -> dict[str, Value]:
+        """The attributes of NODE, an object of the class CLS."""
+        call = self.made(node, cls)
+        states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
+        if len(states) != len(call.effects) or len(states) > 1:
+            self.fail(f"a {cls} is set up in an unknown way")
+        return dict(self.mapping(states[0], cls)) if states else {}
+
+    def mapping(self, node: Value, what: str) -> Iterator[tuple[str, Value]]:
+        """The items of NODE, a dict of texts, none of them twice."""
+        seen = set()
+        for key, value in self.pairs(node, what):
+            if not isinstance(key, str):
+                self.fail(f"a key of {what} is no text", got=type(key).__name__)
+            if key in seen:
+                self.fail(f"a key stands twice in {what}", got=repr(key))
+            seen.add(key)
+            yield key, value
+
+    def pairs(self, node: Value, what: str) -> Iterator[tuple[Value, Value]]:
+        """The items of NODE, a dict."""
+        if not isinstance(node, Dict):
+            self.fail(f"{what} is no dict", got=type(node).__name__)
+        for effect, i in node.pairs():
+            yield effect.values[i], effect.values[i + 1]
+
+    def size(self, node: Value, what: str) -> tuple[int, ...]:
+        """The numbers of NODE, a torch.Size."""
+        known = self._sizes.get(id(node))
+        if known is not None:
+            return known
+        args = args_of(node) if isinstance(node, Call) and is_global(node.callable, _SIZE) else []
+        numbers = args[0].items if len(args) == 1 and isinstance(args[0], Tuple) else None
+        if numbers is None or len(numbers) > LIMITS.rank:
+            self.fail(f"{what} is no torch.Size", expected=f"at most {LIMITS.rank} numbers")
+        counts = tuple(number for number in numbers if is_count(number))
+        if len(counts) != len(numbers):
+            self.fail(f"{what} has a number that counts nothing", expected="0 to 2^62")
+        self._sizes[id(node)] = counts
+        return counts
+
+
+def _stays_inside(file: str) -> bool:
+    """Whether FILE, a path, leads to something below the folder it counts from; links in that folder are its owner's."""
+    segments = file.split("/")
+    return not {"", ".", ".."} & set(segments) and "\0" not in file and "\\" not in file

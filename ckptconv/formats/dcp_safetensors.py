@@ -1,0 +1,117 @@
+"""Folders of safetensors files that hold parts of the same tensors, as torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)`` leaves them.
+
+Layout: no index and no metadata file; each process wrote files of its own:
+
+    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata :mod:`ckptconv.formats.sharding_info` says where each of its tensors belongs in the whole one
+
+Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several files, so they are never merged by their names: parts must fit together without holes and overlaps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from math import prod
+
+from ckptconv.dtypes import BY_WORD
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.safetensors_header import Entry, read_header
+from ckptconv.formats.sharding_info import SHARDING_INFO, is_part, saved_offsets
+from ckptconv.graph import Dict, Value, set_items
+from ckptconv.merging import Merger
+from ckptconv.model import Box, Checkpoint, Span
+from ckptconv.sources import Source, SourceFolder
+from ckptconv.tensor_calls import row_major
+
+__all__ = ["NAME", "looks_like", "read"]
+
+NAME = "DCP safetensors"
+_SUFFIX = ".safetensors"
+_SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # what is not true of whole tensors
+
+
+def looks_like(folder: SourceFolder) -> bool:
+    """Whether FOLDER, given as such, has parts: by the names that torch gives them, else by what the first file says."""
+    if folder.path != folder.folder:
+        return False
+    names = _names(folder)
+    return any(map(_SHARD.fullmatch, names)) or (bool(names) and _has_parts(folder, names[0]))
+
+
+def _names(folder: SourceFolder) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder.folder) if name.endswith(_SUFFIX))
+    except OSError as error:
+        raise InputError(f"cannot be listed: {error.strerror}", where=folder.path) from error
+
+
+def _has_parts(folder: SourceFolder, name: str) -> bool:
+    try:
+        with Source(folder.folder / name) as source:
+            offsets = saved_offsets(read_header(source), source.path)
+    except InputError:
+        return False
+    return offsets is not None and is_part(source.path, offsets)
+
+
+def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:  # noqa: ARG001 - its files are parts
+    """The checkpoint in FOLDER. Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read."""
+    parts: dict[str, list[tuple[Entry, Box]]] = {}
+    texts: list[dict[str, str]] = []
+    for name in _names(folder):
+        source = folder.open(name)
+        header = read_header(source)
+        offsets = saved_offsets(header, source.path)
+        if offsets is None:
+            raise MalformedError(
+                f"among parts of tensors stands a file without {SHARDING_INFO}", where=source.path, hint="move what is no part of the checkpoint to another folder",
+            )  # fmt: skip
+        texts.append(header.metadata or {})
+        for entry in header.entries:
+            of = Span(source, header.data_offset + entry.start, entry.end - entry.start)
+            box = Box(of, offsets[entry.name], entry.shape, row_major(entry.shape))
+            parts.setdefault(entry.name, []).append((entry, box))
+    merger = Merger(folder)
+    items: list[Value] = []
+    for name, found in parts.items():
+        items += (name, _tensor(merger, name, found))
+    root = Dict()
+    set_items(root, items)
+    checkpoint = merger.checkpoint(NAME, root)
+    checkpoint.is_state_dict = True
+    checkpoint.metadata = _shared(texts)
+    checkpoint.notes.append("no file says how large the tensors are: each reaches as far as its parts")
+    return checkpoint
+
+
+def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, Box]]) -> Value:
+    """The tensor NAME, of its PARTS. Raises MalformedError, UnsupportedError."""
+    folder = merger.source.path
+    words = sorted({entry.word for entry, _ in parts})
+    ranks = {len(box.sizes) for _, box in parts}
+    if len(words) > 1 or len(ranks) > 1:
+        raise MalformedError(f"the parts of {name!r} do not fit together", where=folder, expected="one dtype and rank", got=" and ".join(words))  # fmt: skip
+    dtype = BY_WORD[words[0]]
+    if dtype.packed != 1:
+        raise UnsupportedError(f"{name!r} has several elements in a byte, whose parts cannot be put together", where=folder, got=dtype.word)  # fmt: skip
+    boxes = [box for _, box in parts]
+    ends = ([start + size for start, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes)
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    check_cover(folder, name, shape, [Chunk(box.offsets, box.sizes) for box in boxes])
+    data = assembled(shape, dtype.itemsize, boxes, folder)
+    key = str(len(merger.records))
+    merger.records[key] = data
+    return merger.calls.tensor(dtype, shape, key, prod(shape) * dtype.itemsize)
+
+
+def _shared(texts: list[dict[str, str]]) -> dict[str, str]:
+    """What all of TEXTS say, but for what is not true of whole tensors."""
+    first, *others = texts
+    return {
+        key: text
+        for key, text in first.items()
+        if key not in _ABOUT_PARTS and all(each.get(key) == text for each in others)
+    }

@@ -1,0 +1,70 @@
+"""``DCP_SHARDING_INFO``: the text in a safetensors file that says where in each whole tensor the part begins that the file has.
+
+torch's ``HuggingFaceStorageWriter`` writes it into every file, ``{NAME: {"saved_offsets": [n, ...]}}``, also where all tensors are whole (``torch/distributed/checkpoint/filesystem.py`` and ``_hf_utils.py`` of
+2.13). How large the whole tensors are no file says. So one of them alone can be told from a whole model by its name only, or where a tensor in it does not begin at 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptconv.commands import shell
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats.safetensors_header import Header
+from ckptconv.rebuild_calls import is_count
+
+__all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+_WHOLE = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-00001-model-00001-of-00001.safetensors
+
+
+def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | None:
+    """The first index of each part in HEADER, that of the file PATH; None where it says none. Raises MalformedError."""
+    text = (header.metadata or {}).get(SHARDING_INFO)
+    if text is None:
+        return None
+    try:
+        info = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=error) from error
+    offsets = {entry.name: _offsets(info, entry.name) for entry in header.entries}
+    wrong = [entry.name for entry in header.entries if len(offsets[entry.name]) != len(entry.shape)]
+    if wrong or len(info) != len(offsets):
+        raise MalformedError(
+            f"{SHARDING_INFO} does not fit the tensors", where=path, expected=f"{_OFFSETS} for each, and for no other",
+            got=repr(wrong[0]) if wrong else f"{len(info):,} for {len(offsets):,} tensors",
+        )  # fmt: skip
+    return offsets
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return found
+
+
+def _offsets(info: object, name: str) -> tuple[int, ...]:
+    """What INFO says of the tensor NAME; nothing where that is no list of counts."""
+    entry = info.get(name) if isinstance(info, dict) else None
+    numbers = entry.get(_OFFSETS) if isinstance(entry, dict) else None
+    return tuple(numbers) if isinstance(numbers, list) and all(map(is_count, numbers)) else ()
+
+
+def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the file PATH, whose tensors begin at OFFSETS, is one of several that hold parts."""
+    return _WHOLE.fullmatch(path.name) is None or any(map(any, offsets.values()))
+
+
+def part_error(path: Path) -> InputError:
+    """What is to be said of such a file that was given alone."""
+    return UnsupportedError(
+        "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several safetensors files", where=path,
+        hint=f"give the folder with all of them: {shell('ckptconv', 'convert', path.parent, 'OUT')}",
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""A file that is like one that was read is read as if it were the first."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv.errors import InputError
+from ckptconv.formats import chunk_files, torch_zip
+from ckptconv.formats.chunk_files import ChunkFiles
+from ckptconv.model import Span
+from ckptconv.sources import Held, Window
+
+BEFORE = b"what stands before it"
+
+
+def saved(tensor: Any) -> bytes:
+    """TENSOR as torch saves it into a stream."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream.getvalue()
+
+
+def window(raw: bytes) -> Window:
+    return Window(Held(BEFORE + raw + b"and behind", Path("here")), len(BEFORE), len(raw))
+
+
+def answer(files: ChunkFiles, raw: bytes) -> object:
+    """What is read of RAW, or why it is not."""
+    try:
+        file = files.read(window(raw))
+    except InputError as error:
+        return str(error)
+    data = file.data
+    assert data is None or isinstance(data, Span)
+    facts = file.info and (file.info.dtype, file.info.shape, file.info.stride, file.info.offset, file.info.kind)
+    return facts, data and (data.offset, data.length, data.crc32), file.is_little_endian
+
+
+def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one shape and dtype are parsed once, those of others on their own; each has its own bytes and its own checksum."""
+    parsed = []
+    read = torch_zip.read
+    monkeypatch.setattr(torch_zip, "read", lambda source: (parsed.append(source), read(source))[1])
+    files = ChunkFiles()
+    for shape in ((2, 3), (3, 2), (6,), (2, 3)):
+        for _ in range(3):
+            tensor = torch.randn(shape)
+            raw = saved(tensor)
+            expected = read(Held(raw, Path("here"))).storages["0"].data
+            file = files.read(window(raw))
+            assert isinstance(file.data, Span) and isinstance(expected, Span)
+            assert file.data.crc32 == expected.crc32 and file.data.offset == len(BEFORE) + expected.offset
+            assert bytes(file.data.source.read(file.data.offset, file.data.length)) == bytes(tensor.numpy())
+            assert file.info and file.info.shape == shape
+    assert len(parsed) == 3
+
+
+def test_every_change_is_seen() -> None:
+    """With any byte changed, the answer is the one that there is without having read another file before."""
+    raw, other = saved(torch.arange(4.0)), saved(torch.ones(4))
+    for i in range(len(raw)):
+        for change in (1, 0xFF):
+            bad = bytearray(raw)
+            bad[i] ^= change
+            files = ChunkFiles()
+            files.read(window(other))
+            assert answer(files, bytes(bad)) == answer(ChunkFiles(), bytes(bad)), i
+
+
+@pytest.mark.parametrize("crc32", [True, False])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(4), torch.ones(0), torch.ones(4).to_sparse(), {"a": 1}, torch.ones(5)[1:], torch.ones(2, 2).t()],
+)
+def test_whatever_there_is(tensor: Any, crc32: bool) -> None:
+    """Files of all kinds, with and without checksums, are read the second time as the first."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc32)
+    try:
+        raw = saved(tensor)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    files = ChunkFiles()
+    assert answer(files, raw) == answer(files, raw) == answer(ChunkFiles(), raw)
+
+
+def test_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files of one size some are remembered, so that a folder without two that are alike costs no more than it has to."""
+    monkeypatch.setattr(chunk_files, "_MOST", 2)
+    files = ChunkFiles()
+    for shape in ((1, 8), (8, 1), (2, 4), (4, 2)):
+        files.read(window(saved(torch.ones(shape))))
+    assert [len(known) for known in files._known.values()] == [2]

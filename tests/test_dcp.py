@@ -1,0 +1,439 @@
+"""Folders of torch.distributed.checkpoint: what comes out is what torch's own conversion makes, and what the run had."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp_of_torch
+from judge import assert_same
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptconv
+from ckptconv.conversion import make_plan
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats import dcp
+from ckptconv.model import Assemble, Cast, Chain, Checkpoint, Edits, Span
+from ckptconv.sources import SourceFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+
+
+def saved(path: Path, state: dict[str, Any]) -> Path:
+    """STATE as one process saves it, in the folder PATH."""
+    dcp_of_torch.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def opened(path: Path) -> Iterator[Checkpoint]:
+    with SourceFolder(path) as folder:
+        yield dcp.read(folder, lambda source: pytest.fail("no file of it is a checkpoint"))
+
+
+def by_torch(folder: Path, tmp_path: Path) -> Any:
+    """What torch makes of FOLDER."""
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    return torch.load(tmp_path / "torch.pt", weights_only=False)
+
+
+def damaged(folder: Path, name: str, target: Path) -> Path:
+    """FOLDER, in TARGET, with one bit of the tensor NAME turned round."""
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    with SourceFolder(target) as source:
+        data = dcp.read(source, lambda source: pytest.fail("none")).tensors[name].storage.data  # type: ignore[union-attr]
+        first = data.parts[0] if isinstance(data, Chain) else data.boxes[-1].of if isinstance(data, Assemble) else data
+        assert isinstance(first, Span)
+        path, offset = first.source.path, first.offset
+    raw = bytearray(path.read_bytes())
+    raw[offset + 1] ^= 4
+    path.write_bytes(raw)
+    return target
+
+
+@pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
+def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> None:
+    """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of files and the way in which tensors were spread."""
+    report = ckptconv.convert(ranks / name, tmp_path / "out.pt", verify=True)
+    assert report.formats == ("DCP", "torch zip") and not report.left_behind
+    assert_same(torch.load(tmp_path / "out.pt"), by_torch(ranks / name, tmp_path))
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+
+
+def test_values_are_those_of_the_run(ranks: Path, tmp_path: Path) -> None:
+    """Tensors are what they were before they were spread: by rows, unevenly, over two dimensions, out of order; and objects are kept."""
+    ckptconv.convert(ranks / "rows", tmp_path / "rows.pt")
+    rows = torch.load(tmp_path / "rows.pt")
+    for name, whole in dcp_ranks.ROWS.items():
+        for loaded in (rows["state_dict"][name], rows["optimizer"]["state"][name]["exp_avg"]):
+            assert_same(loaded, whole.contiguous())
+    assert torch.equal(rows["old"], torch.tensor([1.0, 1, 3, 3, 5, 5]).repeat_interleave(2).view(6, 2))
+    for name, whole in dcp_ranks.WHOLE.items():
+        assert_same(rows[name], whole.contiguous())
+    assert_same({key: rows[key] for key in dcp_ranks.OTHERS}, dcp_ranks.OTHERS)
+    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.pt")
+    mesh = torch.load(tmp_path / "mesh.pt")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(mesh[name], whole.contiguous())
+
+
+def test_to_safetensors(ranks: Path, tmp_path: Path) -> None:
+    """The state dict of a folder becomes a safetensors file like any other; what that cannot hold is named."""
+    report = ckptconv.convert(ranks / "rows", tmp_path / "rows.safetensors")
+    loaded = load_file(tmp_path / "rows.safetensors")
+    assert loaded.keys() == dcp_ranks.ROWS.keys()
+    for name, whole in dcp_ranks.ROWS.items():
+        assert_same(loaded[name], whole.contiguous())
+    assert {left.path for left in report.left_behind} >= {"epoch", "optimizer", "pair"}
+    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.safetensors", verify=True)
+    loaded = load_file(tmp_path / "mesh.safetensors")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+
+
+def test_casts_what_it_assembles(ranks: Path, tmp_path: Path) -> None:
+    """--dtype rounds tensors while they are put together, in both formats, as torch rounds them whole."""
+    for suffix in ("pt", "safetensors"):
+        path = tmp_path / f"out.{suffix}"
+        ckptconv.convert(ranks / "mesh", path, dtype="bf16", verify=True)
+        loaded = torch.load(path) if suffix == "pt" else load_file(path)
+        for name, (whole, _) in dcp_ranks.MESH.items():
+            assert_same(loaded[name], whole.contiguous() if whole.is_complex() else whole.bfloat16().contiguous())
+
+
+@pytest.mark.parametrize(("format_", "suffix"), [("legacy", "pt"), ("pickle", "pkl")])
+def test_other_formats_of_torch(ranks: Path, tmp_path: Path, format_: str, suffix: str) -> None:
+    """The formats without checksums are written, and what they hold is the same."""
+    path = tmp_path / f"out.{suffix}"
+    ckptconv.convert(ranks / "mesh", path, format=format_, verify=True)  # type: ignore[arg-type]
+    loaded = ckptconv.load(path)
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+
+
+def test_loads_without_being_written(ranks: Path) -> None:
+    """load() and open() give the tensors of a folder, put together or not."""
+    loaded = ckptconv.load(ranks / "mesh")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+    with ckptconv.open(ranks / "rows") as file:
+        assert_same(file.load("state_dict/model.embed.weight"), dcp_ranks.ROWS["model.embed.weight"])
+        assert_same(file.load("transposed"), dcp_ranks.WHOLE["transposed"].contiguous())
+
+
+def test_edits(ranks: Path, tmp_path: Path) -> None:
+    """Devices and names are edited as in a file."""
+    ckptconv.convert(
+        ranks / "rows",
+        tmp_path / "out.pt",
+        map_location="cuda:1",
+        strip_prefix="model.",
+        exclude="*embed*",
+        compact=True,
+    )
+    tags: set[str] = set()
+    loaded = torch.load(
+        tmp_path / "out.pt", map_location=lambda storage, tag: (tags.add(tag), storage)[1], weights_only=False
+    )
+    assert tags == {"cuda:1"}
+    assert "two.weight" in loaded["state_dict"] and "embed.weight" not in loaded["state_dict"]
+
+
+def test_same_folders_differ_in_nothing(ranks: Path) -> None:
+    """diff reads folders: two ways of saving one checkpoint are the same, whether its tensors stand in one piece or not."""
+    assert ckptconv.diff(ranks / "mesh", ranks / "files").same
+    assert ckptconv.diff(ranks / "rows", ranks / "threads").same
+    assert not ckptconv.diff(ranks / "mesh", ranks / "rows").same
+
+
+def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
+    """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put together."""
+    for checkpoint in opened(ranks / "rows"):
+        kinds = {path.rpartition("/")[2]: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}  # fmt: skip
+    assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Chain}
+    assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {Span}
+    assert {kinds[name] for name in ("transposed", "model.kernel")} == {Assemble}
+    for checkpoint in opened(ranks / "rows"):
+        ranges = [
+            storage.data
+            for storage in checkpoint.storages.values()
+            if isinstance(storage.data, Span) and storage.nbytes
+        ]
+        assert len(ranges) > 10 and all(
+            data.source.fd >= 0 for data in ranges
+        )  # which the kernel copies from file to file
+    for checkpoint in opened(ranks / "mesh"):
+        kinds = {path: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}
+    assert kinds["rows twice"] is Chain and kinds["everywhere"] is Span
+    assert {kinds[name] for name in ("rows and columns", "columns", "last of three")} == {Assemble}
+
+
+def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
+    """Neither looking at a folder nor copying rows imports torch."""
+    code = (
+        "import sys, ckptconv; ckptconv.inspect(sys.argv[1]);"
+        "ckptconv.convert(sys.argv[1], sys.argv[2], select='state_dict', exclude='*kernel');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, ranks / "rows", tmp_path / "out.pt"], check=True)
+
+
+def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
+    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is carried on as damage."""
+    folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path)
+    for checkpoint in opened(folder):
+        plan = make_plan(checkpoint, tmp_path / "out.pt", Edits(select="state_dict", exclude=("*kernel",)))
+        assert plan.files[0].sums == ()
+    ckptconv.convert(folder, tmp_path / "out.pt", select="state_dict", exclude="*kernel")
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is not None
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / "out.safetensors")
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / "half.pt", dtype="bf16")
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_damage_to_what_is_assembled_is_found(
+    ranks: Path, tmp_path: Path, suffix: str, options: dict[str, str]
+) -> None:
+    """Each chunk of a tensor that is put together is checked against its own checksum."""
+    folder = damaged(ranks / "mesh", "rows and columns", tmp_path)
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / f"out.{suffix}", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / f"out.{suffix}").exists()
+
+
+def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of tensors longer than what is appended at once, and lists in lists, come back in order."""
+    monkeypatch.setattr(dcp, "AT_ONCE", 3)
+    state = {"list": [torch.full((2,), float(i)) for i in range(10)], "deep": [[torch.ones(1)], [torch.zeros(1), 5]]}
+    folder = saved(tmp_path / "dcp", state)
+    assert_same(ckptconv.load(folder), by_torch(folder, tmp_path))
+    assert_same(ckptconv.load(folder)["deep"], state["deep"])
+
+
+def test_what_was_not_saved_in_lists_is_none(tmp_path: Path) -> None:
+    """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own conversion fails on it."""
+    folder = saved(tmp_path / "dcp", {"list": [{}, torch.ones(1), {}, torch.zeros(1)]})
+    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["list"][::2] == [None, None]
+    assert any("2 places in lists" in note for note in report.notes)
+
+
+def test_flat_names_stay_flat(tmp_path: Path) -> None:
+    """A planner that flattened nothing left no paths: names are keys."""
+    planner = dcp_of_torch.DefaultSavePlanner(flatten_state_dict=False)
+    dcp_of_torch.save(
+        {"a.b": torch.ones(2), "c": torch.zeros(1)}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True
+    )
+    assert_same(ckptconv.load(tmp_path / "dcp"), {"a.b": torch.ones(2), "c": torch.zeros(1)})
+
+
+def test_views_and_dtypes(tmp_path: Path) -> None:
+    """Every dtype comes through, and views of all kinds come out in order."""
+    base = torch.arange(24.0)
+    state: dict[str, Any] = {
+        "slice": base[3:9], "step": base[::5], "expanded": torch.ones(1).expand(3, 4), "permuted": base.view(2, 3, 4).permute(2, 0, 1),
+        "conjugated": torch.ones(3, dtype=torch.complex64).mul(2j).conj().resolve_conj(), "empty": torch.empty(0), "odd": torch.empty(3, 0, 2),
+    }  # fmt: skip
+    for name in (
+        "float64",
+        "float16",
+        "int8",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex128",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ):
+        state[name] = (
+            torch.zeros(3, dtype=torch.uint8).to(getattr(torch, name))
+            if name != "float8_e8m0fnu"
+            else torch.ones(3).to(torch.float8_e8m0fnu)
+        )
+    folder = saved(tmp_path / "dcp", state)
+    loaded = ckptconv.load(folder)
+    assert_same(loaded, by_torch(folder, tmp_path))
+    assert_same(loaded["permuted"], state["permuted"].contiguous())
+
+
+# What is refused
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
+    with pytest.raises(error) as caught:
+        ckptconv.inspect(folder)
+    return str(caught.value)
+
+
+def test_missing_and_cut_files_are_named(ranks: Path, tmp_path: Path) -> None:
+    """A file of one process that is missing, or cut short, is named before anything is made of the others."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / "__2_0.distcp").unlink()
+    assert "1 file of 4 is missing" in refusal(folder) and "__2_0.distcp" in refusal(folder)
+    (folder / "__2_0.distcp").write_bytes((ranks / "mesh/__2_0.distcp").read_bytes()[:-7])
+    assert "__2_0.distcp: the file was cut short: 7 bytes" in refusal(folder)
+
+
+def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
+    """A FIFO or a folder in place of a file is refused, and nothing waits for it."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / "__1_0.distcp").unlink()
+    os.mkfifo(folder / "__1_0.distcp")
+    assert "a FIFO and not a file" in refusal(folder, InputError)
+    (folder / "__1_0.distcp").unlink()
+    (folder / "__1_0.distcp").mkdir()
+    assert "__1_0.distcp" in refusal(folder, InputError)
+
+
+def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
+    """Files without .metadata are what is left of a save that did not end; where each process wrote its own, that is said."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / ".metadata").unlink()
+    assert "without .metadata" in refusal(folder)
+    assert "metadata of its own" in refusal(ranks / "own", UnsupportedError)
+
+
+def test_one_file_of_it_is_no_checkpoint(ranks: Path) -> None:
+    """A file of one process, given alone, is said to be a part."""
+    with pytest.raises(UnsupportedError, match="a part of"):
+        ckptconv.inspect(ranks / "mesh/__0_0.distcp")
+
+
+def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
+    """A file that is called .metadata by others makes no folder a checkpoint of this kind."""
+    (tmp_path / ".metadata").write_text("{}")
+    torch.save({"a": torch.ones(1)}, tmp_path / "model.pt")
+    with SourceFolder(tmp_path) as folder:
+        assert not dcp.looks_like(folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ones(3, 2), "float32 of shape (3, 2)"), (torch.ones(2, 3, dtype=torch.float16), "float16 of shape (2, 3)"),
+        ({"a": 1}, "no plain tensor"), (torch.ones(2, 3).to_sparse(), "no plain tensor"),
+        (torch.ones(4, 3)[:2], "stored in a way"), (torch.ones(1, 1).expand(2, 3), "stored in a way"),
+    ],
+)  # fmt: skip
+def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
+    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the name of the tensor."""
+    folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
+    torch.save(other, folder / "__0_0.distcp")
+    metadata = _metadata(folder)
+    for info in metadata.storage_data.values():
+        info.length = (folder / "__0_0.distcp").stat().st_size
+    _write_metadata(folder, metadata)
+    message = refusal(folder, InputError)
+    assert "'weight'" in message and words in message
+
+
+@pytest.mark.parametrize("change", ["deflated", "big-endian", "conjugated"])
+def test_chunks_that_torch_does_not_write(tmp_path: Path, change: str) -> None:
+    """A chunk that is compressed, has its bytes the other way round, or whose conjugation was put off, is refused by the name of the tensor."""
+    weight = torch.ones(2, 3, dtype=torch.complex64)
+    folder = saved(tmp_path / "dcp", {"weight": weight})
+    path = folder / "__0_0.distcp"
+    torch.save(weight.conj() if change == "conjugated" else weight, tmp_path / "new.pt")
+    method = zipfile.ZIP_DEFLATED if change == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "new.pt") as old, zipfile.ZipFile(path, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if change == "big-endian" and name.endswith("byteorder") else old.read(name))
+    metadata = _metadata(folder)
+    for info in metadata.storage_data.values():
+        info.length = path.stat().st_size
+    _write_metadata(folder, metadata)
+    assert "a chunk of 'weight' is stored in a way" in refusal(folder, UnsupportedError)
+
+
+def _metadata(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _write_metadata(folder: Path, metadata: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_incomplete_and_overlapping_chunks_are_named(ranks: Path, tmp_path: Path) -> None:
+    """A chunk that is missing leaves a hole, one that stands twice an overlap; both are refused by the name of the tensor."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    metadata = _metadata(folder)
+    chunks = metadata.state_dict_metadata["rows and columns"].chunks
+    last = chunks.pop()
+    _write_metadata(folder, metadata)
+    assert "the chunks of 'rows and columns' leave holes" in refusal(folder)
+    chunks.append(type(last)(torch.Size([0, *last.offsets[1:]]), last.sizes))
+    _write_metadata(folder, metadata)
+    assert "the chunks of 'rows and columns' overlap" in refusal(folder)
+
+
+def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path) -> None:
+    """An item without a place is refused; a place without an item is left behind, by its name."""
+    folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3), "other": torch.ones(1)})
+    metadata = _metadata(folder)
+    places = list(metadata.storage_data)
+    place = metadata.storage_data.pop(places[0])
+    _write_metadata(folder, metadata)
+    assert "'weight' is stored nowhere" in refusal(folder)
+    metadata.storage_data[places[0]] = place
+    del metadata.state_dict_metadata["other"]
+    _write_metadata(folder, metadata)
+    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    assert [left.path for left in report.left_behind] == ["other"]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [{"a": ("x",), "b": ("x",)}, {"a": ("x",), "b": ("x", "y")}, {"a": ("x", 0), "b": ("x", "y")}, {"a": ("x", 20_000), "b": ("y",)}, {"a": ("x", "y"), "b": ("x",)}],
+)  # fmt: skip
+def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
+    """Two items that would stand in one place, in each other, or far outside of a list are refused."""
+    folder = saved(tmp_path / "dcp", {"a": torch.ones(1), "b": torch.ones(1)})
+    metadata = _metadata(folder)
+    metadata.planner_data = paths
+    _write_metadata(folder, metadata)
+    assert "planner_data" in refusal(folder) or "a list has too many places" in refusal(folder)
+
+
+def test_objects_are_carried_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
+    monkeypatch.chdir(tmp_path)
+    folder = saved(tmp_path / "dcp", {"bad": _Runs(), "weight": torch.ones(1)})
+    with pytest.raises(ckptconv.DangerousError, match="system"):
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    ckptconv.convert(folder, tmp_path / "out.pt", allow_unsafe=True)
+    assert b"touch ran" in (tmp_path / "out.pt").read_bytes() and not (tmp_path / "ran").exists()
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> None:
+    """The plan says what will be put together and rounded, before a byte is read."""
+    for checkpoint in opened(ranks / "mesh"):
+        pieces = make_plan(checkpoint, tmp_path / "out.pt", Edits()).files[0].pieces
+    assert sum(isinstance(piece, Assemble) for piece in pieces) >= 6
+    assert not any(isinstance(piece, (Cast, Chain)) for piece in pieces)

@@ -1,0 +1,295 @@
+"""``.metadata`` is read inertly: what torch writes, and has written, is understood; everything else is refused by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptconv.dtypes import BY_NAME
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.formats.chunks import Chunk, check_cover
+from ckptconv.formats.dcp_metadata import Metadata as Read
+from ckptconv.formats.dcp_metadata import Stored, TensorItem, read_metadata
+from ckptconv.sources import Held
+
+WHERE = Path("folder/.metadata")
+
+
+def good() -> Metadata:
+    """A tensor in two chunks and an object, as torch describes them."""
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3])), ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([1, 3]))]  # fmt: skip
+    return Metadata(
+        {"a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3, 3]), chunks), "epoch": BytesStorageMetadata()},
+        {"a.w": ("a", "w"), "epoch": ("epoch",)},
+        {
+            MetadataIndex("a.w", torch.Size([0, 0]), 0): _StorageInfo("__0_0.distcp", 0, 100),
+            MetadataIndex("a.w", torch.Size([2, 0]), 1): _StorageInfo("__1_0.distcp", 0, 90),
+            MetadataIndex("epoch"): _StorageInfo("__0_0.distcp", 100, 50),
+        },
+        StorageMeta(WHERE, "an id"),
+        "1.0.0",
+    )  # fmt: skip
+
+
+def read(raw: bytes) -> Read:
+    return read_metadata(Held(raw, WHERE))
+
+
+EXPECTED = Read(
+    {"a.w": TensorItem(BY_NAME["bfloat16"], (3, 3), [Chunk((0, 0), (2, 3)), Chunk((2, 0), (1, 3))]), "epoch": None},
+    {"a.w": ("a", "w"), "epoch": ("epoch",)},
+    {("a.w", (0, 0)): Stored("__0_0.distcp", 0, 100), ("a.w", (2, 0)): Stored("__1_0.distcp", 0, 90), ("epoch", None): Stored("__0_0.distcp", 100, 50)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_torch_writes(protocol: int) -> None:
+    """Items, paths and places are those of torch's objects, in whatever protocol."""
+    assert read(pickle.dumps(good(), protocol)) == EXPECTED
+
+
+def test_what_older_versions_wrote() -> None:
+    """Before torch 2.3 there was no storage_meta and no version, and the properties stood in another module; transforms have no field where there are none."""
+    metadata = good()
+    del metadata.storage_meta, metadata.version
+    for info in metadata.storage_data.values():
+        del info.transform_descriptors
+    raw = pickle.dumps(metadata, 2)
+    old = b"torch.distributed._shard.sharded_tensor.metadata\n"
+    for name in (b"TensorProperties\n", b"_MEM_FORMAT_ENCODING\n"):
+        assert b"torch.distributed.checkpoint.metadata\n" + name in raw
+        raw = raw.replace(b"torch.distributed.checkpoint.metadata\n" + name, old + name.lstrip(b"_"))
+    assert read(raw) == EXPECTED
+
+
+def test_without_paths() -> None:
+    """A planner that flattens nothing leaves no paths."""
+    metadata = good()
+    metadata.planner_data = None
+    assert read(pickle.dumps(metadata)).paths == {}
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if isinstance(getattr(torch, name, None), torch.dtype)])
+def test_every_dtype(name: str) -> None:
+    """Each dtype that torch has is read as that dtype."""
+    metadata = good()
+    metadata.state_dict_metadata["a.w"].properties.dtype = getattr(torch, name)
+    item = read(pickle.dumps(metadata)).items["a.w"]
+    assert item and item.dtype.name == name
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 1",)
+
+
+def _index(offset: Any) -> MetadataIndex:
+    """The index of a chunk at OFFSET, whatever that is."""
+    index = MetadataIndex("a.w")
+    object.__setattr__(index, "offset", offset)
+    return index
+
+
+class _Other(Metadata):
+    pass
+
+
+def _tensor(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["a.w"]
+
+
+def _info(metadata: Metadata) -> Any:
+    return metadata.storage_data[MetadataIndex("epoch")]
+
+
+def _set(find: Callable[[Metadata], Any], name: str, value: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: setattr(find(metadata), name, value)
+
+
+def _chunk(metadata: Metadata) -> Any:
+    return _tensor(metadata).chunks[1]
+
+
+def _size(*numbers: Any) -> Any:
+    """A torch.Size of whatever NUMBERS are, as a pickle can have it."""
+
+    class Size:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return torch.Size, (numbers,)
+
+    return Size()
+
+
+UNSUPPORTED = {
+    "os.system, or posix.system": (lambda m: m.state_dict_metadata.update(bad=_Runs()), "system"),
+    "a class of others": (lambda m: setattr(m, "planner_data", _Other({})), "_Other"),
+    "a field of others": (_set(lambda m: m, "mcore_data", {}), "mcore_data"),
+    "another version": (_set(lambda m: m, "version", "2.0.0"), "2.0.0"),
+    "a transform": (_set(_info, "transform_descriptors", ["zstd"]), "'epoch' was stored through a transform"),
+    "a sparse tensor": (_set(lambda m: _tensor(m).properties, "layout", torch.sparse_coo), "sparse_coo"),
+}
+MALFORMED = {
+    "no dict of items": (_set(lambda m: m, "state_dict_metadata", []), "state_dict_metadata is no dict"),
+    "an item that is none": (lambda m: m.state_dict_metadata.update(epoch=3), "another class"),
+    "a name that is no text": (lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}), "no text"),
+    "a negative size": (_set(_tensor, "size", _size(-3, 3)), "counts nothing"),
+    "a huge size": (_set(_tensor, "size", _size(1 << 62, 3)), "counts nothing"),
+    "a size that is a bool": (_set(_tensor, "size", _size(True, 3)), "counts nothing"),
+    "a size that is no number": (_set(_tensor, "size", _size(3.0, 3)), "counts nothing"),
+    "a size that is a list": (_set(_tensor, "size", [3, 3]), "no torch.Size"),
+    "too many dimensions": (_set(_tensor, "size", _size(*[1] * 65)), "at most 64"),
+    "a chunk that reaches out": (_set(_chunk, "sizes", torch.Size([2, 3])), "a chunk lies outside of 'a.w'"),
+    "a chunk of another rank": (_set(_chunk, "offsets", torch.Size([2])), "a chunk lies outside of 'a.w'"),
+    "no list of chunks": (_set(_tensor, "chunks", None), "the chunks of 'a.w' are no list"),
+    "no properties": (_set(_tensor, "properties", None), "another class"),
+    "a dtype that is none": (_set(lambda m: _tensor(m).properties, "dtype", torch.float32.__class__), None),
+    "no places": (_set(lambda m: m, "storage_data", None), "storage_data is no dict"),
+    "a place twice": (lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}), "'a.w' is stored twice"),
+    "bytes of two items": (_set(_info, "offset", 99), "are stored in the same bytes"),
+    "a negative offset": (_set(_info, "offset", -1), "no sound offset"),
+    "a huge length": (_set(_info, "length", 1 << 62), "no sound offset"),
+    "a length that is a float": (_set(_info, "length", 5.0), "no sound offset"),
+    "an empty path": (lambda m: m.planner_data.update(epoch=()), "no path for 'epoch'"),
+    "a negative index": (lambda m: m.planner_data.update(epoch=("a", -1)), "no path for 'epoch'"),
+    "an index first": (lambda m: m.planner_data.update(epoch=(0, "a")), "no path for 'epoch'"),
+    "a path that is a text": (lambda m: m.planner_data.update(epoch="epoch"), "no path for 'epoch'"),
+    **{
+        f"the file {file!r}": (_set(_info, "relative_path", file), "no path inside the folder")
+        for file in ("../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a\\b", "a\0b", "..", 3)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_understood_is_named(name: str) -> None:
+    """What this version does not understand is refused by its name; nothing that is named is called."""
+    _refused(*UNSUPPORTED[name], UnsupportedError)
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_makes_no_sense_is_refused(name: str) -> None:
+    """Each wrong value is one typed error."""
+    _refused(*MALFORMED[name], InputError)
+
+
+def _refused(edit: Callable[[Metadata], Any], words: str | None, error: type[InputError]) -> None:
+    metadata = good()
+    edit(metadata)
+    with pytest.raises(error) as caught:
+        read(pickle.dumps(metadata))
+    assert words is None or words in str(caught.value)
+    assert str(WHERE) in str(caught.value)
+
+
+def test_bytes_behind_the_end() -> None:
+    """Nothing may follow the pickle."""
+    with pytest.raises(MalformedError, match="no plain pickle"):
+        read(pickle.dumps(good()) + b".")
+
+
+@pytest.mark.parametrize("other", [{"a": 1}, 3, None])
+def test_other_pickles(other: object) -> None:
+    """A pickle of something else is no metadata."""
+    with pytest.raises(MalformedError, match="another class"):
+        read(pickle.dumps(other))
+
+
+def test_every_cut_is_one_error() -> None:
+    """Wherever the file was cut, that is one typed error."""
+    raw = pickle.dumps(good())
+    for end in range(len(raw)):
+        with pytest.raises(InputError):
+            read(raw[:end])
+
+
+def test_every_byte_changed_is_an_error_or_an_answer() -> None:
+    """Whatever byte was changed, there is an answer or one typed error."""
+    raw = bytearray(pickle.dumps(good(), 4))
+    for i in range(len(raw)):
+        for change in (1, 0x80):
+            raw[i] ^= change
+            with suppress(InputError):
+                assert isinstance(read(bytes(raw)), Read)
+            raw[i] ^= change
+
+
+# Whether chunks cover a tensor
+
+
+def test_a_great_many_chunks() -> None:
+    """Chunks are not compared with one another: a tensor in a hundred thousand is looked through as quickly as its metadata."""
+    rows = [Chunk((i, j), (1, 5)) for i in range(50_000) for j in (0, 5)]
+    check_cover("here", "w", (50_000, 10), rows)
+    rows[77] = Chunk(rows[77].offsets, (1, 4))
+    with pytest.raises(MalformedError, match="leave holes"):
+        check_cover("here", "w", (50_000, 10), rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "words"),
+    [
+        ((4, 4), [((0, 0), (2, 4)), ((0, 0), (2, 4))], "overlap"),
+        ((4, 4), [((0, 0), (3, 4)), ((1, 0), (1, 4))], "overlap"),
+        ((4,), [((0,), (2,)), ((3,), (1,))], "leave holes"),
+        ((4,), [((0,), (4,)), ((3,), (1,))], "overlap"),
+        ((4,), [], "leave holes"),
+        ((), [], "leave holes"),
+        ((), [((), ()), ((), ())], "overlap"),
+        ((3, 3), [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2))], "leave holes"),
+        ((3, 3), [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((0, 0), (1, 1))], "overlap"),
+    ],
+)  # fmt: skip
+def test_holes_and_overlaps(shape: tuple[int, ...], chunks: list[Any], words: str) -> None:
+    """Holes and overlaps are found, also where the number of elements is right."""
+    with pytest.raises(MalformedError, match=f"the chunks of 'w' {words}"):
+        check_cover("here", "w", shape, [Chunk(*chunk) for chunk in chunks])
+
+
+def test_any_way_of_covering() -> None:
+    """Chunks need no grid: turned about one another they cover a square as well; those without elements do not count."""
+    pinwheel = [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((1, 1), (1, 1))]
+    check_cover("here", "w", (3, 3), [Chunk(*chunk) for chunk in [*pinwheel, ((3, 3), (0, 0)), ((3, 0), (0, 3))]])
+    check_cover("here", "w", (0, 3), [Chunk((0, 0), (0, 3)), Chunk((0, 0), (0, 3))])
+    check_cover("here", "w", (0, 3), [])
+    check_cover("here", "w", (), [Chunk((), ())])
+
+
+def test_too_many_dimensions_to_count_corners() -> None:
+    """A tensor cut along so many dimensions that its corners are too many is refused."""
+    halves = [Chunk((i, *[0] * 39), (1, *[1] * 39)) for i in range(2)]
+    check_cover("here", "w", (2, *[1] * 39), halves)
+    shape = (2,) * 40
+    with pytest.raises(MalformedError, match="leave holes"):
+        check_cover("here", "w", shape, [Chunk((0,) * 40, (1,) * 40)])
+    thin = [Chunk((0,) * 39 + (i,), (2,) * 39 + (1,)) for i in range(2)]
+    check_cover("here", "w", shape, thin)
+    with pytest.raises(LimitError, match="too many chunks"):
+        check_cover("here", "w", (3,) * 31, _stairs(31))
+
+
+def _stairs(rank: int) -> list[Chunk]:
+    """Chunks with as many elements as the whole has, cut along all dimensions."""
+    found, left = [], (3,) * rank
+    offsets = [0] * rank
+    for d in range(rank):
+        found.append(Chunk(tuple(offsets), (*left[:d], 1, *left[d + 1 :])))
+        offsets[d] = 1
+        left = (*left[:d], 2, *left[d + 1 :])
+    return [*found, Chunk(tuple(offsets), left)]

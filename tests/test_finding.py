@@ -1,0 +1,101 @@
+"""Which checkpoints a folder holds, by the names in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptconv.errors import InputError
+from ckptconv.finding import find, find_in
+
+
+def fill(folder: Path, *names: str) -> None:
+    """Empty files; what ends in a slash is a folder."""
+    for name in names:
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.touch()
+
+
+def found_in(folder: Path) -> list[tuple[str, str, list[str]]]:
+    return [
+        (str(each.path.relative_to(folder)), each.kind, [part.name for part in each.parts]) for each in find(folder)
+    ]
+
+
+def kinds(folder: Path) -> dict[str, str]:
+    return {path: kind for path, kind, _ in found_in(folder)}
+
+
+def test_checkpoints_are_told_by_their_suffix(tmp_path: Path) -> None:
+    """In any case of letters, at any depth; all else is other."""
+    files = ["a.pt", "b.PTH", "c.bin", "d/e/f.ckpt", "g.safetensors", "h.th", "i.pth.tar", "j.pkl"]
+    others = ["config.json", "k.tar", "pt", ".gitattributes", "d/l.txt"]
+    fill(tmp_path, *files, *others)
+    assert kinds(tmp_path) == {**dict.fromkeys(files, "file"), **dict.fromkeys(others, "other")}
+
+
+def test_shards_are_one_thing(tmp_path: Path) -> None:
+    """Those that an index speaks of, whether all are there or not, variants too; without one, those that are complete. Others are files by themselves."""
+    fill(
+        tmp_path,
+        "a/model-00001-of-00003.safetensors", "a/model-00003-of-00003.safetensors", "a/model.safetensors.index.json", "a/optimizer.pt",
+        "b/pytorch_model-00001-of-00002.bin", "b/pytorch_model-00002-of-00002.bin", "b/model-00001-of-00002.safetensors",
+        "c/model.fp16-00001-of-00001.safetensors", "c/model.safetensors.index.fp16.json",
+        "d/model.safetensors.index.json",
+    )  # fmt: skip
+    assert found_in(tmp_path) == [
+        ("a/model.safetensors.index.json", "shards", ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]),
+        ("a/optimizer.pt", "file", ["optimizer.pt"]),
+        ("b", "shards", ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]),
+        ("b/model-00001-of-00002.safetensors", "file", ["model-00001-of-00002.safetensors"]),
+        ("c/model.safetensors.index.fp16.json", "shards", ["model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"]),
+        ("d/model.safetensors.index.json", "shards", ["model.safetensors.index.json"]),
+    ]  # fmt: skip
+
+
+def test_chunks_are_one_thing(tmp_path: Path) -> None:
+    """A folder of torch.distributed.checkpoint, without its metadata too, which whoever reads it will miss; what Lightning puts beside them is a file."""
+    fill(tmp_path, "x.ckpt/.metadata", "x.ckpt/__0_0.distcp", "x.ckpt/__1_0.distcp", "x.ckpt/meta.pt", "y/__0_0.distcp", "z/.metadata", "s/shard-00001-model-00001-of-00001.safetensors")  # fmt: skip
+    assert found_in(tmp_path) == [
+        ("s", "dcp", ["shard-00001-model-00001-of-00001.safetensors"]),
+        ("x.ckpt", "dcp", [".metadata", "__0_0.distcp", "__1_0.distcp"]),
+        ("x.ckpt/meta.pt", "file", ["meta.pt"]),
+        ("y", "dcp", ["__0_0.distcp"]),
+        ("z/.metadata", "other", [".metadata"]),
+    ]
+
+
+def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> None:
+    """They are named if they hold something; links to files are files, wherever they lead; what a killed conversion left is nothing."""
+    fill(tmp_path, ".cache/a.pt", ".empty/", "b/c.pt", ".d.pt.ckptconv-0a1b2c.tmp", ".e.ckptconv-0a1b2c.tmp/f.pt")
+    os.symlink("b", tmp_path / "link")
+    os.symlink("b/c.pt", tmp_path / "link.pt")
+    os.symlink("nowhere", tmp_path / "gone.pt")
+    os.symlink("round", tmp_path / "round")
+    assert kinds(tmp_path) == {
+        ".cache": "unentered", "b/c.pt": "file", "gone.pt": "file", "link": "unentered", "link.pt": "file", "round": "other"
+    }  # fmt: skip
+
+
+def test_only_what_stands_there(tmp_path: Path) -> None:
+    """``find_in`` looks into no other folder."""
+    fill(tmp_path, "a.pt", "b/c.pt")
+    assert [each.path.name for each in find_in(tmp_path)] == ["a.pt"]
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+    """A typed error that names it."""
+    with pytest.raises(InputError, match="cannot be listed"):
+        find(tmp_path / "nowhere")
+
+
+def test_the_order_is_that_of_the_paths(tmp_path: Path) -> None:
+    """Whatever the filesystem's is."""
+    fill(tmp_path, *(f"{i % 7}/{i * 37 % 100}.pt" for i in range(100)))
+    found = [each.path.parts for each in find(tmp_path)]
+    assert len(found) == 100
+    assert found == sorted(found)

@@ -1,0 +1,249 @@
+"""A folder with a sharded set in it, as one conversion: what stands beside the set comes along, and the whole appears at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+
+from ckptconv import convert
+from ckptconv.cli import cli
+from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
+from ckptconv.model import Report
+
+SET = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]  # fmt: skip
+
+
+def weights(prefix: str = "module.") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{i}.weight": torch.arange(100.0) + i for i in range(6)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a run leaves: a model in three shards, its optimizer, a model that was saved whole, texts, and a folder with more."""
+    folder = tmp_path / "model"
+    (folder / "inner").mkdir(parents=True)
+    save_torch_state_dict(weights(), folder, max_shard_size=850)
+    step = {0: {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}}
+    torch.save({"state": step, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt")
+    torch.save({"module.w": torch.zeros(2)}, folder / "inner" / "ema.pt")
+    (folder / "config.json").write_text("{}")
+    (folder / "inner" / "vocab.txt").write_text("a b")
+    return folder
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def load_set(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a set, by its index."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return {name: load_file(folder / shard)[name] for name, shard in index["weight_map"].items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [*found] == [*expected]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> None:
+    """The set stays in its shards, the checkpoints beside and below it are converted, other files are left and named."""
+    out = tmp_path / "out"
+    report = convert(model, out, strip_prefix="module.", map_location="cuda:1")
+    assert tree(out) == sorted([*SET, "optimizer.pt", "inner/ema.pt"])
+    assert_equal(load_set(out), weights(""))
+    assert [*torch.load(out / "inner" / "ema.pt", map_location="cpu")] == ["w"]
+    optimizer = torch.load(out / "optimizer.pt", map_location=lambda storage, tag: storage)
+    assert torch.equal(optimizer["state"][0]["exp_avg"], torch.ones(3))
+    assert report.changes.devices == {("cpu", "cuda:1"): (3, 24)}
+    assert [*report.files] == [(str(p), (out / p).stat().st_size) for p, _ in report.files]
+    assert report.size == sum(size for _, size in report.files)
+    assert any("2 other files left: config.json, vocab.txt" in note for note in report.notes)
+    assert any(note.startswith("optimizer.pt: ") or "optimizer" not in note for note in report.notes)
+
+
+def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
+    """With copy_others all files come along, byte for byte, and the report leaves nothing over."""
+    report = convert(model, tmp_path / "out", copy_others=True)
+    assert tree(tmp_path / "out") == tree(model)
+    assert (tmp_path / "out" / "inner" / "vocab.txt").read_text() == "a b"
+    assert not any("left" in note for note in report.notes)
+
+
+def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None:
+    """Given the index, nothing that stands beside the set is converted; with copy_others, what is no checkpoint is copied."""
+    index = model / "model.safetensors.index.json"
+    convert(index, tmp_path / "out")
+    assert tree(tmp_path / "out") == SET
+    convert(index, tmp_path / "more", copy_others=True)
+    assert tree(tmp_path / "more") == sorted([*SET, "config.json"])
+
+
+def test_in_place(model: Path) -> None:
+    """The folder itself can be the target: with force, and only if nothing in it is lost."""
+    with pytest.raises(CkptconvError, match=r"--force|force=True"):
+        convert(model, model, strip_prefix="module.", copy_others=True)
+    before = tree(model)
+    with pytest.raises(RefusedError, match=r"config\.json, inner/vocab\.txt"):
+        convert(model, model, strip_prefix="module.", force=True)
+    assert tree(model) == before
+    convert(model, model, strip_prefix="module.", force=True, copy_others=True)
+    assert tree(model) == before
+    assert_equal(load_set(model), weights(""))
+    assert os.listdir(model.parent) == ["model"]
+
+
+def test_in_place_with_other_shards(model: Path) -> None:
+    """In place, shards of another number take the place of the old ones, which go."""
+    convert(model, model, max_shard_size="1700", force=True, copy_others=True)
+    assert tree(model) == sorted(
+        ["config.json", "inner/ema.pt", "inner/vocab.txt", "optimizer.pt", "model-00001-of-00002.safetensors",
+         "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    )  # fmt: skip
+    assert_equal(load_set(model), weights())
+
+
+def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path) -> None:
+    """With force a model by the Hub's names is replaced, in however many shards it was; what is none is not thrown away."""
+    out = tmp_path / "out"
+    convert(model, out, max_shard_size="450")
+    assert len(tree(out)) == 9
+    convert(model, out, force=True)
+    assert tree(out) == sorted([*SET, "optimizer.pt", "inner/ema.pt"])
+    (out / "results.csv").write_text("mine")
+    with pytest.raises(RefusedError, match=r"results\.csv"):
+        convert(model, out, force=True)
+    assert (out / "results.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [({"strip_prefix": "modul."}, "modul"), ({"rename": [("^modul_", "")]}, "modul_"), ({"exclude": "*.bias"}, "bias"), ({"dtype": {"*.bias": "bf16"}}, "bias")],
+    ids=["strip", "rename", "exclude", "dtype"],
+)  # fmt: skip
+def test_an_edit_that_means_nothing_anywhere_is_a_typo(
+    model: Path, tmp_path: Path, edit: dict[str, Any], said: str
+) -> None:
+    """An edit may mean nothing in one of the checkpoints, but not in all of them."""
+    with pytest.raises(NoMatchError, match=said):
+        convert(model, tmp_path / "out", **edit)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_edit_may_mean_something_in_one_checkpoint_alone(model: Path, tmp_path: Path) -> None:
+    """A name that only the checkpoint below the set has is excluded there, and the set is as it was."""
+    torch.save({"module.w": torch.zeros(2), "bias": torch.ones(1)}, model / "inner" / "ema.pt")
+    report = convert(model, tmp_path / "out", exclude="bias")
+    assert report.failed == ()
+    assert [*torch.load(tmp_path / "out" / "inner" / "ema.pt")] == ["module.w"]
+    assert_equal(load_set(tmp_path / "out"), weights())
+
+
+def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint beside the set is left out and named; the command exits with 3, and with 0 without it."""
+    (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
+    report = convert(model, tmp_path / "out", copy_others=True)
+    assert [Path(path).name for path, _ in report.failed] == ["bad.pt"]
+    assert "bad.pt" not in tree(tmp_path / "out")
+    assert tree(tmp_path / "out") == sorted(set(tree(model)) - {"bad.pt"})
+    done = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / "again")], standalone_mode=False)
+    assert (done.return_value, "bad.pt" in done.output) == (3, True)
+    (model / "bad.pt").unlink()
+    done = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / "more")], standalone_mode=False)
+    assert done.return_value == 0
+
+
+def test_in_place_one_that_cannot_be_read_is_not_lost(model: Path) -> None:
+    """Where the folder itself is the target, a checkpoint that could not be converted would be lost: refused, and everything as it was."""
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x02 not a pickle")
+    before = {path: (model / path).read_bytes() for path in tree(model)}
+    with pytest.raises(RefusedError, match=r"pytorch_model\.bin"):
+        convert(model, model, strip_prefix="module.", force=True, copy_others=True)
+    assert {path: (model / path).read_bytes() for path in tree(model)} == before
+
+
+def test_a_set_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
+    """Where a shard is missing the set fails, and the others are converted."""
+    (model / "model-00002-of-00003.safetensors").unlink()
+    report = convert(model, tmp_path / "out")
+    assert [Path(path).name for path, _ in report.failed] == ["model.safetensors.index.json"]
+    assert tree(tmp_path / "out") == ["inner/ema.pt", "optimizer.pt"]
+
+
+def test_two_sets_in_one_folder(tmp_path: Path) -> None:
+    """A folder with a model in both of the Hub's formats becomes a folder with both."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_torch_state_dict(weights(), folder, max_shard_size=850)
+    for path in SET:
+        (folder / path).rename(tmp_path / path)
+    save_torch_state_dict(weights(), folder, max_shard_size=850, safe_serialization=False)
+    for path in SET:
+        (tmp_path / path).rename(folder / path)
+    convert(folder, tmp_path / "out", strip_prefix="module.")
+    assert tree(tmp_path / "out") == tree(folder)
+    assert_equal(load_set(tmp_path / "out"), weights(""))
+    assert [*torch.load(tmp_path / "out" / "pytorch_model-00001-of-00003.bin")] == ["0.weight", "1.weight"]
+
+
+def test_threads_write_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    """However many threads write the files, they are the same."""
+    for jobs in (1, 3):
+        convert(model, tmp_path / str(jobs), map_location="cpu", copy_others=True, jobs=jobs)
+    files = tree(tmp_path / "1")
+    assert tree(tmp_path / "3") == files
+    assert all((tmp_path / "1" / path).read_bytes() == (tmp_path / "3" / path).read_bytes() for path in files)
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
+    """The plan of a dry run is that of the conversion."""
+    planned = convert(model, tmp_path / "out", strip_prefix="module.", dry_run=True)
+    assert not (tmp_path / "out").exists()
+    done = convert(model, tmp_path / "out", strip_prefix="module.")
+
+    def said(report: Report) -> tuple[object, ...]:
+        return report.files, report.size, report.changes, report.notes, report.left_behind, report.formats
+
+    assert said(planned) == said(done)
+
+
+def test_an_output_of_links_is_followed_to_its_folder(model: Path, tmp_path: Path) -> None:
+    """A link to a folder is the folder: the link stays one, and the folder that it leads to is replaced."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert set(SET) <= {*tree(tmp_path / "real")}
+
+
+def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint beside the set that changes while the set is written leaves no output."""
+    from ckptconv import output_folders
+
+    real: Callable[..., Any] = output_folders.fill
+
+    def touch(path: Path, *args: Any, **options: Any) -> Any:
+        os.utime(model / "optimizer.pt", ns=(1, 1))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(output_folders, "fill", touch)
+    with pytest.raises(CkptconvError, match="changed while it was read"):
+        convert(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:
+    """A file that becomes shards of any size large enough is one file under the Hub's name, without an index."""
+    save_file(weights(""), tmp_path / "weights.safetensors")
+    report = convert(tmp_path / "weights.safetensors", tmp_path / "out", max_shard_size="5GB")
+    assert tree(tmp_path / "out") == ["model.safetensors"]
+    assert report.formats == ("safetensors", "safetensors")

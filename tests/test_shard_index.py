@@ -1,0 +1,364 @@
+"""The index of a set of shards: a strict reader, and names and bytes as the Hub's libraries have them, which are the judges."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, RefusedError, UsageError
+from ckptconv.formats.shard_index import (
+    MOST_SHARDS,
+    Index,
+    find_set,
+    index_bytes,
+    index_name,
+    of_other_suffix,
+    read_index,
+    refuse_missing,
+    sets_in,
+    shard_name,
+    stem_for,
+)
+from ckptconv.formats.shard_planning import Weight, deal, parse_size
+from ckptconv.limits import LIMITS
+from ckptconv.sources import Held
+
+GOOD = {
+    "metadata": {"total_size": 24},
+    "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+}
+
+
+def read(raw: bytes, name: str = "model.safetensors.index.json") -> Index:
+    return read_index(Held(raw, Path(name)))
+
+
+def with_shard(name: str) -> bytes:
+    """A good index, but for the name of one shard."""
+    return json.dumps({**GOOD, "weight_map": {**GOOD["weight_map"], "b": name}}).encode()
+
+
+# Reading
+
+
+def test_what_a_good_index_says() -> None:
+    """Metadata and places come out as they stand; shards are in the order of their numbers; metadata may be missing, numbers may be floats, other keys are named."""
+    index = read(json.dumps(GOOD).encode())
+    assert index == Index({"total_size": 24}, GOOD["weight_map"])
+    assert index.shards() == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    other = read(json.dumps({"weight_map": GOOD["weight_map"], "model": 1}).encode())
+    assert other == Index({}, GOOD["weight_map"], ("model",))
+    assert read(json.dumps({**GOOD, "metadata": {"total_size": 24.5}}).encode()).metadata == {"total_size": 24.5}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../model-00002-of-00002.safetensors", "/etc/passwd.safetensors", "sub/b.safetensors", "..\\b.safetensors",
+        "C:b.safetensors", "b\0.safetensors", "\\\\host\\b.safetensors",
+    ],
+)  # fmt: skip
+def test_a_shard_stands_beside_its_index(name: str) -> None:
+    """A name that has a folder in it, or is none, is refused, and shown."""
+    with pytest.raises(MalformedError, match="without a folder") as caught:
+        read(with_shard(name))
+    assert caught.value.got == repr(name)
+
+
+def test_a_shard_is_of_the_format_of_its_index() -> None:
+    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index whose name says no format leaves it open."""
+    with pytest.raises(MalformedError, match="another format"):
+        read(with_shard("b.bin"))
+    with pytest.raises(MalformedError, match="another format"):
+        read(json.dumps(GOOD).encode(), "pytorch_model.bin.index.json")
+    assert read(with_shard("b.bin"), "the.index.json").weight_map["b"] == "b.bin"
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (b"", "no JSON"),
+        (b"[]", "no JSON object"),
+        (b"\xff", "not UTF-8"),
+        (b'{"weight_map": {"a": "a.safetensors"}', "no JSON"),
+        (b'{"weight_map": {"a": "a.safetensors"}} {}', "no JSON"),
+        (b"{}", "no weight_map"),
+        (b'{"weight_map": {}}', "no weight_map"),
+        (b'{"weight_map": ["a"]}', "no weight_map"),
+        (b'{"weight_map": {"a": 1}}', "no name of a shard"),
+        (b'{"weight_map": {"a": ["a.safetensors"]}}', "no name of a shard"),
+        (b'{"metadata": [], "weight_map": {"a": "a.safetensors"}}', "metadata is no object"),
+        (b'{"metadata": null, "weight_map": {"a": "a.safetensors"}}', "metadata is no object"),
+        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "stands twice"),
+        (b'{"weight_map": {"a": "a.safetensors"}, "weight_map": {"a": "b.safetensors"}}', "stands twice"),
+        (b'{"weight_map": {"\\ud800": "a.safetensors"}}', "surrogate"),
+        (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "surrogate"),
+        (b'{"metadata": {"x": NaN}, "weight_map": {"a": "a.safetensors"}}', "no JSON"),
+        (b'{"metadata": {"x": -Infinity}, "weight_map": {"a": "a.safetensors"}}', "no JSON"),
+        (b'{"metadata": {"x": 1e999}, "weight_map": {"a": "a.safetensors"}}', "too large"),
+        (b'{"metadata": {"x": ' + 5000 * b"9" + b'}, "weight_map": {"a": "a.safetensors"}}', "too long"),
+    ],
+)
+def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
+    """Each in one typed error that says what it is."""
+    with pytest.raises(MalformedError, match=what):
+        read(raw)
+
+
+def test_an_index_is_bounded() -> None:
+    """Its size, before it is read; its nesting; and how much it can describe."""
+    huge = Held(b"", Path("model.safetensors.index.json"))
+    huge.size = LIMITS.safetensors_header + 1
+    with pytest.raises(LimitError, match="too long"):
+        read_index(huge)
+    with pytest.raises(LimitError, match="too many shards"):
+        read(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(MOST_SHARDS + 1)}}).encode())
+    with pytest.raises(LimitError, match="nested"):
+        read(b'{"metadata": ' + 200_000 * b"[" + 200_000 * b"]" + b"}")
+    with pytest.raises(LimitError, match="more than a million"):
+        read(b"[" + b"0," * LIMITS.header_quotes + b"0," * 9 + b"0]")
+
+
+@given(st.binary(max_size=64), st.integers(0, 200), st.integers(0, 64))
+def test_no_bytes_bring_another_error(junk: bytes, at: int, cut: int) -> None:
+    """Whatever stands in a good index, the reader gives an index or one of our errors."""
+    raw = json.dumps(GOOD).encode()
+    with suppress(CkptconvError):
+        read(raw[:at] + junk + raw[at + cut :])
+
+
+# Writing
+
+
+def test_our_bytes_are_those_of_transformers(hub: Any, tmp_path: Path) -> None:
+    """The index that ``save_pretrained`` wrote, read and written again, is the same file."""
+    transformers = hub
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="8KB")
+    raw = (tmp_path / "model.safetensors.index.json").read_bytes()
+    index = read(raw)
+    assert len(index.shards()) > 1
+    assert index_bytes(index.metadata, index.weight_map) == raw
+
+
+@pytest.fixture
+def hub() -> Any:
+    """transformers, without a network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        yield transformers
+        transformers.utils.logging.enable_progress_bar()
+
+
+def test_names_of_every_family() -> None:
+    """The two names that transformers has for one thing follow the format, and other stems stay; a variant stands where each library looks for it."""
+    there = {
+        "pytorch_model-00001-of-00003.bin": "model-00001-of-00003.safetensors",
+        "pytorch_model.bin.index.json": "model.safetensors.index.json",
+        "pytorch_model.fp16-00001-of-00002.bin": "model.fp16-00001-of-00002.safetensors",
+        "pytorch_model-00001-of-00002.fp16.bin": "model-00001-of-00002.fp16.safetensors",
+        "pytorch_model.bin.index.fp16.json": "model.safetensors.index.fp16.json",
+        "diffusion_pytorch_model-00002-of-00002.bin": "diffusion_pytorch_model-00002-of-00002.safetensors",
+        "adapter_model.bin.index.json": "adapter_model.safetensors.index.json",
+        "llama-3.1-8b-00001-of-00002.bin": "llama-3.1-8b-00001-of-00002.safetensors",
+        "part_a.bin": "part_a.safetensors",
+    }
+    for bin_, safetensors in there.items():
+        assert of_other_suffix(bin_, ".safetensors") == safetensors
+        assert of_other_suffix(safetensors, ".bin") == bin_
+        assert of_other_suffix(bin_, ".bin") == bin_ and of_other_suffix(safetensors, ".safetensors") == safetensors
+    assert shard_name("model", 7, 12, ".bin") == "model-00007-of-00012.bin"
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "stem"),
+    [
+        ("pytorch_model.bin", ".safetensors", "model"),
+        ("model.fp16.safetensors", ".bin", "pytorch_model.fp16"),
+        ("model.safetensors.index.fp16.json", ".safetensors", "model.fp16"),
+        ("diffusion_pytorch_model-00001-of-00002.bin", ".safetensors", "diffusion_pytorch_model"),
+        ("adapter_model.safetensors", ".bin", "adapter_model"),
+        ("llama.pt", ".safetensors", "model"),
+        ("epoch=3-step=100.ckpt", ".bin", "pytorch_model"),
+    ],
+)
+def test_a_set_gets_a_stem_that_the_hub_looks_for(name: str, suffix: str, stem: str) -> None:
+    """Its own where that is one of the Hub's, else the model's."""
+    assert stem_for(name, suffix) == stem
+
+
+def test_the_name_of_an_index() -> None:
+    """A variant of the Hub's stems stands behind the word index; a dot in any other stem is no variant."""
+    assert index_name("model", ".safetensors") == "model.safetensors.index.json"
+    assert index_name("model.fp16", ".safetensors") == "model.safetensors.index.fp16.json"
+    assert index_name("llama-3.1", ".bin") == "llama-3.1.bin.index.json"
+
+
+# Which set a folder means
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).touch()
+
+
+def test_an_index_is_a_set(tmp_path: Path) -> None:
+    """A folder with one index means its set; so does the index's path; a folder without shards means none."""
+    assert find_set(tmp_path) is None
+    touch(tmp_path, "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        found = find_set(path)
+        assert found and (found.stem, found.suffix, found.index) == ("model", ".safetensors", "model.safetensors.index.json")  # fmt: skip
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    """They are a set if all are there; else those that are not are counted and named."""
+    touch(tmp_path, *(shard_name("model", n, 4, ".bin") for n in (1, 2, 4)))
+    with pytest.raises(MalformedError, match=r"1 of 4 shards is missing: model-00003-of-00004\.bin"):
+        find_set(tmp_path)
+    touch(tmp_path, "model-00003-of-00004.bin")
+    found = find_set(tmp_path)
+    assert found and found.shards == tuple(shard_name("model", n, 4, ".bin") for n in range(1, 5))
+    touch(tmp_path, "model-00000-of-00004.bin")
+    with pytest.raises(MalformedError, match="numbered from 1 on"):
+        find_set(tmp_path)
+
+
+def test_several_models_in_one_folder(tmp_path: Path) -> None:
+    """Which one is meant is asked, with the path to type; the path answers it."""
+    touch(tmp_path, "model.safetensors.index.json", "pytorch_model.bin.index.json")
+    with pytest.raises(RefusedError, match="not clear") as caught:
+        find_set(tmp_path)
+    assert "pytorch_model.bin.index.json" in caught.value.what
+    assert caught.value.hint == f"give its path: {tmp_path}/model.safetensors.index.json"
+    assert find_set(tmp_path / "pytorch_model.bin.index.json")
+
+
+def test_a_whole_model_beside_shards(tmp_path: Path) -> None:
+    """It is a second one, of the same weights or not."""
+    touch(tmp_path, "model.safetensors", "pytorch_model-00001-of-00001.bin")
+    with pytest.raises(RefusedError, match="not clear") as caught:
+        find_set(tmp_path)
+    assert caught.value.hint == f"give its path: {tmp_path}/model.safetensors"
+
+
+def test_sets_by_their_names() -> None:
+    """Families, variants and counts are told apart; shards that have an index are no set of their own."""
+    sets = sets_in(
+        [
+            "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+            "model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json", "x-00001-of-00002.bin", "x-00001-of-00003.bin",
+        ]
+    )  # fmt: skip
+    assert [(each.stem, each.suffix, each.index, each.shards, each.count) for each in sets] == [
+        ("model.fp16", ".safetensors", "model.safetensors.index.fp16.json", (), 0),
+        ("model", ".safetensors", "model.safetensors.index.json", (), 0),
+        ("x", ".bin", None, ("x-00001-of-00002.bin",), 2),
+        ("x", ".bin", None, ("x-00001-of-00003.bin",), 3),
+    ]
+
+
+def test_missing_shards(tmp_path: Path) -> None:
+    """What the index names and nobody has fetched is counted and named; a link to a file is there, a link to nowhere is not."""
+    (tmp_path / "blob").touch()
+    os.symlink("blob", tmp_path / "a.bin")
+    os.symlink("nowhere", tmp_path / "b.bin")
+    refuse_missing(tmp_path, ["a.bin"])
+    with pytest.raises(MalformedError, match=r"2 of 3 shards are missing: b\.bin, c\.bin"):
+        refuse_missing(tmp_path, ["a.bin", "b.bin", "c.bin"])
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's reason is said."""
+
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(InputError, match="Permission denied"):
+        find_set(tmp_path)
+
+
+# Planning
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5GB", 5_000_000_000), ("500MB", 500_000_000), ("1.5 kb", 1500), (" 2TB ", 2 * 10**12), (700, 700), ("700", 700)],
+)
+def test_sizes_are_decimal(text: int | str, nbytes: int) -> None:
+    """As the Hub's tools count them; a number alone is bytes."""
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5GiB", "-5GB", -5, 0, "0GB", "0.1KBB", "1e9", "nanGB", "infGB", "1.5", "5 G B", "٥GB", 400 * "9" + "TB"])  # fmt: skip
+def test_a_size_that_makes_no_sense(text: int | str) -> None:
+    """Is refused with examples."""
+    with pytest.raises(UsageError, match="5GB, 500MB"):
+        parse_size(text)
+
+
+def test_a_size_of_another_type() -> None:
+    """Is a mistake of the program's."""
+    for size in (5e9, None, True):
+        with pytest.raises(TypeError, match="5GB"):
+            parse_size(size)  # type: ignore[arg-type]
+
+
+def test_the_plan_is_huggingface_hubs() -> None:
+    """Shards and names of a state dict with a tie and a large tensor are those of ``split_torch_state_dict_into_shards``."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    tied = torch.zeros(50)
+    state = {"a": torch.zeros(100), "tied": tied, "big": torch.zeros(1000), "b": torch.zeros(60), "again": tied, "c": torch.zeros(9)}  # fmt: skip
+    theirs = split_torch_state_dict_into_shards(state, max_shard_size=860)
+    weights = {name: Weight(t.untyped_storage().nbytes(), t.untyped_storage().data_ptr()) for name, t in state.items()}
+    ours = deal(weights, 860, "model", ".safetensors")
+    assert {file: sorted(names) for file, names in ours.files} == {
+        file: sorted(names) for file, names in theirs.filename_to_tensors.items()
+    }
+    assert ours.index == "model.safetensors.index.json"
+    assert [name for _, names in ours.files for name in names if name != "big"] == ["a", "tied", "b", "again", "c"]
+
+
+def test_one_shard_needs_no_index() -> None:
+    """It has the plain name, as the Hub's tools give it; braces in a stem are the stem's."""
+    ours = deal({"a": Weight(5, 1)}, "1KB", "{x}", ".bin")
+    assert (ours.files, ours.index) == ((("{x}.bin", ("a",)),), None)
+
+
+def test_more_shards_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The five digits of a name are not enough: refused before anything is made of it."""
+    monkeypatch.setattr("ckptconv.formats.shard_planning.MOST_SHARDS", 3)
+    with pytest.raises(UsageError, match="would take 4 shards"):
+        deal({str(i): Weight(8, i) for i in range(4)}, 8, "model", ".bin")
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match="huggingface_hub") as caught:
+        deal({"a": Weight(5, 1)}, "1KB", "model", ".bin")
+    assert caught.value.hint == "pip install 'ckptconv[hub]'"
+
+
+def test_planning_needs_no_torch() -> None:
+    """The planner works on sizes: torch stays out of the process."""
+    code = (
+        "import sys; from ckptconv.formats.shard_planning import Weight, deal;"
+        "deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
