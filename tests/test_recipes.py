@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import shlex
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import zoo
+from huggingface_hub import load_torch_model, save_torch_state_dict
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -272,6 +275,43 @@ def loads_into(name: str) -> Callable[[], Any]:
     return lambda: into_net(name)
 
 
+def in_shards() -> None:
+    Path("hub").mkdir()
+    save_torch_state_dict(net().state_dict(), "hub", max_shard_size=60)
+    Path("hub", "config.json").write_text("{}")
+
+
+def loads_from_shards() -> None:
+    net().load_state_dict(load_file("merged.safetensors"), strict=True)
+    model = net().bfloat16()
+    assert len(load_torch_model(model, "half").missing_keys) == 0
+    assert Path("half", "config.json").exists()
+    assert len(load_torch_model(net(), "dealt").missing_keys) == 0
+
+
+def distributed() -> None:
+    """What one process saves."""
+    state = {"model": net().state_dict(), "step": 100}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id="step-100")
+    with pytest.raises(IsADirectoryError):
+        load("step-100")
+
+
+def is_whole() -> None:
+    whole = load("whole.pt")
+    assert whole["step"] == 100
+    net().load_state_dict(whole["model"], strict=True)
+    net().load_state_dict(load_file("weights.safetensors"), strict=True)
+
+
+def a_run() -> None:
+    for step in ("1", "2"):
+        Path("run", step).mkdir(parents=True)
+        zoo.save(net().state_dict(), f"run/{step}/model.pt", tags=["cuda:0"])
+
+
 def keeps_the_ties() -> None:
     model = net()
     model.head.weight = model.features[0].weight
@@ -344,6 +384,9 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The file is far too big": (views, is_small),
     "The weights in half the bytes": (training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
+    "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
+    "A folder with .metadata and .distcp files, which torch.load does not read": (distributed, is_whole),
+    "A run full of checkpoints for a machine without a GPU": (a_run, lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"]),
     "Are these two checkpoints the same?": (saved_again, the_same_is_said),
     "Names and shapes without loading": (training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
