@@ -962,6 +962,7 @@ def test_nothing_to_cast_is_said(tmp_path: Path) -> None:
     assert report.notes == ("there are no floating-point weights, so --dtype changed nothing",)
 
 
+@pytest.mark.no_cover
 def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
     """Each is looked at a few times, not once for each other one: this would take minutes."""
     base = torch.arange(24_000.0)

@@ -63,6 +63,7 @@ def legacy(everything: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in everything if row["container"] == "legacy-pt"]
 
 
+@pytest.mark.no_cover
 def test_equal_where_torch_can_load(
     checkpoints: list[dict[str, str]], legacy: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ REASONS = {
 }
 
 
+@pytest.mark.no_cover
 def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], tmp_path: Path) -> None:
     """Every file of every container is inspected and converted, or refused with a reason that is right for it, and then nothing is written."""
     table: dict[str, dict[str, Counter[str]]] = {}

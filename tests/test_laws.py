@@ -476,6 +476,7 @@ _AGAIN = ("--map", "--include", "--exclude", "--dtype")
 _TARGETS = (("x.pt", []), ("x.pt", ["--format", "legacy"]), ("x.safetensors", []), ("x.safetensors", ["--copy-tied"]))
 
 
+@pytest.mark.no_cover
 @FEW
 @given(
     st.lists(st.sampled_from(FLAGS), max_size=7, unique_by=lambda flag: tuple(flag if flag[0] in _AGAIN else flag[:1])),

@@ -836,6 +836,7 @@ DEEP = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("kind", DEEP)
 def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
     """100,000 levels: parsed, walked, written and freed without recursion."""
@@ -844,6 +845,7 @@ def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
     assert len(b"".join(p for p in emit(graph, loadable=False) if isinstance(p, bytes))) > LEVELS
 
 
+@pytest.mark.no_cover
 def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
     """A good pickle of every kind of object, with any bit turned or cut anywhere: an error of ours, or what can be written again."""
     things = [make() for make in CLASSES]

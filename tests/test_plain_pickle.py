@@ -391,6 +391,7 @@ def test_storages_do_not_count_as_pickle(write: Write, monkeypatch: pytest.Monke
         assert len(formats.read(source).tensors) == 50
 
 
+@pytest.mark.no_cover
 def test_thousands_of_nested_files(write: Write, tmp_path: Path) -> None:
     """As many storages as a large model has."""
     path = write(tagged({f"layer.{i}": torch.full((2,), float(i)) for i in range(3000)}))
@@ -398,6 +399,7 @@ def test_thousands_of_nested_files(write: Write, tmp_path: Path) -> None:
     assert_same({f"layer.{i}": torch.full((2,), float(i)) for i in range(3000)}, unpickled(tmp_path / "dst.pkl"))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("step", [1, 2, 1000, 4093])
 def test_bytes_that_are_spelled_as_a_text_are_decoded_piece_by_piece(
     write: Write, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
@@ -777,6 +779,7 @@ def text_of(text: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
+@pytest.mark.no_cover
 def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path) -> None:
     """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is decoded at a time."""
     made = {f"w{i}": torch.rand(10_000) for i in range(1000)}
