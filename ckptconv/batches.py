@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptconv import formats, output
 from ckptconv.engines import Engine, others, processes
-from ckptconv.errors import CkptconvError, OutputError, RefusedError
+from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
 from ckptconv.formats import sharded
 from ckptconv.formats.shard_index import find_set
 from ckptconv.graph import uncollected
@@ -79,8 +79,10 @@ def jobs_in(
 def write_index(folder: str | os.PathLike[str]) -> Path:
     """Write the index of the shards in FOLDER, which has none yet, and give its path: the last step where each shard was a job of its own.
 
-    Raises MalformedError where a shard is missing or a name stands in two, RefusedError where there are no shards, or there is an index.
+    Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two, RefusedError where there are no shards, or there is an index.
     """
+    if not os.path.isdir(folder):
+        raise InputError("there is no such folder", where=folder, expected="a folder with shards")
     with SourceFolder(folder) as source, uncollected():
         found = find_set(source.path)
         if found is None or found.index is not None:
@@ -217,7 +219,7 @@ def _each(
             while not suspected and (waiting or suspects) and len(running) < (1 if suspects else engine.most):
                 suspected = bool(suspects)
                 i = (suspects or waiting).popleft()
-                future = _submitted(engine, tasks[i])
+                future = _submitted(engine, tasks[i]._replace(lost=engine.repeats or lost[i] > 0))
                 running[future] = i
                 future.add_done_callback(finished.put)
             with contextlib.suppress(Empty):

@@ -1,6 +1,6 @@
 """The command line: thin commands over :mod:`ckptconv.conversion` and :mod:`ckptconv.summary`.
 
-Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else.
+Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -365,6 +366,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         item.src, item.dst, edits_from(**edits), is_folder=item.is_folder, progress=partial(_progress, quiet=quiet),
         **{name: flags[name] for name in _OPTIONS},
     )  # fmt: skip
+    report = replace(report, notes=(*report.notes, *item.notes))
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:
@@ -394,11 +396,15 @@ def _convert_batch(
     look = _look(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
     options = {name: flags[name] for name in (*_OPTIONS, "skip_existing") if name != "jobs"}
     jobs = [job_of(item, {**edits, **options}) for item in listing.items]
-    with _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished):
+    why: dict[str, list[str]] = {}
+    n = 0
+    with _says_how_far(listing, lambda: n), _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished):  # fmt: skip
 
         def done(outcome: Outcome) -> Outcome:
+            nonlocal n
+            n += 1
             finished(outcome)
-            _show_outcome(outcome, look, quiet=quiet, verbose=verbose, debug=flags["debug"])
+            _show_outcome(outcome, look, why, quiet=quiet, verbose=verbose, debug=flags["debug"])
             return outcome if as_json else _brief(outcome)
 
         outcomes = run_jobs(jobs, processes(min(flags["jobs"], len(jobs)), tick), done, tick)
@@ -410,16 +416,43 @@ def _convert_batch(
             "items": [_outcome_as_dict(outcome) for outcome in outcomes],
             "left": [str(path) for path in listing.other],
             "unentered": [str(path) for path in listing.unentered],
+            "notes": [*listing.notes],
         }))  # fmt: skip
     elif not quiet:
-        skipped = sum(outcome.skipped for outcome in outcomes)
-        for line in render.sum_lines(
-            reports, skipped, len(failed), time.monotonic() - started, listing.other, listing.unentered, look
-        ):
+        sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
+        for line in render.sum_lines(sum_, look):
             click.echo(line, err=not flags["dry_run"], color=look.colour)
     if failed and len(failed) == len(outcomes):
         return 1
     return 3 if failed or any(report.failed for report in reports) else 0
+
+
+def _sum_of(
+    outcomes: list[Outcome], listing: Listing, why: dict[str, list[str]], seconds: float, *, in_full: bool
+) -> render.Sum:
+    return render.Sum(
+        [each.report for each in outcomes if each.report and not _is_copy(each)],
+        [each.report for each in outcomes if each.report and _is_copy(each)],
+        sum(each.skipped for each in outcomes), sum(each.error is not None for each in outcomes), why, seconds,
+        listing.other, listing.unentered, listing.notes, in_full,
+    )  # fmt: skip
+
+
+@contextmanager
+def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
+    """Say after Ctrl-C how many of LISTING are DONE, and how the rest is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
+        go_on = "" if in_place else "; the same command with --skip-existing goes on from here"
+        click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
+        raise
+
+
+def _is_copy(outcome: Outcome) -> bool:
+    """Whether what OUTCOME is of is no checkpoint."""
+    return bool(outcome.job.edits.get("copy"))
 
 
 def _brief(outcome: Outcome) -> Outcome:
@@ -428,30 +461,40 @@ def _brief(outcome: Outcome) -> Outcome:
     return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
 
 
-def _show_outcome(outcome: Outcome, look: render.Look, *, quiet: bool, verbose: bool, debug: bool) -> None:
+def _show_outcome(
+    outcome: Outcome, look: render.Look, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
+) -> None:
+    """Say what became of one item. WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless nothing is said then."""
     report = outcome.report
+    failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []
+    for path, error in failed:
+        if error.what not in why or quiet or debug:
+            _say_error(error)
+        why.setdefault(error.what, []).append(path)
     if outcome.error:
-        _say_error(outcome.error)
         if debug and outcome.trace:
             click.echo(outcome.trace, err=True)
     elif report is None:
         if not quiet:
-            click.echo(render.skipped_line(str(outcome.job.dst), look), err=True)
+            click.echo(render.skipped_line(os.fspath(Path(outcome.job.dst)), look), err=True)
+    elif quiet:
+        return
+    elif _is_copy(outcome):
+        click.echo(render.item_line(report, look, copied=True), err=report.written)
     elif verbose or not report.written:
-        if not quiet:
-            _show_report(report, look, verbose=verbose)
-    elif not quiet:
+        _show_report(report, look, verbose=verbose)
+    else:
         click.echo(render.item_line(report, look), err=True)
-    for _, error in report.failed if report else ():
-        _say_error(error)
 
 
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
     error = outcome.error
     if outcome.report:
-        return report_as_dict(outcome.report)
+        report = report_as_dict(outcome.report)
+        of_copies = ("schema_version", "src", "dst", "size", "written", "seconds")
+        return {**{name: report[name] for name in of_copies}, "copied": True} if _is_copy(outcome) else report
     if error is None:
-        return _skipped(str(outcome.job.src), str(outcome.job.dst))
+        return _skipped(str(outcome.job.src), os.fspath(Path(outcome.job.dst)))
     facts = {name: None if (fact := getattr(error, name)) is None else str(fact) for name in ("what", "where", "expected", "got", "hint")}  # fmt: skip
     return {"src": str(outcome.job.src), "dst": str(outcome.job.dst), "error": {"type": type(error).__name__, **facts, "text": str(error)}}  # fmt: skip
 
@@ -548,7 +591,7 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
         def finished(outcome: Outcome) -> None:
             nonlocal total
             total += (outcome.report.size if outcome.report else 0) - sizes[str(outcome.job.src)]
-            bar.update(task, total=total)
+            bar.tasks[task].total = total  # update() would forget the speed
 
         yield lambda nbytes: bar.advance(task, nbytes), finished
 

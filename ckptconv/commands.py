@@ -8,7 +8,7 @@ import shlex
 
 from ckptconv.errors import printable
 
-__all__ = ["escaped", "literal", "saved_by_torch", "shell"]
+__all__ = ["edit_flag", "escaped", "literal", "saved_by_torch", "shell"]
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
@@ -25,6 +25,13 @@ def saved_by_torch(expression: str, *modules: str) -> str:
 def literal(path: str | os.PathLike[str]) -> str:
     """PATH as Python writes it, in the quotation marks that leave a shell's alone."""
     return json.dumps(os.fspath(path), ensure_ascii=False)
+
+
+def edit_flag(field: str, value: object) -> str:
+    """The flag that says VALUE in a FIELD of :class:`~ckptconv.model.Edits`."""
+    flag = "dtype" if field == "dtypes" else field.replace("_", "-")
+    words = value if isinstance(value, tuple) else (value,)
+    return f"--{flag} {shell(*map(str, words))}"
 
 
 def _no_option(path: str) -> str:

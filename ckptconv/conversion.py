@@ -15,11 +15,12 @@ from ckptconv.dangers import dangerous_globals
 from ckptconv.dtype_rules import DTypeLike, to_dtypes
 from ckptconv.edits import apply
 from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError
-from ckptconv.folder_plans import FolderPlan, plan_folder
-from ckptconv.formats import WRITERS, dcp, dcp_safetensors, safetensors, sharded, torchscript
+from ckptconv.folder_plans import FolderPlan, plan_folder, successor
+from ckptconv.formats import WRITERS, safetensors, sharded, torchscript
+from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.graph import uncollected
 from ckptconv.locations import Devices, MapLocation, to_devices
-from ckptconv.model import Checkpoint, Edits, Overflow, Plan, Progress, Report
+from ckptconv.model import Checkpoint, Edits, Other, OutFile, Overflow, Plan, Progress, Report
 from ckptconv.names import strings
 from ckptconv.output_folders import no_name, write_folder
 from ckptconv.safe_loader import is_allowed
@@ -143,9 +144,10 @@ def run(
     IS_FOLDER: DST is the very file, or the very folder, to be written; None: that is still to be found out. JOBS: threads that write the files of a folder.
     """
     started = time.monotonic()
+    about: tuple[str, ...] = ()
     if is_folder is None:
-        item = find_item(src, dst, format=format, in_shards=max_shard_size is not None)
-        dst, is_folder = item.dst, item.is_folder
+        item = find_item(src, dst, format=format, in_shards=max_shard_size is not None, copy_others=copy_others)
+        dst, is_folder, about = item.dst, item.is_folder, item.notes
 
     def plan_one(source: Source | SourceFolder, path: Path, is_folder: bool, edits: Edits) -> Plan:
         checkpoint = formats.read(source)
@@ -155,7 +157,7 @@ def run(
             is_folder=is_folder, max_shard_size=max_shard_size if is_folder else None,
         )  # fmt: skip
 
-    path = Path(os.path.realpath(dst)) if is_folder and os.path.isdir(dst) else Path(dst)
+    path = Path(os.path.realpath(dst)) if is_folder and os.path.islink(os.path.abspath(dst)) else Path(dst)
     meant = format if is_folder else format_of(path, format)
     with ExitStack() as opened:
         source = open_input(src)
@@ -164,19 +166,21 @@ def run(
             _check_target(source, path, force=force)
         with uncollected():
             is_dcp = isinstance(source, SourceFolder) and any(
-                each.looks_like(source) for each in (dcp, dcp_safetensors)
+                each.looks_like(source) for each in (dcp, safetensors_parts)
             )
             if is_folder and isinstance(source, SourceFolder) and not is_dcp:
                 whole = plan_folder(
                     source, path, edits, plan_one, format=format, copy_others=copy_others, opened=opened
                 )  # fmt: skip
             else:
-                whole = FolderPlan(plan_one(source, path, is_folder, edits))
+                plan = plan_one(source, path, is_folder, edits)
+                whole = FolderPlan(plan, may_go=successor(plan)) if is_folder else FolderPlan(plan)
+        whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         if not dry_run:
             with progress(whole.plan.size) if progress else nullcontext() as tick:
                 overflowed = write(
-                    whole.plan, source, replace=force, verify=verify, jobs=jobs, progress=tick, may_go=whole.may_go
+                    whole.plan, source, replace=force, verify=verify, jobs=jobs, progress=tick, may_go=whole.may_go, like=whole.like
                 )  # fmt: skip
         return report_of(
             whole.plan, source, seconds=time.monotonic() - started, written=not dry_run, overflowed=overflowed, failed=whole.failed
@@ -192,12 +196,14 @@ def write(
     jobs: int = 1,
     progress: Progress | None = None,
     may_go: Callable[[str], bool] = no_name,
+    like: Path | None = None,
 ) -> Overflow:
     """Carry out PLAN on SOURCE; what overflowed. Raises what :func:`ckptconv.output.write` raises."""
     if not plan.is_folder:
         return output.write(plan.files[0], source, replace=replace, verify=verify, progress=progress)
     return write_folder(
-        plan.target, plan.files, source, replace=replace, verify=verify, jobs=jobs, progress=progress, may_go=may_go
+        plan.target, plan.files, source, replace=replace, verify=verify, jobs=jobs, progress=progress, may_go=may_go,
+        others=plan.others, like=like,
     )  # fmt: skip
 
 
@@ -206,7 +212,9 @@ def report_of(
     failed: tuple[tuple[Path, CkptconvError], ...] = (),
 ) -> Report:  # fmt: skip
     """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
-    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in plan.files) if plan.is_folder else ()
+    others = [other for other in plan.others if other.kind == "file"]
+    inside: list[OutFile | Other] = [*plan.files, *others] if plan.is_folder else []
+    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
     return Report(
         str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
         seconds, written, overflowed, files, tuple((str(path), error) for path, error in failed),

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Container
+from difflib import get_close_matches
 
 from ckptconv.casts import cast
 from ckptconv.compaction import compact
@@ -21,6 +22,7 @@ from ckptconv.wrappers import modules_unwrapped, unwrapped
 __all__ = ["apply", "retag"]
 
 _SHOWN = 5  # names or prefixes in an error
+_LOOKED_AT = 1000  # prefixes, where a near one is looked for
 
 
 def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
@@ -112,11 +114,9 @@ class _NameEditor:
         every = self.names()
         having = [name for name in every if name.startswith(prefix)]
         if not having:
-            inside = any(name.startswith(prefix[:-1]) for name in every)
             raise NoMatchError(
                 f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
-                hint=f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''" if inside
-                else self.customs.hint_of_modules(), unmatched=("strip_prefix", said),
+                hint=_near(prefix, every) or self.customs.hint_of_modules(), unmatched=("strip_prefix", said),
             )  # fmt: skip
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.customs.state_dicts):
@@ -205,6 +205,17 @@ def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
     value = effect.values[i]
     if isinstance(value, str) and known.get(value, value) != value:
         effect.values[i] = known[value]
+
+
+def _near(prefix: str, names: list[str]) -> str | None:
+    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly its letters, or less than a segment."""
+    known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
+    near = get_close_matches(prefix, known, n=1, cutoff=0.75)
+    if near:
+        return f"--strip-prefix {shlex.quote(near[0])} may be meant"
+    if any(name.startswith(prefix[:-1]) for name in names):
+        return f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''"
+    return None
 
 
 def _prefixes(names: list[str]) -> str:

@@ -28,10 +28,11 @@ _PATIENCE = 10.0  # seconds that a process has for putting its temporary file aw
 
 
 class Engine(Protocol):
-    """Where jobs are done. MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be what ended the process."""
+    """Where jobs are done. MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be what ended the process. REPEATS: it may do a job again of its own accord."""
 
     most: int
     alone: bool
+    repeats: bool
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Have TASK done."""
@@ -48,6 +49,7 @@ class _Here:
 
     most = 1
     alone = False
+    repeats = False
 
     def __init__(self, tick: Progress | None) -> None:
         self.tick = tick
@@ -71,6 +73,7 @@ class _Others:
 
     most = _WINDOW
     alone = False
+    repeats = True
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -110,6 +113,7 @@ class _Processes:
     """Processes of our own, so many WORKERS, and new ones where one of them was killed."""
 
     alone = True
+    repeats = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers

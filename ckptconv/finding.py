@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds: files, sharded sets, folders of torch.distributed.checkpoint, and what is none of them. By names alone, all the way down."""
+"""Which checkpoints a folder holds: files, sharded sets, folders of torch.distributed.checkpoint, and what is none of them. By names, all the way down."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptconv.errors import InputError
-from ckptconv.folders import CHECKPOINT_SUFFIXES
+from ckptconv.folders import FILE_SUFFIXES
 from ckptconv.formats.shard_index import sets_in
+from ckptconv.output import is_temporary
+from ckptconv.sources import Source
 
 __all__ = ["Found", "Kind", "find", "find_in"]
 
 #: ``unentered``: a hidden folder that holds something, or a link to a folder.
 Kind: TypeAlias = Literal["file", "shards", "dcp", "other", "unentered"]
 
-_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
 #: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
 _CHUNK = re.compile(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_OURS = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp")  # what a conversion left that was killed
+
+#: The folders in the Hub's cache: what is in ``snapshots`` are links to what is in ``blobs``.
+_OF_CACHE = {"blobs", "refs", "snapshots"}
 
 
 class Found(NamedTuple):
@@ -40,6 +43,8 @@ def find(folder: Path) -> list[Found]:
         folders, files = _listed(here)
         found += _unentered(here, folders)
         found += _in_folder(here, files)
+        if folders.keys() >= _OF_CACHE:
+            del folders["blobs"]
         waiting += [here / name for name, is_link in folders.items() if not (is_link or name.startswith("."))]
     return sorted(found, key=lambda each: (each.path.parts, each.kind))
 
@@ -56,7 +61,7 @@ def _listed(folder: Path) -> tuple[dict[str, bool], list[str]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if _OURS.fullmatch(entry.name):
+                if is_temporary(entry.name):
                     continue
                 if _is_folder(entry):
                     folders[entry.name] = entry.is_symlink()
@@ -92,30 +97,29 @@ def _holds_something(folder: Path) -> bool:
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
     """What the files called NAMES, which stand in FOLDER, are."""
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
+    if ".metadata" in names and (chunks or _is_of_chunks(folder / ".metadata")):
+        chunks.append(".metadata")
     if chunks:
-        parts = sorted([*chunks, ".metadata"] if ".metadata" in names else chunks)
+        parts = sorted(chunks)
         yield Found(folder, "dcp", tuple(folder / name for name in parts))
         names = sorted({*names}.difference(parts))
     taken = set()
-    for index, shards in _sets(names):
-        parts = [*shards, index] if index else shards
-        taken.update(parts)
-        yield Found(folder / index if index else folder, "shards", tuple(folder / name for name in parts))
+    for each in sets_in(names):
+        if each.index or each.count:  # of which some may be missing: whoever reads it says so
+            parts = [*each.shards, *([each.index] if each.index else [])]
+            taken.update(parts)
+            place = folder / each.index if each.index else folder
+            yield Found(place, "shards", tuple(folder / name for name in parts))
     for name in names:
         if name not in taken:
-            kind: Kind = "file" if name.lower().endswith(_SUFFIXES) else "other"
+            kind: Kind = "file" if name.lower().endswith(FILE_SUFFIXES) else "other"
             yield Found(folder / name, kind, (folder / name,))
 
 
-def _sets(names: list[str]) -> list[tuple[str | None, list[str]]]:
-    """The sets of shards among NAMES: the index and the shards, of sets that have an index and of those that are complete without."""
-    shards: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        for each in sets_in([name]):
-            if each.index is None:
-                shards.setdefault((each.stem, each.suffix), []).append(name)
-    return [
-        (each.index, shards.get((each.stem, each.suffix), []))
-        for each in sets_in(names)
-        if each.index or len(each.shards) == each.count
-    ]
+def _is_of_chunks(metadata: Path) -> bool:
+    """Whether the file METADATA, which others call so too, is the one that chunks have: a pickle."""
+    try:
+        with Source(metadata) as source:
+            return source.read(0, min(1, source.size)) == b"\x80"
+    except InputError:
+        return False

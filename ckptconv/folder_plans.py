@@ -5,25 +5,27 @@ The folder that they become is built beside its target and takes its name at onc
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptconv.errors import CkptconvError, NoMatchError, count, some
+from ckptconv.commands import edit_flag
+from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.finding import Found, find, find_in
-from ckptconv.model import CastCount, Changes, Dropped, Edits, LeftBehind, OutFile, Plan, Span
-from ckptconv.output_folders import no_name
+from ckptconv.formats.shard_index import family_of
+from ckptconv.model import CastCount, Changes, Dropped, Edits, LeftBehind, Other, Plan
+from ckptconv.others import others_in, rest_of
+from ckptconv.output_folders import names_in, no_name
 from ckptconv.sources import Source, SourceFolder, open_input
 from ckptconv.targets import name_in_folder
 
-__all__ = ["FolderPlan", "PlanOne", "plan_folder"]
+__all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
 
 _SHOWN = 3  # names in a note
-#: What the Hub's tools call a model: it goes when another takes the folder's place.
-_MODELS = re.compile(r"(diffusion_pytorch_|adapter_|pytorch_)?model(\.[\w-]+)?(-\d{5}-of-\d{5}(\.[\w-]+)?)?(\.safetensors|\.bin)(\.index(\.[\w-]+)?\.json)?", re.ASCII)  # fmt: skip
+_LONGEST_CONFIG = 1 << 20  # bytes
 
 #: Plans the conversion of a source to a path, which is a folder or not.
 PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
@@ -31,16 +33,17 @@ PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
 
 @dataclass
 class FolderPlan:
-    """The PLAN, what could not be converted and why, and the names in an old target that may go with it."""
+    """The PLAN, what could not be converted and why, the names in an old target that may go with it, and the folder that the new one is LIKE."""
 
     plan: Plan
     failed: tuple[tuple[Path, CkptconvError], ...] = ()
     may_go: Callable[[str], bool] = no_name
+    like: Path | None = None
 
 
 @dataclass
 class _Part:
-    """What is FOUND goes to TARGET. UNMATCHED are the edits that mean nothing in it, with the error of the first."""
+    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or the error alone."""
 
     found: Found
     target: Path
@@ -54,29 +57,46 @@ def plan_folder(
 ) -> FolderPlan:  # fmt: skip
     """What the folder SOURCE becomes at TARGET; of an index that set alone. What is opened is closed with OPENED, and becomes part of SOURCE.
 
-    An edit that means nothing in one checkpoint is no error if it means something in another. Raises the first error where nothing can be converted.
+    An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not converted stays as it is. Raises the error of the first set where none can be converted,
+    and RefusedError where two files would have one name.
     """
-    is_whole = source.path.is_dir()
-    every = find(source.folder) if is_whole else find_in(source.folder)
+    folder, is_whole = source.folder, source.path.is_dir()
+    every = find(folder) if is_whole else find_in(folder)
     chosen = [each for each in every if each.kind in ("file", "shards", "dcp")]
     if not is_whole:
         named = Found(source.path, "shards", (source.path,))  # whatever it is called
         chosen = [each for each in chosen if each.path == source.path] or [named]
-    others = [each for each in every if each.kind == "other"]
-    parts = [_Part(each, target / _place(each, source.folder, format)) for each in chosen]
+    parts = [_Part(each, target / _place(each, folder, format)) for each in chosen]
     for part in parts:
         _plan(part, source, edits, plan_one, opened)
-    _refuse_typos(parts)
-    planned = [part for part in parts if part.plan]
-    failed = tuple((part.found.path, part.error) for part in parts if part.error)
-    if not planned:
-        raise failed[0][1]
-    files = [file for part in planned if part.plan for file in part.plan.files]
-    if copy_others:
-        files += [_copied(source, each.path, target) for each in others]
-        others = []
-    plan = _combined(target, source.folder, planned, files, _about(others))
-    return FolderPlan(plan, failed, _may_go(source.folder, target, planned))
+    typos = _typos(parts)
+    done = [part for part in parts if part.plan and part not in typos]
+    failed = tuple((part.found.path, part.error) for part in parts if part.error and part not in done)
+    if not any(
+        part.found.kind == "shards" for part in done
+    ):  # what was mistyped is the user's to mend, and what cannot be read is not
+        sets = [part for part in parts if part.found.kind == "shards"]
+        raise next((part.error for part in (*typos, *sets) if part.error), failed[0][1])
+    plan = _combined(target, folder, done)
+    converted = {str(path.relative_to(folder)) for part in done for path in part.found.parts}
+    notes: list[str] = []
+    if _is_same_folder(folder, target):
+        others = rest_of(folder, converted)
+        may_go: Callable[[str], bool] = converted.__contains__
+    else:
+        others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=copy_others)
+        may_go = successor(plan)
+    plan = replace(plan, others=tuple(others), notes=(*plan.notes, *notes, *_about_config(folder, plan)))
+    plan = replace(plan, notes=(*plan.notes, *_about_old(plan, may_go)))
+    _refuse_one_name(done, plan)
+    return FolderPlan(plan, failed, may_go, folder)
+
+
+def _is_same_folder(a: Path, b: Path) -> bool:
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
 
 
 def _place(found: Found, folder: Path, format: str | None) -> Path:
@@ -108,55 +128,112 @@ def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, ope
         part.error, part.unmatched = error, []
 
 
-def _refuse_typos(parts: Iterable[_Part]) -> None:
-    """Let those of PARTS fail that have an edit which means nothing in all of them that could be planned; the others lose their error."""
+def _typos(parts: Iterable[_Part]) -> list[_Part]:
+    """Those of PARTS that have an edit which means nothing in any that could be planned."""
     planned = [part for part in parts if part.plan]
-    for part in planned:
-        if any(all(edit in other.unmatched for other in planned) for edit in part.unmatched):
-            part.plan = None
-    for part in planned:
-        if part.plan:
-            part.error = None
+    return [
+        part for part in planned if any(all(edit in other.unmatched for other in planned) for edit in part.unmatched)
+    ]
 
 
-def _copied(source: SourceFolder, path: Path, target: Path) -> OutFile:
-    """The file PATH as it is."""
-    name = path.relative_to(source.folder)
-    opened = source.open(str(name))
-    return OutFile(target / name, (Span(opened, 0, opened.size),) if opened.size else (), opened.size)
+def _others(
+    folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool, copied: bool
+) -> tuple[list[Other], list[str]]:
+    """What comes along from FOLDER to TARGET, if that is to be COPIED, and what to say of what does not."""
+    taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
+    if not is_whole:  # the files beside an index, but for other checkpoints
+        beside = {each.path.name for each in every if each.kind == "other"}
+        taken |= {name for name in os.listdir(folder) if name not in beside}
+    others, odd = others_in(folder, target, taken) if copied else ([], [])
+    if not is_whole:
+        others = [other for other in others if other.path.parent == target]
+    notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd, _SHOWN)}"] if odd else []
+    if not copied:
+        notes += _left([each for each in every if each.kind == "other"], "other file", folder)
+        notes += _left([each for each in every if each.kind == "unentered"], "hidden or linked folder", folder)
+    return others, notes
 
 
-def _about(others: list[Found]) -> tuple[str, ...]:
-    if not others:
-        return ()
-    names = some([each.path.name for each in others], _SHOWN)
-    return (f"{count(len(others), 'other file')} left: {names}; --copy-others takes them along",)
+def _left(found: list[Found], what: str, folder: Path) -> list[str]:
+    if not found:
+        return []
+    names = some([str(each.path.relative_to(folder)) for each in found], _SHOWN)
+    return [f"{count(len(found), what)} left: {names}; --copy-others copies all that is no checkpoint"]
 
 
-def _may_go(folder: Path, target: Path, planned: list[_Part]) -> Callable[[str], bool]:
-    """Which files of an old TARGET the new one may lack: those that were converted, in place; else what is a model by its name, an older one."""
+def _about_config(folder: Path, plan: Plan) -> list[str]:
+    """What to do about a model's configuration that says which dtype it has, where that is another one now."""
+    new = {new for _, new in plan.changes.dtypes}
+    said = _dtype_in(folder / "config.json") if new else None
+    if said is None or said in new:
+        return []
+    return [f"config.json says dtype {said}, to which transformers casts what it loads: change it there"]
+
+
+def _dtype_in(config: Path) -> str | None:
+    """The dtype that a CONFIG of transformers says, if there is such a file and it says one."""
     try:
-        in_place = os.path.samefile(folder, target)
-    except OSError:
-        in_place = False
-    if not in_place:
-        return lambda name: bool(_MODELS.fullmatch(os.path.basename(name)))
-    converted = {str(path.relative_to(folder)) for part in planned for path in part.found.parts}
-    return converted.__contains__
+        with config.open("rb") as file:
+            found = json.loads(file.read(_LONGEST_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return None
+    dtype = (found.get("dtype") or found.get("torch_dtype")) if isinstance(found, dict) else None
+    return dtype if isinstance(dtype, str) else None
 
 
-def _combined(target: Path, folder: Path, parts: list[_Part], files: list[OutFile], notes: tuple[str, ...]) -> Plan:
-    """One plan for all of PARTS, the paths in each but the set's own behind the name of its file."""
+def successor(plan: Plan) -> Callable[[str], bool]:
+    """Which files of an old target may go because PLAN has their successors: those of the same model, in whatever shards and format, in the same place."""
+
+    def family(name: str) -> tuple[str, str] | None:
+        found = family_of(os.path.basename(name))
+        return (os.path.dirname(name), found) if found else None
+
+    new = {family(str(file.path.relative_to(plan.target))) for file in plan.files} - {None}
+    return lambda name: family(name) in new
+
+
+def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
+    """What of an old target the new one will not have."""
+    if not plan.target.is_dir():
+        return []
+    new = {
+        str(path.relative_to(plan.target)) for path in [*(f.path for f in plan.files), *(o.path for o in plan.others)]
+    }
+    gone = sorted(name for name in names_in(plan.target) if name not in new and may_go(name))
+    return [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone, _SHOWN)}"] if gone else []  # fmt: skip
+
+
+def _refuse_one_name(parts: Iterable[_Part], plan: Plan) -> None:
+    """Raise RefusedError where two of PARTS, or one and what comes along, would have files of one name."""
+    origin: dict[Path, Path] = {}
+    every = [(file.path, part.found.path) for part in parts if part.plan for file in part.plan.files]
+    every += [(other.path, other.source) for other in plan.others if other.kind != "folder"]
+    for path, source in every:
+        first = origin.setdefault(path, source)
+        if first != source:
+            raise RefusedError(
+                f"{first} and {source} would both become it", where=path, hint="convert them to folders of their own"
+            )
+
+
+def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
+    """One plan for all of PARTS, the paths in each but those of a set in the folder itself behind the name of its file."""
     plans = [(_prefix(part, folder), part.plan) for part in parts if part.plan]
-    sets = [part.plan for part in parts if part.plan and part.found.kind == "shards"]
     changes = Changes()
     for prefix, plan in plans:
         _add(changes, plan.changes, prefix)
+    sets_first = sorted(parts, key=lambda part: part.found.kind != "shards")
+    formats = [part.plan.formats for part in sets_first if part.plan]
+    old, new = (" and ".join(dict.fromkeys(each[i] for each in formats)) for i in range(2))
+    notes = []
+    for part in parts:
+        name = f"{part.found.path.relative_to(folder)}: " if len(parts) > 1 else ""
+        notes += [f"{name}{note}" for note in part.plan.notes] if part.plan else []
+        notes += [f"{name}{edit_flag(*edit)} means nothing there" for edit in part.unmatched]
     return Plan(
-        sets[0].formats if sets else plans[0][1].formats, target, True, tuple(files), changes,
+        (old, new), target, True, tuple(file for _, plan in plans for file in plan.files), changes,
         tuple((prefix + a, prefix + b) for prefix, plan in plans for a, b in plan.ties),
-        tuple(each for prefix, plan in plans for each in _behind(plan.left_behind, prefix)),
-        (*(prefix + note for prefix, plan in plans for note in plan.notes), *notes),
+        tuple(each for prefix, plan in plans for each in _behind(plan.left_behind, prefix)), tuple(notes),
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import NamedTuple
 from ckptconv.commands import shell
 from ckptconv.errors import InputError, UnsupportedError, some
 
-__all__ = ["CHECKPOINT_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
+__all__ = ["CHECKPOINT_SUFFIXES", "FILE_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
+#: What a folder's files are converted by, in any case of letters.
+FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
 _MOST = 5000  # names that are looked at
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
 _SHOWN = 3  # names that are listed
@@ -138,7 +141,10 @@ def _torch_records(folder: _Folder) -> _Answer | None:
 def _distributed(folder: _Folder) -> _Answer | None:
     if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
         return None
-    command = shell("ckptconv", "convert", folder.path, "out.pt")
+    out, whole = Path("out.pt"), Path(os.path.abspath(folder.path))
+    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # among the parts nothing is written
+        out = whole.with_name(f"{whole.name}.pt")
+    command = shell("ckptconv", "convert", folder.path, out)
     return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", f"make it one file: {command}")
 
 
@@ -169,7 +175,12 @@ def _model(folder: _Folder) -> _Answer | None:
     name = next((name for name in _MODELS if folder.has(name) and not _is_pointer(folder.path / name)), None)
     if name is None:
         return None
-    return _Answer(f"the checkpoint in it is {name}", f"give that file: {shell(folder.path / name)}")
+    path, beside = shell(folder.path / name), [each for each in _found(folder) if each not in _MODELS]
+    if not beside:
+        return _Answer(f"the checkpoint in it is {name}", f"give that file: {path}")
+    return _Answer(
+        f"the model in it is {name}, beside {some(beside, _SHOWN)}", f"give that file: {path}; {_or_all(folder)}"
+    )
 
 
 def _shards(folder: _Folder) -> _Answer | None:
@@ -177,15 +188,13 @@ def _shards(folder: _Folder) -> _Answer | None:
     if not shards:
         return None
     first = max(shards, key=lambda shard: (shard["suffix"] == ".safetensors", -shards.index(shard)))
-    mine = {shard["number"] for shard in shards if _set_of(shard) == _set_of(first)}
-    missing = int(first["count"]) - len(mine)
-    known = missing > 0 and not folder.cut
-    return _Answer(
-        f"a checkpoint in {int(first['count']):,} shards" + (f", {missing:,} of which are missing" if known else ""),
-        "download or copy what is missing"
-        if known
-        else f"make it one file: {shell('ckptconv', 'convert', folder.path, 'out' + first['suffix'])}",
-    )
+    mine = {int(shard["number"]) for shard in shards if _set_of(shard) == _set_of(first)}
+    missing = [n for n in range(1, int(first["count"]) + 1) if n not in mine]
+    what = f"a checkpoint in {int(first['count']):,} shards"
+    if missing and not folder.cut:
+        names = [f"{first['stem']}-{n:05d}-of-{first['count']}{first['suffix']}" for n in missing]
+        return _Answer(f"{what}, of which {some(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} missing", "download or copy what is missing")  # fmt: skip
+    return _Answer(what, f"make it one file: {shell('ckptconv', 'convert', folder.path, 'out' + first['suffix'])}")
 
 
 def _set_of(shard: re.Match[str]) -> tuple[str, str, str]:
@@ -230,31 +239,59 @@ def _keras(folder: _Folder) -> _Answer | None:
 
 
 def _listed(folder: _Folder) -> _Answer | None:
-    """Whatever looks like a checkpoint by its name, here or one folder further down."""
-    found = sorted(name for name in folder.names if name.endswith(CHECKPOINT_SUFFIXES)) or sorted(_below(folder))
+    """Whatever looks like a checkpoint by its name, here or further down."""
+    found = _found(folder)
     if not found:
         return None
     where = f"among {_looked_at()}" if folder.cut else "in it"
     path = shell(folder.path / found[0])
     if len(found) == 1:
         return _Answer(f"the checkpoint {where} is {found[0]}", f"give its path: {path}")
-    return _Answer(f"the checkpoints {where} are {some(found, _SHOWN)}", f"give one of them: {path}")
+    strange = any(
+        row(inner) for name in found if (inner := _folder_at(folder.path / name)) for row in (_torch_records, _orbax)
+    )
+    return _Answer(
+        f"the checkpoints {where} are {some(found, _SHOWN)}",
+        f"give one of them: {path}" + ("" if strange else f"; {_or_all(folder)}"),
+    )
 
 
-def _below(folder: _Folder) -> Iterator[str]:
-    """What the folders in FOLDER have: checkpoint files, or the folder's own name where it is a checkpoint itself."""
-    left = _MOST
-    for name in sorted(folder.names):
-        if name.endswith("/") and left > 0:
-            try:
-                inner_folder = _list(folder.path / name)
-            except OSError:
-                continue
-            left -= len(inner_folder.names)
-            if any(row(inner_folder) for row in (_torch_records, _distributed, _orbax, _deepspeed)):
-                yield name.rstrip("/")
-            else:
-                yield from (name + inner for inner in inner_folder.names if inner.endswith(CHECKPOINT_SUFFIXES))
+def _or_all(folder: _Folder) -> str:
+    return f"or convert all of them: {shell('ckptconv', 'convert', folder.path, 'OUT_FOLDER')}"
+
+
+def _found(folder: _Folder) -> list[str]:
+    """The checkpoints in FOLDER, by their names, and then those in folders below it: files, or folders that are one checkpoint. Links and hidden folders are not entered."""
+    found = _files(folder)
+    waiting, left = deque(_folders(folder)), _MOST
+    while waiting and left > 0:
+        name = waiting.popleft()
+        inner = _folder_at(folder.path / name)
+        if inner is None:
+            continue
+        left -= len(inner.names)
+        if any(row(inner) for row in (_torch_records, _distributed, _shards, _orbax, _deepspeed)):
+            found.append(name.rstrip("/"))
+        else:
+            found += (name + file for file in _files(inner))
+            waiting += (name + below for below in _folders(inner))
+    return found
+
+
+def _files(folder: _Folder) -> list[str]:
+    return sorted(name for name in folder.names if name.lower().endswith(FILE_SUFFIXES))
+
+
+def _folders(folder: _Folder) -> list[str]:
+    inside = sorted(name for name in folder.names if name.endswith("/") and not name.startswith("."))
+    return [name for name in inside if not os.path.islink(folder.path / name.rstrip("/"))]
+
+
+def _folder_at(path: Path) -> _Folder | None:
+    try:
+        return _list(path)
+    except OSError:
+        return None
 
 
 def _nothing(folder: _Folder) -> _Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv import output
+from ckptconv.checksums import crc32_of
+from ckptconv.commands import edit_flag
 from ckptconv.conversion import edits_from, run
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
 from ckptconv.model import Changes, Edits, OutFile, Progress, Report, Span
@@ -66,11 +69,12 @@ class Outcome:
 
 
 class Task(NamedTuple):
-    """A job as it is handed to who does it. DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. STAMP: of an input that is the output too, what it was when all began."""
+    """A job as it is handed to who does it. DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. LOST: somebody may have done it already, of whom nothing was heard. STAMP: of an input that is the output too, what it was when all began."""
 
     job: Job
     dropped: tuple[tuple[str, object], ...] = ()
     new: bool = False
+    lost: bool = False
     stamp: tuple[int, ...] | None = None
 
 
@@ -92,7 +96,11 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
     job = task.job
     options = job.edits
     item = find_item(
-        job.src, job.dst, format=options.get("format"), in_shards=options.get("max_shard_size") is not None
+        job.src,
+        job.dst,
+        format=options.get("format"),
+        in_shards=options.get("max_shard_size") is not None,
+        copy_others=options.get("copy_others", False),
     )
     if options.get("skip_existing") and is_there(item):
         return Outcome(job, skipped=True)
@@ -103,10 +111,11 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
         )  # fmt: skip
     try:
         return Outcome(job, report=_run(item, task, tick))
-    except TargetExistsError:
+    except TargetExistsError as error:
         # A process that is killed right after its work was done has told nobody.
-        if task.new and (report := _done_before(item, task)) is not None:
+        if task.new and task.lost and (report := _done_before(item, task)) is not None:
             return Outcome(job, report=report)
+        error.hint = f"{error.hint}, --skip-existing leaves what is there"
         raise
 
 
@@ -131,8 +140,8 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
     for dropped in task.dropped:
         edits = edits.without(*dropped)
     report = run(item.src, dst, edits, is_folder=item.is_folder, progress=lambda _: nullcontext(tick), **options)
-    notes = [f"{_flag(*each)} means nothing here" for each in task.dropped]
-    return replace(report, notes=(*report.notes, *notes))
+    notes = [f"{edit_flag(*each)} means nothing here" for each in task.dropped]
+    return replace(report, notes=(*report.notes, *item.notes, *notes))
 
 
 def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
@@ -145,22 +154,30 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
             file = OutFile(dst, (Span(source, 0, source.size),) if source.size else (), source.size)
             output.write(file, source, replace=force, verify=options.get("verify", False), progress=tick)
         return Report(
-            str(src), str(dst), ("other", "other"), source.size, Changes(), (), (), (), 0.0, not dry_run
+            str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run
         )  # fmt: skip
 
 
 def _done_before(item: Item, task: Task) -> Report | None:
-    """The report of a conversion whose output is there, although it was not when all began, if it has the sizes that are planned; else None."""
-    with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
-        job = replace(task.job, edits={**task.job.edits, "dry_run": True})
-        report = _run_to(item, Path(folder) / item.dst.name, task._replace(job=job), None)
-    expected = {item.dst / name: size for name, size in report.files} or {item.dst: report.size}
+    """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the same bytes. Else None."""
+    again = output.temporary_beside(item.dst)
+    os.mkdir(again)
     try:
-        if any(os.path.getsize(path) != size for path, size in expected.items()):
-            return None
-    except OSError:
-        return None
-    return replace(report, dst=str(item.dst), written=True)
+        report = _run_to(item, again / item.dst.name, task, None)
+        is_same = _content(again / item.dst.name) == _content(item.dst)
+    finally:
+        shutil.rmtree(again, ignore_errors=True)
+    return replace(report, dst=str(item.dst)) if is_same else None
+
+
+def _content(path: Path) -> dict[str, tuple[int, int]]:
+    """The sizes and checksums of the file PATH, or of the files in the folder PATH."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    found = {}
+    for each in files:
+        with Source(each) as source:
+            found[str(each.relative_to(path))] = source.size, crc32_of(Span(source, 0, source.size))
+    return found
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
@@ -193,8 +210,3 @@ def _planned(task: Task) -> CkptconvError | None:
     except CkptconvError as error:
         return error
     return None
-
-
-def _flag(name: str, value: object) -> str:
-    flag = "dtype" if name == "dtypes" else name.replace("_", "-")
-    return f"--{flag} {' '.join(map(repr, value)) if isinstance(value, tuple) else value}"

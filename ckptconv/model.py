@@ -34,6 +34,7 @@ __all__ = [
     "Layout",
     "LeftBehind",
     "NameChange",
+    "Other",
     "OutFile",
     "Overflow",
     "Part",
@@ -380,6 +381,16 @@ class OutFile:
 
 
 @dataclass(frozen=True)
+class Other:
+    """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy. KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place."""
+
+    path: Path
+    source: Path
+    kind: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name it is tied to) that a file or its source records as texts."""
 
@@ -391,7 +402,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, else it is the one file."""
+    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, with OTHERS, which come along as they are; else it is the one file."""
 
     formats: tuple[str, str]
     target: Path
@@ -401,11 +412,12 @@ class Plan:
     ties: tuple[tuple[str, str], ...]
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
+    others: tuple[Other, ...] = ()
 
     @property
     def size(self) -> int:
         """The bytes of all files."""
-        return sum(file.size for file in self.files)
+        return sum(file.size for file in self.files) + sum(other.size for other in self.others)
 
 
 @dataclass(frozen=True)

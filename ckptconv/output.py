@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,21 @@ from ckptconv.model import BLOCK, OutFile, Overflow, Progress, Span
 from ckptconv.sources import Readable
 from ckptconv.transfer import Transfer
 
-__all__ = ["as_output_error", "check_target", "fill", "sync_folder", "temporary_beside", "write"]
+__all__ = [
+    "as_output_error",
+    "check_parent",
+    "check_target",
+    "fill",
+    "is_temporary",
+    "no_space",
+    "shares_blocks",
+    "still_in_place",
+    "sync_folder",
+    "temporary_beside",
+    "write",
+]
 
+_TEMPORARY = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -77,10 +91,12 @@ def write(
     return overflowed
 
 
-def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-    """Write FILE to PATH, which must not exist, and on to the disk; what overflowed. Raises OSError, and what :func:`write` raises."""
+def fill(
+    path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None, mode: int = 0o666
+) -> Overflow:
+    """Write FILE to PATH, which must not exist, and on to the disk, with MODE as far as the umask allows it; what overflowed. Raises OSError, and what :func:`write` raises."""
     transfer = Transfer(file)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         _keep_mode(fd, file.path)
         _forget(file.path, source)
@@ -123,6 +139,11 @@ def temporary_beside(target: Path) -> Path:
     while len(os.fsencode(name)) > 200:
         name = name[:-1]
     return target.parent / f".{name}.ckptconv-{os.urandom(3).hex()}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether what is called NAME is a temporary of ours, of a conversion that goes on or was killed."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def _keep_mode(fd: int, target: Path) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ckptconv import linux
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
-from ckptconv.model import OutFile, Overflow, Progress
+from ckptconv.model import Other, OutFile, Overflow, Progress
+from ckptconv.others import bring
 from ckptconv.output import (
     as_output_error,
     check_parent,
@@ -32,9 +33,10 @@ from ckptconv.output import (
 )
 from ckptconv.sources import Readable
 
-__all__ = ["check_target_folder", "no_name", "write_folder"]
+__all__ = ["check_target_folder", "names_in", "no_name", "write_folder"]
 
 _SHOWN = 3  # names in an error
+_ATTEMPTS = 3  # to delete a folder: a signal can end the first
 _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where something stands by now
 
 
@@ -60,7 +62,7 @@ def check_target_folder(
     if not stat.S_ISDIR(mode):
         raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
     with as_output_error(target):
-        there = sorted(_names_in(target))
+        there = sorted(names_in(target))
     if not there:
         return
     if not replace:
@@ -73,7 +75,7 @@ def check_target_folder(
         )  # fmt: skip
 
 
-def _names_in(folder: Path) -> Iterator[str]:
+def names_in(folder: Path) -> Iterator[str]:
     """The files below FOLDER, and its empty folders, as paths from there. Raises OSError."""
 
     def fail(error: OSError) -> None:
@@ -98,12 +100,15 @@ def write_folder(
     jobs: int = 1,
     progress: Progress | None = None,
     may_go: Callable[[str], bool] = no_name,
+    others: Sequence[Other] = (),
+    like: Path | None = None,
 ) -> Overflow:
-    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE; what overflowed. Raises what :func:`ckptconv.output.write` raises.
+    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what overflowed. Raises what :func:`ckptconv.output.write` raises.
 
-    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that write files.
+    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that write files. LIKE: the folder whose folders' modes new ones get.
     """
-    names = {str(file.path.relative_to(target)) for file in files}
+    every: list[OutFile | Other] = [*files, *others]
+    names = {str(each.path.relative_to(target)) for each in every}
     check_target_folder(target, names, replace=replace, may_go=may_go)
     temporary = temporary_beside(target)
     ours = True
@@ -114,8 +119,10 @@ def write_folder(
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
-            _check_space(temporary, files)
-            overflowed = _fill_all(temporary, target, files, source, verify=verify, jobs=jobs, progress=progress)
+            _check_space(temporary, files, sum(each.size for each in every))
+            _make_folders(temporary, target, every, like)
+            tasks = [each for each in every if not (isinstance(each, Other) and each.kind == "folder")]
+            overflowed = _fill_all(temporary, target, tasks, source, verify=verify, jobs=jobs, progress=progress)
             for path, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(path))
             source.check_unchanged()
@@ -124,18 +131,59 @@ def write_folder(
                 check_target_folder(folder, names, replace=replace, may_go=may_go)
 
             _publish(temporary, target, check)
+    except BaseException:
+        if ours:
+            _remove(temporary)
+        raise
+    try:
+        with still_in_place(target):
+            sync_folder(target.parent)
     finally:
-        if ours:  # the new one, where something went wrong, else the old one
-            shutil.rmtree(temporary, ignore_errors=True)
-    with still_in_place(target):
-        sync_folder(target.parent)
+        is_gone = _remove(temporary)  # the old folder
+    if not is_gone:
+        raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
     return overflowed
 
 
-def _check_space(temporary: Path, files: Sequence[OutFile]) -> None:
-    """Raise OutputError where FILES together need more than is free, unless their blocks will be shared. Each file's own is reserved when it is written."""
+def _remove(folder: Path) -> bool:
+    """Delete FOLDER, whatever comes in between; whether it is gone."""
+    came: BaseException | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException as error:  # Ctrl-C
+            came = error
+        if not os.path.lexists(folder):
+            break
+    if came is not None:
+        raise came
+    return not os.path.lexists(folder)
+
+
+def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | Other], like: Path | None) -> None:
+    """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of, or that are LIKE them in the source."""
+    needed: set[Path] = set()
+    for file in files:
+        place = file.path.relative_to(target)
+        needed.update(place.parents)
+        if isinstance(file, Other) and file.kind == "folder":
+            needed.add(place)
+    for place in sorted(needed - {Path()}, key=lambda each: each.parts):
+        os.mkdir(temporary / place, _mode_of(like / place) if like else 0o777)
+        if (target / place).is_dir():
+            os.chmod(temporary / place, _mode_of(target / place))
+
+
+def _mode_of(folder: Path) -> int:
+    try:
+        return stat.S_IMODE(os.stat(folder).st_mode)
+    except OSError:
+        return 0o777
+
+
+def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None:
+    """Raise OutputError where what is NEEDED for FILES and what comes along is more than is free, unless their blocks will be shared. Each file's own is reserved when it is written."""
     space = os.statvfs(temporary)
-    needed = sum(file.size for file in files)
     if space.f_bavail * space.f_frsize >= needed:
         return
     probe = temporary / "probe"
@@ -149,7 +197,7 @@ def _check_space(temporary: Path, files: Sequence[OutFile]) -> None:
 
 
 def _fill_all(
-    temporary: Path, target: Path, files: Sequence[OutFile], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
+    temporary: Path, target: Path, files: Sequence[OutFile | Other], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
 ) -> Overflow:  # fmt: skip
     """Write FILES of TARGET below TEMPORARY, so many JOBS at a time; what overflowed."""
     stopped = threading.Event()
@@ -161,9 +209,11 @@ def _fill_all(
         if progress:
             progress(nbytes)
 
-    def one(file: OutFile) -> Overflow:
+    def one(file: OutFile | Other) -> Overflow:
         path = temporary / file.path.relative_to(target)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(file, Other):
+            bring(file, path, verify=verify, progress=tick)
+            return {}
         return fill(path, file, source, verify=verify, progress=tick)
 
     if jobs == 1 or len(files) == 1:

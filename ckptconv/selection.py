@@ -14,6 +14,7 @@ from ckptconv.model import Checkpoint, Edits, LeftBehind, Place, Storage
 from ckptconv.names import glob_of, matches
 from ckptconv.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.places import is_item, is_repeated, item_segments
+from ckptconv.sources import Held
 from ckptconv.vocabulary import attributes, places_in, restrict
 
 __all__ = ["cannot_hold", "left_behind_at", "select"]
@@ -51,6 +52,9 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
             if written(place.path) == path:
                 return place
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
+    if not meant and [each.path for each in read_customs(checkpoint).state_dicts] == ["."]:
+        look = _look_for(checkpoint, "--tree")
+        known, meant = "", "the checkpoint is a state dict itself" + (f"; {look}" if look else "")
     raise NoMatchError(
         f"neither an object nor a tensor stands at {path or repr(path)}",
         where=checkpoint.source.path,
@@ -78,9 +82,10 @@ def _words(path: str) -> tuple[str, ...]:
 
 
 def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
-    """The command that shows what there is, in a file."""
+    """The command that shows what there is, in a file or folder."""
     source = checkpoint.source
-    return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if source.fd >= 0 else None
+    is_stored = not isinstance(source, Held)
+    return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
@@ -215,9 +220,7 @@ def _filter(
             hits = {id(place) for place in searched if is_meant(place, glob)}
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
-                more = (
-                    field == "include" and len(globs) == 1 and bool(searched)
-                )  # would be taken without it than is asked
+                more = field == "include" and len(globs) == 1  # would be taken without it than is asked
                 raise NoMatchError(
                     f"no {what} matches {glob!r}", where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),

@@ -5,7 +5,9 @@ Never mapped into memory: a mapped file that is truncated by somebody else ends 
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 from bisect import bisect_right
 from pathlib import Path
@@ -124,6 +126,8 @@ class Source(Readable):
         except OSError as error:
             near = name_like(self.path) if isinstance(error, FileNotFoundError) else None
             hint = f"is it {shell(near)}?" if near else None
+            if error.errno == errno.EMFILE:
+                hint = "ulimit -n says how many files may be open, and lets more be"
             raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
@@ -132,6 +136,7 @@ class Source(Readable):
             self.close()
             raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
         self.size = self._stat.st_size
+        _leave_spare(self.fd)
 
     def __enter__(self) -> Source:
         return self
@@ -181,7 +186,6 @@ class SourceFolder(Readable):
     def open(self, name: str) -> Source:
         """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
         if name not in self._open:
-            _allow_files(len(self._open) + _SPARE)
             self._open[name] = Source(self.folder / name)
             self.add(self._open[name])
         return self._open[name]
@@ -250,14 +254,12 @@ def is_index(name: str) -> bool:
     return name.endswith(INDEX_SUFFIX) or (INDEX_SUFFIX.removesuffix("json") in name and name.endswith(".json"))
 
 
-def _allow_files(count: int) -> None:
-    """Let the process have COUNT files open, as far as the system's hard limit goes: a set can have more shards than the usual 1,024."""
-    import resource
-
+def _leave_spare(fd: int) -> None:
+    """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as many as it may: a set can have more shards than the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and count > soft:
-        most = hard if hard != resource.RLIM_INFINITY else 2 * count
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * count, most)), hard))
+    if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
+        more = 2 * soft + _SPARE
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard))
 
 
 def _kind(mode: int) -> str:

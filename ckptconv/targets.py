@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.errors import InputError, RefusedError, UsageError
+from ckptconv.commands import shell
+from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.finding import Found, Kind, find, find_in
 from ckptconv.folders import folder_error
+from ckptconv.formats.shard_index import sets_in
 from ckptconv.sources import is_index
 
 __all__ = [
@@ -38,6 +40,7 @@ _SUFFIXES = {
 #: The suffix of a file that had none of its own, where it is not ``.pt``.
 _NEW_SUFFIX = {"safetensors": ".safetensors", "pickle": ".pkl"}
 
+_SHOWN = 3  # names in a note
 #: transformers' two names for one thing, the number of a shard behind it.
 _HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
 #: The stems that diffusers and peft use in both formats.
@@ -46,22 +49,24 @@ _HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
 
 @dataclass(frozen=True)
 class Item:
-    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it IS_FOLDER. ``other`` is no checkpoint, and copied."""
+    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it IS_FOLDER. ``other`` is no checkpoint, and copied. NOTES: what else to know."""
 
     src: Path
     dst: Path
     kind: Kind
     is_folder: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a command means: its ITEMS, and, of folders, what is OTHER and is left, and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number of them."""
+    """What a command means: its ITEMS, and, of folders, what is OTHER and is left (where one checkpoint becomes a file, all else in its folder), and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number of them. NOTES: what else to know."""
 
     items: tuple[Item, ...]
     is_batch: bool = False
     other: tuple[Path, ...] = ()
     unentered: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
@@ -101,25 +106,36 @@ def list_items(
     path = _checked(dst, format)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
+    if copy_others and all(os.path.isfile(src) and not is_index(Path(src).name) for src in srcs):
+        raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
     if len(srcs) == 1:
         listing = _of_one(Path(srcs[0]), path, dst, format, in_shards=in_shards, copy_others=copy_others)
     elif not _is_folder(dst) and (suffix_of(path.name) or os.path.lexists(path)):
-        raise UsageError("several inputs need a folder to go to", where=path, expected="ckptconv convert SRC... FOLDER")
+        raise UsageError(
+            "several inputs need a folder to go to", where=path, expected="a folder, or a path without a suffix"
+        )
     else:
         parts = [_of_several(Path(src), path, format, in_shards=in_shards, copy_others=copy_others) for src in srcs]
         listing = Listing(
             tuple(item for part in parts for item in part.items), True,
             tuple(other for part in parts for other in part.other), tuple(each for part in parts for each in part.unentered),
+            _about_shards([Path(src) for src in srcs]),
         )  # fmt: skip
     _refuse_one_name(listing.items)
+    _refuse_among_parts(listing.items)
     return listing
 
 
 def find_item(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, format: str | None = None, in_shards: bool = False
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    in_shards: bool = False,
+    copy_others: bool = False,
 ) -> Item:
     """The one conversion that SRC and DST mean. Raises as :func:`list_items` does, and UsageError where they mean several."""
-    listing = list_items([src], dst, format=format, in_shards=in_shards)
+    listing = list_items([src], dst, format=format, in_shards=in_shards, copy_others=copy_others)
     if len(listing.items) != 1:
         raise UsageError(
             f"{len(listing.items):,} checkpoints are in it", where=src, expected="one",
@@ -168,37 +184,64 @@ def _of_one(
     """What SRC alone means, which goes to PATH, as DST says it."""
     to_folder = _is_folder(dst) or (not suffix_of(path.name) and not os.path.lexists(path))
     index = is_index(src.name) and not os.path.isdir(src)
-    if in_shards and not to_folder:
-        raise UsageError(
-            "--max-shard-size writes a folder", where=path, expected="a folder, or a path without a suffix",
-        )  # fmt: skip
+    for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
+        if not to_folder:
+            raise UsageError(
+                f"{flag} writes a folder", where=path, expected="a folder, or a path without a suffix",
+            )  # fmt: skip
     if not (index or os.path.isdir(src)):
         if in_shards:
             return Listing((Item(src, path, "file", is_folder=True),))
         return Listing((Item(src, find_target(src, dst, format)[0], "file"),))
     if index:
-        return Listing((_one_of("shards", src, path, format, to_folder=to_folder),))
+        if not to_folder:
+            format_of(path, format)
+        return Listing((Item(src, path, "shards", is_folder=to_folder),))
     kind = _kind_of(src)
     if not to_folder:
         if kind is None:
             raise folder_error(src)
-        return Listing((_one_of(kind, src, path, format, to_folder=False),))
+        format_of(path, format)
+        other = _beside(src, kind)
+        return Listing((Item(src, path, kind, notes=_about_others(src, other)),), other=other)
+    _refuse_inside(path, src)
     if kind == "shards" or (kind == "dcp" and in_shards):
         return Listing((Item(src, path, kind, is_folder=True),))
     return _of_tree(src, path, path, format, in_shards=in_shards, copy_others=copy_others)
 
 
-def _one_of(kind: Kind, src: Path, path: Path, format: str | None, *, to_folder: bool) -> Item:
-    """SRC, a checkpoint in several files, to the folder PATH, or as one file."""
-    if not to_folder:
-        format_of(path, format)
-    return Item(src, path, kind, is_folder=to_folder)
+def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
+    """What is in FOLDER and below and is no part of the checkpoint of this KIND that FOLDER is."""
+    return tuple(
+        each.path
+        for each in find(folder)
+        if each.kind != "unentered" and (each.kind != kind or each.parts[0].parent != folder)
+    )
+
+
+def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
+    """What to say of what is OTHER in FOLDER than the checkpoint that becomes one file."""
+    if not other:
+        return ()
+    names = some([str(path.relative_to(folder)) for path in other], _SHOWN)
+    them = "it" if len(other) == 1 else "them"
+    return (f"{count(len(other), 'other file')} left: {names}; to a folder, --copy-others takes {them} along",)
+
+
+def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
+    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors`` gives them: their index stays behind."""
+    shards = [src for src in srcs if sets_in([src.name]) and not is_index(src.name)]
+    if not shards:
+        return ()
+    whole = shell("ckptconv", "convert", shards[0].parent, "OUT_FOLDER")
+    return (f"{count(len(shards), 'shard')} by themselves get no index: {whole} converts the set",)
 
 
 def _of_several(src: Path, path: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
     """What SRC means among several inputs: it goes to the folder PATH under its own name, as ``cp -r`` has it."""
     name = os.path.basename(os.path.abspath(src))
     if os.path.isdir(src):
+        _refuse_inside(path / name, src)
         if _kind_of(src) == "shards":
             return Listing((Item(src, path / name, "shards", is_folder=True),))
         return _of_tree(src, path / name, path, format, in_shards=in_shards, copy_others=copy_others)
@@ -215,10 +258,6 @@ def _kind_of(folder: Path) -> Kind | None:
 
 def _of_tree(src: Path, path: Path, beside: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
     """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder BESIDE. A folder that directly holds a sharded set is one item, with all that is below it."""
-    if _is_inside(path, src):
-        raise UsageError(
-            "the output is a folder within the input", where=path, hint="give one that stands elsewhere, or the input itself"
-        )  # fmt: skip
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
     whole = {folder for folder in sets if not any(above in sets for above in folder.parents)}
@@ -260,9 +299,32 @@ def _file_item(src: Path, folder: Path, format: str | None, *, in_shards: bool) 
     return Item(src, folder / name_in_folder(src.name, format), "file")
 
 
+def _refuse_inside(path: Path, folder: Path) -> None:
+    """Raise UsageError where PATH, a folder to be made, stands in FOLDER, which is read."""
+    if _is_inside(path, folder):
+        raise UsageError(
+            "the output is a folder within the input", where=path, hint="give one that stands elsewhere, or the input itself"
+        )  # fmt: skip
+
+
 def _is_inside(path: Path, folder: Path) -> bool:
     """Whether PATH, which need not exist, stands in FOLDER, wherever links lead."""
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def _refuse_among_parts(items: Sequence[Item]) -> None:
+    """Raise UsageError where one of ITEMS would stand among the parts that it is made of, or in their place: nobody could tell them apart afterwards."""
+    for item in items:
+        if item.kind == "dcp" and (_is_inside(item.dst, item.src) or _is_same(item.dst, item.src)):
+            src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
+            raise UsageError(
+                "the output would stand among the parts of the input", where=item.dst, expected="a path outside of it",
+                hint=None if item.is_folder else shell("ckptconv", "convert", src, src.with_name(f"{src.name}.pt")),
+            )  # fmt: skip
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _refuse_one_name(items: Sequence[Item]) -> None:
@@ -303,6 +365,7 @@ def suffix_of(name: str) -> str:
 
 
 def name_in_folder(name: str, format: str | None) -> str:
+    """What a file called NAME is called in a folder: the same, or, where its suffix does not admit FORMAT, as the Hub's tools name it in that, else with the usual suffix."""
     suffix = suffix_of(name)
     if format is None or (suffix and format in _admitted(name)):
         return name

@@ -10,7 +10,7 @@ from math import prod
 from operator import mul
 
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.graph import Call, Dict, Global, Graph, PersistentId, Tuple, Value
+from ckptconv.graph import Call, Dict, Global, Graph, PersistentId, Tuple, Value, set_items
 from ckptconv.rebuild_calls import OtherDType
 
 __all__ = ["TensorCalls", "empty_graph", "row_major"]
@@ -33,8 +33,10 @@ class TensorCalls:
         self._graph = graph
         self._words: dict[tuple[str, str], Global] = {}
 
-    def tensor(self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int) -> Call:
-        """A tensor that is all of the storage KEY, of NBYTES, in row-major order."""
+    def tensor(
+        self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
+    ) -> Call:
+        """A tensor that is all of the storage KEY, of NBYTES, in row-major order. CONJ, NEG: its numbers are still to be conjugated, negated."""
         typed = dtype.storage_class is not None
         storage_class = self._word("torch", dtype.storage_class) if dtype.storage_class else self._word("torch.storage", "UntypedStorage")  # fmt: skip
         storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", prod(shape) if typed else nbytes]))
@@ -42,10 +44,14 @@ class TensorCalls:
         stride = row_major(shape)
         hooks = Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))
         args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
-        if typed:
-            return Call("REDUCE", self._word("torch._utils", "_rebuild_tensor_v2"), Tuple(args))
-        args.append(self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name))
-        return Call("REDUCE", self._word("torch._utils", "_rebuild_tensor_v3"), Tuple(args))
+        if not typed:
+            args.append(self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name))  # fmt: skip
+        if conj or neg:
+            put_off = Dict()
+            set_items(put_off, [each for bit, there in (("conj", conj), ("neg", neg)) if there for each in (bit, True)])
+            args.append(put_off)
+        name = "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"
+        return Call("REDUCE", self._word("torch._utils", name), Tuple(args))
 
     def _word(self, module: str, name: str) -> Global:
         if (module, name) not in self._words:

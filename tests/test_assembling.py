@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.formats.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.model import Assemble, Box, Chain, OutFile, Span
 from ckptconv.pieces import Pieces
 from ckptconv.sources import Held, Readable

@@ -27,6 +27,7 @@ from ckptconv import Job, Outcome, cli, convert_many, jobs, jobs_in
 from ckptconv.batches import run_jobs
 from ckptconv.cli import main
 from ckptconv.engines import processes
+from ckptconv.errors import TargetExistsError
 
 LARGE = 12 << 20  # bytes of a file that takes a while
 
@@ -69,7 +70,7 @@ def test_each_is_what_it_is_alone(run_folder: Path, capsys: pytest.CaptureFixtur
         f"one/{name}" for name in files_in(Path("one"))
     ]
     assert said.err.splitlines()[8].startswith("8 items: 8 converted, ")
-    assert "1 other file (config.json)" in said.err.splitlines()[9]
+    assert "1 other file: config.json; --copy-others takes it along" in said.err.splitlines()[9]
     assert convert("run", "two", "--to", "cuda:1", "-j", "2", "-q") == 0
     assert capsys.readouterr() == ("", "")
     assert files_in(Path("one")) == files_in(Path("two"))
@@ -94,6 +95,16 @@ def test_other_files_come_along(run_folder: Path, capsys: pytest.CaptureFixture[
     assert "1 copied" in said
     assert "other file" not in said
     assert Path("new/config.json").read_text() == "{}"
+    assert convert("run", "again", "--copy-others", "-v") == 0
+    assert "again/config.json: 2 B, copied\n" in capsys.readouterr().err
+    assert convert("run", "no", "--copy-others", "-n") == 0
+    printed = capsys.readouterr().out
+    assert "no/config.json: 2 B, would be copied\n" in printed
+    assert "-v tells" not in printed
+    assert convert("run", "json", "--copy-others", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["items"][0] == {
+        "schema_version": 1, "src": "run/config.json", "dst": "json/config.json", "size": 2, "written": True, "seconds": 0.0, "copied": True
+    }  # fmt: skip
     Path("run/config.json").write_text("[]")
     assert convert("run", "new", "--copy-others") == 1
     assert convert("run", "new", "--copy-others", "--force", "--verify", "-q") == 0
@@ -112,15 +123,89 @@ def test_in_place(run_folder: Path) -> None:
 def test_each_becomes_a_folder_of_shards(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v tells all of each. What has no names for shards fails."""
     pytest.importorskip("huggingface_hub")
-    assert convert("run", "new", "--max-shard-size", "20", "--format", "safetensors", "-v") == 3
+    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "-v") == 3
     said = capsys.readouterr().err
     assert "new/step-3/model: sharded safetensors, 3 files" in said
-    assert said.count("ckptconv: run/step-") == 4
+    assert said.count("ckptconv: run/step-") == 1
+    assert "run/step-0/optim.pt, run/step-1/optim.pt, run/step-2/optim.pt and 1 more" in said
+    assert "-v tells" not in said
     assert len(files_in(Path("new"))) == 12
-    assert convert("run", "new", "--max-shard-size", "20", "--format", "safetensors", "--skip-existing") == 3
+    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "--skip-existing") == 3
     assert capsys.readouterr().err.count(": exists, skipped") == 4
     ckptconv.convert("new/step-3/model", "one.pt")
     assert all(torch.equal(torch.load("one.pt")[name], value) for name, value in state(n=7).items())
+
+
+@pytest.fixture
+def sets(run_folder: Path) -> Path:
+    """A folder with a set of shards beside which one file is bad and one good, and others."""
+    pytest.importorskip("huggingface_hub")
+    torch.save(state(), "whole.pt")
+    Path("tree").mkdir()
+    ckptconv.convert("whole.pt", "tree/set", max_shard_size=16, format="safetensors")
+    Path("tree/set/bad.pt").touch()
+    Path("tree/set/config.json").write_text("{}")
+    shutil.copy("run/step-0/optim.pt", "tree/set")
+    shutil.copy("whole.pt", "tree")
+    return Path("tree/set")
+
+
+def test_what_fails_beside_a_set_is_summed(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and named again in the end."""
+    assert convert("tree", "new") == 3
+    lines = capsys.readouterr().err.splitlines()
+    (sum_,) = (line for line in lines if line.startswith("2 items: 2 converted, "))
+    assert sum_.endswith(", 1 beside a set failed")
+    assert any(re.match("  failed .*: tree/set/bad.pt$", line) for line in lines)
+    assert convert("tree", "new", "--skip-existing") == 0
+    assert "new/set: exists, skipped\n" in capsys.readouterr().err
+
+
+def test_an_incomplete_set_fails(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own. Chunks without their files as well."""
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "bad.pt", "optim.pt"):
+        (sets / name).unlink()
+    Path("tree/dcp").mkdir()
+    Path("tree/dcp/.metadata").write_bytes(b"\x80\x02}q\0.")
+    words = "tree/set: 1 of 2 shards is missing: model-00001-of-00002.safetensors"
+    assert convert("tree/set", "alone") == 1
+    assert words in capsys.readouterr().err
+    assert convert("tree", "new") == 3
+    said = capsys.readouterr().err
+    assert words in said
+    assert "3 items: 1 converted, " in said
+    assert "tree/dcp" in said
+    assert list(files_in(Path("new"))) == ["whole.pt"]
+
+
+def test_a_merged_file_names_what_it_leaves(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the report, on the screen and as JSON."""
+    assert convert(sets, "one.pt") == 0
+    note = "3 other files left: bad.pt, config.json, optim.pt; to a folder, --copy-others takes them along"
+    assert note in capsys.readouterr().err
+    assert convert(sets, "dealt", "--max-shard-size", "32", "-v") == 3
+    assert "  files         model-00001-of-00001.safetensors (" not in (said := capsys.readouterr().err)
+    assert re.search(r"^  files         model\.safetensors \([0-9]+ B\), optim\.pt \(", said, re.MULTILINE)
+    assert convert(sets, "two.pt", "--json") == 0
+    assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert note in ckptconv.convert(sets, "three.pt").notes
+    (outcome,) = convert_many([Job(sets, "four.pt")], ThreadPoolExecutor(1))
+    assert outcome.report and note in outcome.report.notes
+    (outcome,) = convert_many([Job("whole.pt", "five.pt", {"copy_others": True})], ThreadPoolExecutor(1))
+    assert isinstance(outcome.error, ckptconv.UsageError)
+    assert convert(*sorted(sets.glob("*.safetensors")), "shards") == 0
+    assert "2 shards by themselves get no index: ckptconv convert tree/set OUT_FOLDER" in capsys.readouterr().err
+
+
+def test_what_exists_is_said_once(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With both ways on; so is the input that would be the output."""
+    assert convert("run", "new", "-q") == 0
+    for dst, words in (("new", "the output exists; --force replaces it, --skip-existing leaves what is there"), ("run", "the output is the input; --force")):  # fmt: skip
+        assert convert("run", dst) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("ckptconv: ") == 1
+        assert "run/step-0/model.pt, run/step-0/optim.pt, run/step-1/model.pt and 5 more" in said
 
 
 def test_a_dry_run_makes_nothing(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,10 +295,14 @@ def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if line.startswith("ckptconv: ")]
     assert len(errors) == len(bad)
+    (sum_,) = (i for i, line in enumerate(lines) if re.match("[0-9]+ items: ", line))
+    assert len([line for line in lines[sum_:] if line.startswith("  failed ")]) == len(
+        bad
+    )  # again, where they can be seen
     for name, words in bad.items():
         (line,) = (line for line in errors if line.startswith(f"ckptconv: run/{name}"))
         assert re.search(words, line), line
-    assert f"17 items: 8 converted, {lines[-2].split(', ')[1]}, 9 failed" in lines
+    assert re.fullmatch(r"17 items: 8 converted, [^,]*, 9 failed", lines[sum_])
     assert len(files_in(Path("new"))) == 8
     Path("bad").mkdir()
     for name in bad:
@@ -275,21 +364,26 @@ def test_what_was_done_before_counts(run_folder: Path) -> None:
 def test_what_means_nothing_anywhere_is_a_typo(
     run_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    """Nothing is written, all of them say so, and the status is 1; another edit that means something changes nothing about that."""
+    """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means something changes nothing about that. With -q each has its line."""
     assert convert("run", "new", *flags, "--strip-prefix", "module.") == 1
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("ckptconv: run/step-0/")]
+    assert len(said) == len([line for line in lines if line.startswith(("ckptconv: ", "  failed"))]) / 2 <= 2
+    assert "8 failed" in lines[len(said)]
+    assert convert("run", "new", *flags, "--strip-prefix", "module.", "-q") == 1
     assert capsys.readouterr().err.count("ckptconv: run/step-") == 8
     assert not Path("new").exists()
 
 
 def test_a_part_is_never_the_whole(run_folder: Path) -> None:
-    """A file that has nothing of what was asked for fails: without --select, or --include, all of it would be taken. Where no glob could mean anything, for there is no name, it stays whole."""
+    """A file that has nothing of what was asked for fails: without --select, or --include, all of it would be taken."""
     torch.save({"ema": state(), "x": 1}, "run/train.pt")
     assert convert("run", "new", "--select", "ema", "-q") == 3
     assert sorted(files_in(Path("new"))) == ["train.pt"]
     torch.save({"net.c": torch.ones(3)}, "run/net.pt")
     assert convert("run", "included", "--include", "module.a*", "-q") == 3
     assert list(torch.load("included/step-0/model.pt")) == ["module.a.weight"]
-    assert "state" in torch.load("included/step-0/optim.pt")
+    assert not Path("included/step-0/optim.pt").exists()
     assert not Path("included/net.pt").exists()
 
 
@@ -381,7 +475,7 @@ def test_killed_and_begun_again(large: Path, jobs: str) -> None:
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
-    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: one line, whole files, no temporary, no process left."""
+    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: whole files, no temporary, no process left; after Ctrl-C how far it came and what goes on from there."""
     with started("in", "out", "--verify", "-j", jobs) as process:
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
@@ -390,8 +484,23 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
         _, said = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else 143)
     lines = [line for line in said.splitlines() if line and not line.startswith("out/")]
-    assert lines == (["ckptconv: interrupted"] if number == signal.SIGINT else [])
+    if number == signal.SIGINT:
+        how_far = r"ckptconv: [0-7] of 8 are done; the same command with --skip-existing goes on from here"
+        assert re.fullmatch(rf"{how_far}\nckptconv: interrupted", "\n".join(lines)), said
+    else:
+        assert lines == []
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
+
+
+def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """How far it came, and not that --skip-existing goes on, which would skip everything."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_jobs", interrupt)
+    assert convert("run", "run", "--force") == 130
+    assert capsys.readouterr().err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
 
 
 def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
@@ -458,6 +567,12 @@ def test_what_was_converted_in_place_is_not_converted_twice(run_folder: Path) ->
             assert list(torch.load(outcome.job.dst)) == [f"x.{name}" for name in state()]
 
 
+def test_an_index_of_nothing(tmp_path: Path) -> None:
+    """A folder that is not there has no shards, and no index either."""
+    with pytest.raises(ckptconv.InputError, match="there is no such folder"):
+        ckptconv.write_index(tmp_path / "nowhere")
+
+
 def test_any_executor_does(run_folder: Path) -> None:
     """Threads, say; it is left open. One that takes no work ends every job in an error, and one that cancels it too."""
     heard: list[Outcome] = []
@@ -479,7 +594,7 @@ def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert files_in(Path("new"))
     for outcome in convert_many(jobs):
         assert outcome.error is not None
-        assert outcome.error.hint == "force=True replaces it"
+        assert outcome.error.hint == "force=True replaces it, skip_existing=True leaves what is there"
     for outcome in convert_many(jobs_in("run", "other", map_location=lambda tag: "cpu")):
         assert "cannot be handed to another process" in str(outcome.error)
     assert convert_many([]) == []
@@ -497,7 +612,9 @@ def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
             [Job("run/step-0/model.pt", "slow.pt", {"map_location": stall}), *jobs_in("run", "new")], processes(2), fail
         )
     assert time.monotonic() - started < 30
-    assert not multiprocessing.active_children()
+    wait_for(
+        lambda: not multiprocessing.active_children()
+    )  # the pool's own thread may still be at it that has seen them end
 
 
 def test_a_job_is_checked_when_it_is_made() -> None:
@@ -533,7 +650,12 @@ def test_a_job_may_be_many_things(run_folder: Path) -> None:
 def test_one_bar_for_all(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
 ) -> None:
-    """It ends at the sum of all outputs; lines stay below 80 columns; small batches, dry runs and -q have none."""
+    """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches, dry runs and -q have none."""
+
+    def forget(task: object) -> None:
+        raise AssertionError("the bar begins anew")
+
+    monkeypatch.setattr("rich.progress.Task._reset", forget)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -561,3 +683,17 @@ def test_skipping_one_file(run_folder: Path, capsys: pytest.CaptureFixture[str])
     assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--json") == 0
     assert json.loads(capsys.readouterr().out)["skipped"] is True
     assert Path("old.pt").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_another_job_wrote_is_no_success(tmp_path: Path, workers: int) -> None:
+    """Of two jobs with one output, whose files would have one size, one is done and the other fails: its output is not what it would have written."""
+    for name, fill in (("a", 1.0), ("b", 2.0)):
+        torch.save({"w": torch.full((100,), fill)}, tmp_path / f"{name}.pt")
+    jobs = [ckptconv.Job(tmp_path / f"{name}.pt", tmp_path / "out.pt") for name in "ab"]
+    executor = ThreadPoolExecutor(workers) if workers else None
+    outcomes = ckptconv.convert_many(jobs, executor)
+    written = [i for i, outcome in enumerate(outcomes) if outcome.report]
+    assert len(written) == 1
+    assert torch.load(tmp_path / "out.pt")["w"][0] == written[0] + 1
+    assert isinstance(outcomes[1 - written[0]].error, TargetExistsError)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ckptconv.errors import InputError
-from ckptconv.formats import chunk_files, torch_zip
-from ckptconv.formats.chunk_files import ChunkFiles
+from ckptconv.formats import torch_zip
+from ckptconv.formats.distributed import chunk_files
+from ckptconv.formats.distributed.chunk_files import ChunkFiles
 from ckptconv.model import Span
 from ckptconv.sources import Held, Window
 

@@ -85,7 +85,7 @@ def test_quiet_says_nothing(ddp: Path, capsys: pytest.CaptureFixture[str]) -> No
         (
             ["convert", "{src}", "{out}", "--select", "nowhere"],
             1,
-            ["nowhere", "expected a path such as . (", "ckptconv inspect ddp.pt --tree"],
+            ["nowhere", "the checkpoint is a state dict itself", "ckptconv inspect ddp.pt --tree"],
         ),
         (["convert", "{src}", "{out}", "--exclude", "nothing*"], 1, ["nothing*"]),
         (["inspect", "missing.pt"], 1, ["missing.pt"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -17,12 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp_of_torch
 from judge import assert_same
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
 from ckptconv.conversion import make_plan
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.formats import dcp
+from ckptconv.formats.distributed import dcp
 from ckptconv.model import Assemble, Cast, Chain, Checkpoint, Edits, Span
 from ckptconv.sources import SourceFolder
 
@@ -47,9 +49,8 @@ def by_torch(folder: Path, tmp_path: Path) -> Any:
 
 
 def damaged(folder: Path, name: str, target: Path) -> Path:
-    """FOLDER, in TARGET, with one bit of the tensor NAME turned round."""
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
+    """FOLDER, copied to TARGET, with one bit of the tensor NAME turned round."""
+    copied(folder, target)
     with SourceFolder(target) as source:
         data = dcp.read(source, lambda source: pytest.fail("none")).tensors[name].storage.data  # type: ignore[union-attr]
         first = data.parts[0] if isinstance(data, Chain) else data.boxes[-1].of if isinstance(data, Assemble) else data
@@ -190,7 +191,7 @@ def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
 
 def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
     """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is carried on as damage."""
-    folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path)
+    folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
     for checkpoint in opened(folder):
         plan = make_plan(checkpoint, tmp_path / "out.pt", Edits(select="state_dict", exclude=("*kernel",)))
         assert plan.files[0].sums == ()
@@ -208,7 +209,7 @@ def test_damage_to_what_is_assembled_is_found(
     ranks: Path, tmp_path: Path, suffix: str, options: dict[str, str]
 ) -> None:
     """Each chunk of a tensor that is put together is checked against its own checksum."""
-    folder = damaged(ranks / "mesh", "rows and columns", tmp_path)
+    folder = damaged(ranks / "mesh", "rows and columns", tmp_path / "dcp")
     with pytest.raises(MalformedError, match="checksum"):
         ckptconv.convert(folder, tmp_path / f"out.{suffix}", **options)  # type: ignore[arg-type]
     assert not (tmp_path / f"out.{suffix}").exists()
@@ -238,6 +239,49 @@ def test_flat_names_stay_flat(tmp_path: Path) -> None:
         {"a.b": torch.ones(2), "c": torch.zeros(1)}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True
     )
     assert_same(ckptconv.load(tmp_path / "dcp"), {"a.b": torch.ones(2), "c": torch.zeros(1)})
+
+
+def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
+    """A tensor that was saved while it was still to be conjugated or negated has the values that torch's own conversion gives it, whole or in chunks, copied, cast or written out."""
+    base = torch.randn(3, 4, dtype=torch.complex64)
+    rest = torch._neg_view(base.mH)
+    state = {
+        "conj": base.conj(),
+        "turned": base.mH,
+        "neg": torch._neg_view(torch.arange(6.0)),
+        "both": rest,
+        "part": base.conj()[1:2],
+    }
+    folder = saved(tmp_path / "dcp", state)
+    expected = by_torch(folder, tmp_path)
+    for suffix in ("pt", "safetensors"):
+        path = tmp_path / f"out.{suffix}"
+        ckptconv.convert(folder, path, verify=True)
+        loaded = torch.load(path) if suffix == "pt" else load_file(path)
+        for name, values in state.items():
+            assert_same(loaded[name].resolve_conj().resolve_neg(), expected[name])
+            assert torch.equal(loaded[name], values)
+    assert loaded.keys() == state.keys() and not loaded["conj"].is_conj()
+    ckptconv.convert(folder, tmp_path / "half.safetensors", dtype="bf16", compact=True)
+    assert torch.equal(load_file(tmp_path / "half.safetensors")["neg"], -torch.arange(6.0).bfloat16())
+    assert ckptconv.diff(folder, tmp_path / "torch.pt").same
+    assert ckptconv.load(folder)["both"].is_conj()  # as it was saved
+
+
+def test_chunks_of_which_some_are_put_off(tmp_path: Path) -> None:
+    """Chunks of one tensor of which one alone is still to be conjugated are refused by the name of the tensor."""
+    whole = torch.ones(4, dtype=torch.complex64)
+    folder = saved(tmp_path / "dcp", {"w": whole[:2].clone(), "x": whole[2:].clone().conj()})
+    metadata = _metadata(folder)
+    item, places = metadata.state_dict_metadata["w"], metadata.storage_data
+    item.size = torch.Size([4])
+    item.chunks.append(type(item.chunks[0])(torch.Size([2]), torch.Size([2])))
+    x = next(index for index in places if index.fqn == "x")
+    places[type(x)("w", torch.Size([2]), 1)] = places.pop(x)
+    del metadata.state_dict_metadata["x"]
+    _write_metadata(folder, metadata)
+    message = refusal(folder, UnsupportedError)
+    assert "some chunks of 'w' are still to be conjugated" in message and "resolve_conj()" in message
 
 
 def test_views_and_dtypes(tmp_path: Path) -> None:
@@ -304,7 +348,46 @@ def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
     assert "a FIFO and not a file" in refusal(folder, InputError)
     (folder / "__1_0.distcp").unlink()
     (folder / "__1_0.distcp").mkdir()
-    assert "__1_0.distcp" in refusal(folder, InputError)
+    assert "__1_0.distcp: a folder and not a file" in refusal(folder, InputError)
+    (folder / "__1_0.distcp").rmdir()
+    (folder / "__1_0.distcp").symlink_to("nowhere")
+    assert "__1_0.distcp: cannot be read: No such file" in refusal(folder, InputError)
+
+
+def test_metadata_that_is_no_file(ranks: Path, tmp_path: Path) -> None:
+    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is; with a folder there, there is none."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    metadata = folder / ".metadata"
+    metadata.unlink()
+    os.mkfifo(metadata)
+    assert ".metadata: a FIFO and not a file" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.symlink_to("nowhere")
+    assert ".metadata: cannot be read: No such file" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.symlink_to(".metadata")
+    assert ".metadata: cannot be read: Too many levels" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.mkdir()
+    assert "without .metadata" in refusal(folder)
+
+
+def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
+    """A folder in which others, whole checkpoints, are called like parts is none itself; they are found."""
+    saved(tmp_path / "step-7.distcp", {"weight": torch.ones(2)})
+    (tmp_path / ".metadata").mkdir()
+    with SourceFolder(tmp_path) as folder:
+        assert not dcp.looks_like(folder)
+    assert "step-7.distcp" in refusal(tmp_path, UnsupportedError)
+
+
+@pytest.mark.parametrize("state", [{"w": torch.ones(3)}, {"w": torch.ones(3), "v": torch.ones(2, 2), "n": 3}])
+def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) -> None:
+    """The writer's other form puts the tensors of a process into one safetensors file, and all of them at its beginning, says .metadata: which form it is is said."""
+    writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp_of_torch.save(state, storage_writer=writer, no_dist=True)
+    message = refusal(tmp_path / "dcp", UnsupportedError)
+    assert "serialization_format=SAFETENSORS" in message and "save it again" in message
 
 
 def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
@@ -315,10 +398,26 @@ def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
     assert "metadata of its own" in refusal(ranks / "own", UnsupportedError)
 
 
-def test_one_file_of_it_is_no_checkpoint(ranks: Path) -> None:
-    """A file of one process, given alone, is said to be a part."""
-    with pytest.raises(UnsupportedError, match="a part of"):
-        ckptconv.inspect(ranks / "mesh/__0_0.distcp")
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, name: str) -> None:
+    """A file of the folder, given alone, is said to be a part; the command that is named makes one file of the whole."""
+    with pytest.raises(UnsupportedError, match="a part of") as inspected:
+        ckptconv.inspect(ranks / "mesh" / name)
+    with pytest.raises(UnsupportedError, match="a part of") as converted:
+        ckptconv.convert(ranks / "mesh" / name, tmp_path / "out.pt")
+    assert str(inspected.value) == str(converted.value)
+    command = str(inspected.value).partition("make it one file: ckptconv ")[2]
+    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], cwd=tmp_path, check=True)
+    assert torch.load(tmp_path / "out.pt").keys() == dcp_ranks.MESH.keys()
+
+
+def test_the_command_works_where_the_parts_stand(ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands in the folder gets a command that writes beside it, because among its parts nothing is written."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    monkeypatch.chdir(folder)
+    command = refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ckptconv ")[2]
+    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], check=True)
+    assert torch.load(tmp_path / "dcp.pt").keys() == dcp_ranks.MESH.keys()
 
 
 def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
@@ -349,13 +448,13 @@ def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words
     assert "'weight'" in message and words in message
 
 
-@pytest.mark.parametrize("change", ["deflated", "big-endian", "conjugated"])
+@pytest.mark.parametrize("change", ["deflated", "big-endian"])
 def test_chunks_that_torch_does_not_write(tmp_path: Path, change: str) -> None:
-    """A chunk that is compressed, has its bytes the other way round, or whose conjugation was put off, is refused by the name of the tensor."""
+    """A chunk that is compressed, or has its bytes the other way round, is refused by the name of the tensor."""
     weight = torch.ones(2, 3, dtype=torch.complex64)
     folder = saved(tmp_path / "dcp", {"weight": weight})
     path = folder / "__0_0.distcp"
-    torch.save(weight.conj() if change == "conjugated" else weight, tmp_path / "new.pt")
+    torch.save(weight, tmp_path / "new.pt")
     method = zipfile.ZIP_DEFLATED if change == "deflated" else zipfile.ZIP_STORED
     with zipfile.ZipFile(tmp_path / "new.pt") as old, zipfile.ZipFile(path, "w", method) as new:
         for name in old.namelist():

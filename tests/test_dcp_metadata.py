@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
-from ckptconv.formats.chunks import Chunk, check_cover
-from ckptconv.formats.dcp_metadata import Metadata as Read
-from ckptconv.formats.dcp_metadata import Stored, TensorItem, read_metadata
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats.distributed.chunks import Chunk, check_cover
+from ckptconv.formats.distributed.metadata import Metadata as Read
+from ckptconv.formats.distributed.metadata import Stored, TensorItem, read_metadata
 from ckptconv.sources import Held
 
 WHERE = Path("folder/.metadata")
@@ -163,6 +163,8 @@ MALFORMED = {
     "no places": (_set(lambda m: m, "storage_data", None), "storage_data is no dict"),
     "a place twice": (lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}), "'a.w' is stored twice"),
     "bytes of two items": (_set(_info, "offset", 99), "are stored in the same bytes"),
+    "bytes of a chunk, and of the same without a place": (lambda m: m.storage_data.update({_index(None): m.storage_data[_index(torch.Size([0, 0]))]}), "are stored in the same bytes"),
+    "an object with fields without end": (lambda m: vars(_info(m)).update((f"x{i}", 1) for i in range(99)), "too many fields"),
     "a negative offset": (_set(_info, "offset", -1), "no sound offset"),
     "a huge length": (_set(_info, "length", 1 << 62), "no sound offset"),
     "a length that is a float": (_set(_info, "length", 5.0), "no sound offset"),
@@ -230,6 +232,36 @@ def test_every_byte_changed_is_an_error_or_an_answer() -> None:
             raw[i] ^= change
 
 
+def test_one_list_of_chunks_for_many() -> None:
+    """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made; lists of their own are as many as there are."""
+
+    def many(count: int, chunks: Callable[[], list[ChunkStorageMetadata]]) -> Metadata:
+        items = {f"w{i}": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([9]), chunks()) for i in range(count)}  # fmt: skip
+        return Metadata(items, {}, {})
+
+    def nine() -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size([i]), torch.Size([1])) for i in range(9)]
+
+    shared = nine()
+    assert len(read(pickle.dumps(many(3, lambda: shared))).items) == 3
+    with pytest.raises(MalformedError, match="more chunks than"):
+        read(pickle.dumps(many(300, lambda: shared)))
+    assert len(read(pickle.dumps(many(300, nine))).items) == 300
+
+
+def test_what_is_named_again_is_made_once() -> None:
+    """A path that stands for many items is looked through once; so is a size."""
+    metadata = good()
+    path, size = ("a", "w") * 50, torch.Size([1] * 60)
+    metadata.planner_data = {"a.w": path, "epoch": path}
+    chunks = [ChunkStorageMetadata(size, size)]
+    metadata.state_dict_metadata = {"a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2] * 60), chunks)}  # fmt: skip
+    known = read(pickle.dumps(metadata))
+    assert known.paths["a.w"] == path and known.paths["a.w"] is known.paths["epoch"]
+    item = known.items["a.w"]
+    assert item and item.chunks[0].offsets == tuple(size) and item.chunks[0].offsets is item.chunks[0].sizes
+
+
 # Whether chunks cover a tensor
 
 
@@ -271,8 +303,8 @@ def test_any_way_of_covering() -> None:
     check_cover("here", "w", (), [Chunk((), ())])
 
 
-def test_too_many_dimensions_to_count_corners() -> None:
-    """A tensor cut along so many dimensions that its corners are too many is refused."""
+def test_many_dimensions() -> None:
+    """A tensor that is cut along dozens of dimensions, whose chunks have more corners than can be counted, is looked through as any other."""
     halves = [Chunk((i, *[0] * 39), (1, *[1] * 39)) for i in range(2)]
     check_cover("here", "w", (2, *[1] * 39), halves)
     shape = (2,) * 40
@@ -280,8 +312,15 @@ def test_too_many_dimensions_to_count_corners() -> None:
         check_cover("here", "w", shape, [Chunk((0,) * 40, (1,) * 40)])
     thin = [Chunk((0,) * 39 + (i,), (2,) * 39 + (1,)) for i in range(2)]
     check_cover("here", "w", shape, thin)
-    with pytest.raises(LimitError, match="too many chunks"):
-        check_cover("here", "w", (3,) * 31, _stairs(31))
+    chunks = _stairs(31)
+    check_cover("here", "w", (3,) * 31, chunks)
+    chunks[-1] = Chunk((0, *chunks[-1].offsets[1:]), chunks[-1].sizes)
+    with pytest.raises(MalformedError, match="overlap"):
+        check_cover("here", "w", (3,) * 31, chunks)
+    half = 1 << 61
+    check_cover("here", "w", (half, 3), [Chunk((0, 0), (half - 1, 3)), Chunk((half - 1, 0), (1, 3))])
+    with pytest.raises(MalformedError, match="overlap"):
+        check_cover("here", "w", (half, 3), [Chunk((0, 0), (half - 1, 3)), Chunk((half - 2, 0), (1, 3))])
 
 
 def _stairs(rank: int) -> list[Chunk]:

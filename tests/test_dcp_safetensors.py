@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptconv
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.formats.sharding_info import SHARDING_INFO
+from ckptconv.formats.distributed.sharding_info import SHARDING_INFO
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -157,4 +157,16 @@ def test_bad_info(tmp_path: Path, info: str) -> None:
     save_file({"w": torch.ones(2)}, path, {SHARDING_INFO: info})
     for each in (path, tmp_path):
         with pytest.raises(InputError, match=SHARDING_INFO):
+            ckptconv.inspect(each)
+
+
+@pytest.mark.parametrize(
+    "info", ["3", "null", "[1]", '"w"', "{}", '{"w": 1}', '{"w": {}}', '{"v": {"saved_offsets": []}}']
+)
+def test_bad_info_of_a_number(tmp_path: Path, info: str) -> None:
+    """A tensor without dimensions has no first index, and still something has to be said of it."""
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": torch.tensor(2.0)}, path, {SHARDING_INFO: info})
+    for each in (path, tmp_path):
+        with pytest.raises(MalformedError, match=SHARDING_INFO):
             ckptconv.inspect(each)

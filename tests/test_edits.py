@@ -160,6 +160,20 @@ def test_add_undoes_strip(
 # Where a prefix ends
 
 
+def test_a_near_prefix_is_named(tmp_path: Path) -> None:
+    """A typo in a whole segment is no part of one: what it would leave of ``module.w`` with ``modul`` is ``e.w``."""
+    for said in ("modul", "modul.", "moduel."):
+        line = refused(tmp_path, {"module.w": W, "net.w": W}, strip_prefix=said)
+        assert line.endswith("; strip_prefix='module.' may be meant")
+
+
+def test_a_part_of_a_state_dict_is_no_path_beside_it(tmp_path: Path) -> None:
+    """Where the checkpoint is the only state dict in it, there is no part to name."""
+    line = refused(tmp_path, {"module.w": W}, select="model")
+    assert "the checkpoint is a state dict itself; see what there is: " in line
+    assert "such as ." not in line
+
+
 def test_anchored_at_segments(tmp_path: Path) -> None:
     """``mod`` is no prefix of ``module.w``, of which torch's own function makes ``ule.w``; the way to do that is named."""
     line = refused(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="mod")

@@ -39,33 +39,36 @@ def test_checkpoints_are_told_by_their_suffix(tmp_path: Path) -> None:
 
 
 def test_shards_are_one_thing(tmp_path: Path) -> None:
-    """Those that an index speaks of, whether all are there or not, variants too; without one, those that are complete. Others are files by themselves."""
+    """Whether all are there or not, with an index or without, variants too: whoever reads them says what is missing. A number of none makes no set."""
     fill(
         tmp_path,
         "a/model-00001-of-00003.safetensors", "a/model-00003-of-00003.safetensors", "a/model.safetensors.index.json", "a/optimizer.pt",
         "b/pytorch_model-00001-of-00002.bin", "b/pytorch_model-00002-of-00002.bin", "b/model-00001-of-00002.safetensors",
         "c/model.fp16-00001-of-00001.safetensors", "c/model.safetensors.index.fp16.json",
-        "d/model.safetensors.index.json",
+        "d/model.safetensors.index.json", "e/model-00000-of-00000.bin",
     )  # fmt: skip
     assert found_in(tmp_path) == [
         ("a/model.safetensors.index.json", "shards", ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]),
         ("a/optimizer.pt", "file", ["optimizer.pt"]),
+        ("b", "shards", ["model-00001-of-00002.safetensors"]),
         ("b", "shards", ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]),
-        ("b/model-00001-of-00002.safetensors", "file", ["model-00001-of-00002.safetensors"]),
         ("c/model.safetensors.index.fp16.json", "shards", ["model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"]),
         ("d/model.safetensors.index.json", "shards", ["model.safetensors.index.json"]),
+        ("e/model-00000-of-00000.bin", "file", ["model-00000-of-00000.bin"]),
     ]  # fmt: skip
 
 
 def test_chunks_are_one_thing(tmp_path: Path) -> None:
-    """A folder of torch.distributed.checkpoint, without its metadata too, which whoever reads it will miss; what Lightning puts beside them is a file."""
-    fill(tmp_path, "x.ckpt/.metadata", "x.ckpt/__0_0.distcp", "x.ckpt/__1_0.distcp", "x.ckpt/meta.pt", "y/__0_0.distcp", "z/.metadata", "s/shard-00001-model-00001-of-00001.safetensors")  # fmt: skip
+    """A folder of torch.distributed.checkpoint, without its metadata too, or with nothing else, which whoever reads it will miss; what Lightning puts beside them is a file. Others call other things metadata."""
+    fill(tmp_path, "x.ckpt/.metadata", "x.ckpt/__0_0.distcp", "x.ckpt/__1_0.distcp", "x.ckpt/meta.pt", "y/__0_0.distcp", "z/.metadata", "zz/.metadata", "s/shard-00001-model-00001-of-00001.safetensors")  # fmt: skip
+    (tmp_path / "zz" / ".metadata").write_bytes(b"\x80\x02}.")
     assert found_in(tmp_path) == [
         ("s", "dcp", ["shard-00001-model-00001-of-00001.safetensors"]),
         ("x.ckpt", "dcp", [".metadata", "__0_0.distcp", "__1_0.distcp"]),
         ("x.ckpt/meta.pt", "file", ["meta.pt"]),
         ("y", "dcp", ["__0_0.distcp"]),
         ("z/.metadata", "other", [".metadata"]),
+        ("zz", "dcp", [".metadata"]),
     ]
 
 
@@ -78,6 +81,15 @@ def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> 
     os.symlink("round", tmp_path / "round")
     assert kinds(tmp_path) == {
         ".cache": "unentered", "b/c.pt": "file", "gone.pt": "file", "link": "unentered", "link.pt": "file", "round": "other"
+    }  # fmt: skip
+
+
+def test_the_blobs_of_the_hubs_cache_are_what_its_links_lead_to(tmp_path: Path) -> None:
+    """They are not named a second time, under names that say nothing; another folder of that name is as any."""
+    fill(tmp_path, "hub/blobs/0a1b", "hub/refs/main", "hub/snapshots/abc/", "other/blobs/x.pt", "other/snapshots/y.pt")
+    os.symlink("../../blobs/0a1b", tmp_path / "hub" / "snapshots" / "abc" / "model.safetensors")
+    assert kinds(tmp_path) == {
+        "hub/refs/main": "other", "hub/snapshots/abc/model.safetensors": "file", "other/blobs/x.pt": "file", "other/snapshots/y.pt": "file"
     }  # fmt: skip
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +70,10 @@ def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> No
     assert report.changes.devices == {("cpu", "cuda:1"): (3, 24)}
     assert [*report.files] == [(str(p), (out / p).stat().st_size) for p, _ in report.files]
     assert report.size == sum(size for _, size in report.files)
-    assert any("2 other files left: config.json, vocab.txt" in note for note in report.notes)
-    assert any(note.startswith("optimizer.pt: ") or "optimizer" not in note for note in report.notes)
+    assert any("2 other files left: config.json, inner/vocab.txt" in note for note in report.notes)
+    assert "optimizer.pt: --strip-prefix module. means nothing there" in report.notes
+    assert any(note.startswith("model.safetensors.index.json: no device was changed") for note in report.notes)
+    assert report.formats == ("sharded safetensors and torch zip",) * 2
 
 
 def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
@@ -89,16 +94,24 @@ def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None
 
 
 def test_in_place(model: Path) -> None:
-    """The folder itself can be the target: with force, and only if nothing in it is lost."""
-    with pytest.raises(CkptconvError, match=r"--force|force=True"):
-        convert(model, model, strip_prefix="module.", copy_others=True)
-    before = tree(model)
-    with pytest.raises(RefusedError, match=r"config\.json, inner/vocab\.txt"):
-        convert(model, model, strip_prefix="module.", force=True)
-    assert tree(model) == before
-    convert(model, model, strip_prefix="module.", force=True, copy_others=True)
+    """The folder itself can be the target, with force: what is not converted stays what it is, hidden folders, links, empty folders and modes too."""
+    (model / ".cache" / "hub").mkdir(parents=True)
+    (model / ".cache" / "hub" / "lock").write_text("x")
+    (model / "empty").mkdir(mode=0o700)
+    (model / "link").symlink_to("../elsewhere")
+    os.mkfifo(model / "fifo")
+    (model / "config.json").chmod(0o600)
+    (model / "inner").chmod(0o700)
+    with pytest.raises(CkptconvError, match="force=True"):
+        convert(model, model, strip_prefix="module.")
+    before, stat = tree(model), (model / "config.json").stat()
+    convert(model, model, strip_prefix="module.", force=True)
     assert tree(model) == before
     assert_equal(load_set(model), weights(""))
+    after = (model / "config.json").stat()
+    assert (after.st_ino, after.st_mode, after.st_mtime_ns) == (stat.st_ino, stat.st_mode, stat.st_mtime_ns)
+    assert [oct((model / name).stat().st_mode & 0o777) for name in ("empty", "inner")] == ["0o700", "0o700"]
+    assert (os.readlink(model / "link"), (model / "fifo").is_fifo()) == ("../elsewhere", True)
     assert os.listdir(model.parent) == ["model"]
 
 
@@ -133,7 +146,8 @@ def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path
 def test_an_edit_that_means_nothing_anywhere_is_a_typo(
     model: Path, tmp_path: Path, edit: dict[str, Any], said: str
 ) -> None:
-    """An edit may mean nothing in one of the checkpoints, but not in all of them."""
+    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said, and not that one of them cannot be read."""
+    (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     with pytest.raises(NoMatchError, match=said):
         convert(model, tmp_path / "out", **edit)
     assert not (tmp_path / "out").exists()
@@ -163,20 +177,20 @@ def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path) -> None
 
 
 def test_in_place_one_that_cannot_be_read_is_not_lost(model: Path) -> None:
-    """Where the folder itself is the target, a checkpoint that could not be converted would be lost: refused, and everything as it was."""
+    """Where the folder itself is the target, a checkpoint that could not be converted stays as it is, and is named."""
     (model / "pytorch_model.bin").write_bytes(b"\x80\x02 not a pickle")
-    before = {path: (model / path).read_bytes() for path in tree(model)}
-    with pytest.raises(RefusedError, match=r"pytorch_model\.bin"):
-        convert(model, model, strip_prefix="module.", force=True, copy_others=True)
-    assert {path: (model / path).read_bytes() for path in tree(model)} == before
+    report = convert(model, model, strip_prefix="module.", force=True)
+    assert [Path(path).name for path, _ in report.failed] == ["pytorch_model.bin"]
+    assert (model / "pytorch_model.bin").read_bytes() == b"\x80\x02 not a pickle"
+    assert_equal(load_set(model), weights(""))
 
 
 def test_a_set_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
-    """Where a shard is missing the set fails, and the others are converted."""
+    """Where a shard is missing the folder fails as a whole: one without its model would look as if it were done."""
     (model / "model-00002-of-00003.safetensors").unlink()
-    report = convert(model, tmp_path / "out")
-    assert [Path(path).name for path, _ in report.failed] == ["model.safetensors.index.json"]
-    assert tree(tmp_path / "out") == ["inner/ema.pt", "optimizer.pt"]
+    with pytest.raises(CkptconvError, match="model-00002-of-00003"):
+        convert(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_sets_in_one_folder(tmp_path: Path) -> None:
@@ -239,6 +253,96 @@ def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatc
     with pytest.raises(CkptconvError, match="changed while it was read"):
         convert(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_older_model_of_another_name_or_place_does_not_go(model: Path, tmp_path: Path) -> None:
+    """With force a folder loses its older model, and neither another variant, nor an adapter, nor what stands in folders below: then it is refused."""
+    for name in ("backup/model.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"):
+        out = tmp_path / name.replace("/", "-").removesuffix(".safetensors")
+        convert(model, out)
+        (out / name).parent.mkdir(exist_ok=True)
+        save_file(weights(), out / name)
+        with pytest.raises(RefusedError, match=name):
+            convert(model, out, force=True)
+        assert (out / name).exists()
+
+
+def test_what_goes_is_named(model: Path, tmp_path: Path) -> None:
+    """What of the old folder the new one will not have stands in the report, of a dry run too."""
+    convert(model, tmp_path / "out", max_shard_size="450")
+    report = convert(model, tmp_path / "out", force=True, dry_run=True)
+    assert any(re.search(r"6 files of the old folder go: model-00001-of-00006", note) for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", ["two formats", "two suffixes"])
+def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Path, tmp_path: Path, kind: str) -> None:
+    """Where two checkpoints in the folder would become one file, that is said by the plan, with both their names."""
+    if kind == "two formats":
+        convert(model / "model.safetensors.index.json", tmp_path / "bin", format="pt")
+        for path in (tmp_path / "bin").iterdir():
+            path.rename(model / path.name)
+    else:
+        torch.save({"w": torch.ones(1)}, model / "x.pt")
+        torch.save({"w": torch.ones(1)}, model / "x.pth")
+        (model / "optimizer.pt").unlink()
+    with pytest.raises(RefusedError, match="would both become it"):
+        convert(model, tmp_path / "out", format="safetensors", dry_run=True)
+
+
+def test_what_comes_along(model: Path, tmp_path: Path) -> None:
+    """Copies have the modes of what they are copies of; links within the folder stay links, others become the files that they lead to; hidden and empty folders come too."""
+    (tmp_path / "blob").write_text("blob")
+    (model / "tokenizer.json").symlink_to(tmp_path / "blob")
+    (model / "vocab.json").symlink_to("../blob")
+    (model / "alias.json").symlink_to("inner/vocab.txt")
+    (model / "nowhere").symlink_to("../../nothing")
+    (model / ".hidden").mkdir(mode=0o700)
+    (model / ".hidden" / "x").write_text("x")
+    (model / "empty").mkdir()
+    (model / "config.json").chmod(0o600)
+    os.mkfifo(model / "fifo")
+    out = tmp_path / "out"
+    report = convert(model, out, copy_others=True)
+    assert os.readlink(out / "alias.json") == "inner/vocab.txt"
+    assert not (out / "vocab.json").is_symlink() and (out / "vocab.json").read_text() == "blob"
+    assert (out / "tokenizer.json").read_text() == "blob"
+    assert (out / ".hidden" / "x").read_text() == "x" and (out / "empty").is_dir()
+    assert [oct((out / name).stat().st_mode & 0o777) for name in ("config.json", ".hidden")] == ["0o600", "0o700"]
+    assert any("2 things left that cannot be copied: fifo, nowhere" in note for note in report.notes)
+    assert not os.path.lexists(out / "fifo") and not os.path.lexists(out / "nowhere")
+
+
+def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
+    """Without copy_others, hidden folders with something in them and links to folders are named as left."""
+    (model / ".cache").mkdir()
+    (model / ".cache" / "x").write_text("x")
+    (model / "link").symlink_to("inner")
+    report = convert(model, tmp_path / "out")
+    assert any("2 hidden or linked folders left: .cache, link" in note for note in report.notes)
+
+
+def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
+    """transformers casts to what config.json says, so a cast set beside one that says something else is not what is loaded."""
+    (model / "config.json").write_text('{"dtype": "float32"}')
+    said = "config.json says dtype float32"
+    assert any(said in note for note in convert(model, tmp_path / "half", dtype="bf16", copy_others=True).notes)
+    assert not any(said in note for note in convert(model, tmp_path / "same").notes)
+    (model / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert not any(said in note for note in convert(model, tmp_path / "right", dtype="bf16").notes)
+
+
+def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
+    """More of them than files may be open: the soft limit is raised, and what is copied is opened one at a time."""
+    for i in range(150):
+        torch.save({f"module.{i}": torch.ones(1)}, model / f"{i:03}.pt")
+        (model / f"{i:03}.txt").write_text("x")
+    program = (
+        "import resource, sys, ckptconv\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 230))\n"
+        "ckptconv.convert(sys.argv[1], sys.argv[2], copy_others=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(model), str(tmp_path / "out")], check=True)
+    assert tree(tmp_path / "out") == tree(model)
 
 
 def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def error_of(path: Path) -> InputError:
 
 def words_of(error: InputError) -> list[str]:
     """The command in the hint, as a shell reads it."""
-    return shlex.split(str(error.hint).split(": ", 1)[-1])
+    return shlex.split(str(error.hint).split(": ", 1)[-1].split("; or convert all of them: ")[0])
 
 
 def run(error: InputError, folder: Path) -> None:
@@ -73,7 +73,8 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "older Hugging Face": (["config.json", "pytorch_model.bin"], "it is pytorch_model.bin", ["{}/pytorch_model.bin"]),
     "PEFT": (["adapter_config.json", "adapter_model.safetensors"], "it is adapter_model.safetensors", ["{}/adapter_model.safetensors"]),
     "Trainer": (
-        ["model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"], "it is model.safetensors",
+        ["model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"],
+        "the model in it is model.safetensors, beside optimizer.pt, rng_state.pth, scheduler.pt and 1 more",
         ["{}/model.safetensors"],
     ),
     "shards": (
@@ -83,7 +84,7 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "two formats of shards": (
         ["pytorch_model-00001-of-00009.bin", *SHARDS], "a checkpoint in 3 shards", ["ckptconv", "convert", "{}", "out.safetensors"],
     ),
-    "shards, some missing": (SHARDS[1:2], "in 3 shards, 2 of which are missing; download or copy", []),
+    "shards, some missing": (SHARDS[1:2], "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing; download or copy", []),
     "DCP": (
         [".metadata", "__0_0.distcp", "__1_0.distcp"], "a checkpoint of torch.distributed.checkpoint",
         ["ckptconv", "convert", "{}", "out.pt"],
@@ -107,6 +108,11 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
         ["{}/a.ckpt"],
     ),
     "checkpoints further down": (["unet/x.safetensors", "vae/y.bin", "z/"], "unet/x.safetensors, vae/y.bin", ["{}/unet/x.safetensors"]),
+    "the Hub's cache": (
+        ["models--a--b/blobs/0a1b", "models--a--b/refs/main", *(f"models--a--b/snapshots/abc/{name}" for name in SHARDS)],
+        "the checkpoint in it is models--a--b/snapshots/abc;", ["{}/models--a--b/snapshots/abc"],
+    ),
+    "accelerate's random states": (["a/b/random_states_0.pkl"], "it is a/b/random_states_0.pkl", ["{}/a/b/random_states_0.pkl"]),
     "steps of Orbax": (["100/_METADATA", "200/_METADATA"], "the checkpoints in it are 100, 200", ["{}/100"]),
     "accelerate's FSDP": (
         ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.txt"], "the checkpoint in it is pytorch_model_fsdp_0",
@@ -130,6 +136,21 @@ def test_each_kind_of_folder_is_named_with_its_next_step(folder: Path, kind: str
     if command:
         expected = [str(Path(os.path.normpath(w.format(folder)))) if "{}" in w else w for w in command]
         assert words_of(error) == expected
+
+
+def test_all_of_them_can_be_converted(folder: Path) -> None:
+    """Where there are several, at whatever depth, the command for the folder stands beside that for one of them, and it works; not where one is nothing that could be converted, nor for what stands in links and hidden folders."""
+    for name in ("run/a.pt", "run/step-1/b.PT", "run/.old/c.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"w": torch.ones(1)}, folder / name)
+    (folder / "run" / "link").symlink_to("step-1")
+    error = error_of(folder / "run")
+    assert "the checkpoints in it are a.pt, step-1/b.PT; give one" in str(error)
+    command = str(error.hint).split("; or convert all of them: ")[1]
+    subprocess.run(["bash", "-c", command.replace("ckptconv", f"{sys.executable} -m ckptconv", 1)], check=True, cwd=folder, capture_output=True)  # fmt: skip
+    assert sorted(str(path.relative_to(folder / "OUT_FOLDER")) for path in (folder / "OUT_FOLDER").rglob("*.*")) == ["a.pt", "step-1/b.PT"]  # fmt: skip
+    fill(folder / "run", "orbax/_METADATA")
+    assert "convert all" not in str(error_of(folder / "run").hint)
 
 
 def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:

@@ -367,7 +367,7 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     ],
     "copy_tied": [(["--copy-tied"], {"copy_tied": True}, "x.safetensors")],
     "max_shard_size": [(["--max-shard-size", "1KB"], {"max_shard_size": "1KB"}, "x")],
-    "copy_others": [(["--copy-others"], {"copy_others": True}, "x.pt")],
+    "copy_others": [(["--copy-others"], {"copy_others": True}, "x")],
     "force": [(["--force"], {"force": True}, "old.pt")],
     "skip_existing": [(["--skip-existing"], {}, "x.pt")],
     "jobs": [(["--jobs", "2"], {"jobs": 2}, "x.pt")],
@@ -381,7 +381,6 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
 }
 #: What is about the way, not about the output.
 _NO_EDITS = (
-    "copy_others",
     "force",
     "skip_existing",
     "jobs",
@@ -443,6 +442,10 @@ def test_a_flag_is_its_keyword(
     if option == "allow_unsafe":
         src = tmp_path / "dangerous.pt"
         torch.save({"w": torch.ones(1), "x": _Dangerous()}, src)
+    if option == "copy_others":
+        src = tmp_path / "set"
+        ckptconv.convert(training, src, max_shard_size="1KB")
+        (src / "config.json").write_text("{}")
     by_flag, by_keyword, plain = (tmp_path / folder / name for folder in ("flag", "keyword", "plain"))
     for path in (by_flag, by_keyword, plain):
         path.parent.mkdir()

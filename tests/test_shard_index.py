@@ -111,8 +111,9 @@ def test_a_shard_is_of_the_format_of_its_index() -> None:
 )
 def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
     """Each in one typed error that says what it is."""
-    with pytest.raises(MalformedError, match=what):
+    with pytest.raises(MalformedError, match=what) as caught:
         read(raw)
+    assert "fetch it again; or take it away" in (caught.value.hint or "")
 
 
 def test_an_index_is_bounded() -> None:
@@ -256,7 +257,7 @@ def test_a_whole_model_beside_shards(tmp_path: Path) -> None:
 
 
 def test_sets_by_their_names() -> None:
-    """Families, variants and counts are told apart; shards that have an index are no set of their own."""
+    """Families, variants and counts are told apart; shards that have an index are in its set."""
     sets = sets_in(
         [
             "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
@@ -264,11 +265,11 @@ def test_sets_by_their_names() -> None:
         ]
     )  # fmt: skip
     assert [(each.stem, each.suffix, each.index, each.shards, each.count) for each in sets] == [
-        ("model.fp16", ".safetensors", "model.safetensors.index.fp16.json", (), 0),
-        ("model", ".safetensors", "model.safetensors.index.json", (), 0),
+        ("model.fp16", ".safetensors", "model.safetensors.index.fp16.json", ("model.fp16-00001-of-00001.safetensors",), 0),
+        ("model", ".safetensors", "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), 0),
         ("x", ".bin", None, ("x-00001-of-00002.bin",), 2),
         ("x", ".bin", None, ("x-00001-of-00003.bin",), 3),
-    ]
+    ]  # fmt: skip
 
 
 def test_missing_shards(tmp_path: Path) -> None:

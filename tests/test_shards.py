@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import load_state_dict_from_file, load_torch_model, save_torch_state_dict
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from judge import assert_same, tags_of
 from safetensors import safe_open
@@ -635,6 +635,13 @@ def test_a_whole_training_checkpoint(tmp_path: Path) -> None:
 # What is refused
 
 
+def test_a_part_without_a_state_dict(saved: Path, tmp_path: Path) -> None:
+    """Whoever typed a command is told what shows what there is, and nothing about objects in memory."""
+    with pytest.raises(RefusedError, match="no state dict") as caught:
+        convert(saved, tmp_path / "no.safetensors", select=next(iter(some_state())))
+    assert caught.value.hint == f"see what there is: ckptconv inspect {saved}"
+
+
 def test_a_folder_without_a_size(tmp_path: Path) -> None:
     """One file is no shards, nor is a part of some: how large they may be is asked."""
     torch.save(some_state(), tmp_path / "whole.pt")
@@ -659,6 +666,21 @@ def test_names_that_no_index_can_hold(tmp_path: Path, key: Any) -> None:
     torch.save(state, tmp_path / "whole.pt")
     with pytest.raises(RefusedError, match="an index cannot hold"):
         convert(tmp_path / "whole.pt", tmp_path / "no", max_shard_size=8)
+
+
+def test_tensors_that_are_larger_than_a_shard(tmp_path: Path) -> None:
+    """They are counted in a note, tied ones once, and have a shard each; a size that none of several fits is a typo, and what a size needs is said. One tensor alone is what it is."""
+    state = {"a": torch.ones(10), "b": torch.ones(20), "c": torch.ones(2), "e": torch.ones(0)}
+    torch.save({**state, "tied": state["b"]}, tmp_path / "whole.pt")
+    for format in ("pt", "safetensors"):
+        report = convert(tmp_path / "whole.pt", tmp_path / format, format=format, max_shard_size=30)
+        assert "2 tensors are larger than --max-shard-size 30 and have a shard each" in report.notes
+        with pytest.raises(UsageError, match="less than any tensor") as caught:
+            convert(tmp_path / "whole.pt", tmp_path / "no", format=format, max_shard_size="5")
+        assert (caught.value.expected, caught.value.hint) == ("at least 8 bytes", "a number without a unit is bytes")
+    assert not any("larger" in note for note in convert(tmp_path / "whole.pt", tmp_path / "80", max_shard_size=80).notes)  # fmt: skip
+    torch.save({"b": state["b"]}, tmp_path / "one.pt")
+    assert any("1 tensor is larger" in note for note in convert(tmp_path / "one.pt", tmp_path / "1", max_shard_size="0.01KB").notes)  # fmt: skip
 
 
 def test_nothing_to_deal(tmp_path: Path) -> None:
@@ -705,8 +727,11 @@ def test_dealt_and_dealt_again(
     """A file in shards, in other shards, and in one file again: the same values under the same names, and tied what was tied."""
     folder = tmp_path_factory.mktemp("dealt")
     torch.save(state, folder / "whole.pt")
-    convert(folder / "whole.pt", folder / "a", format=format, max_shard_size=size)
-    convert(folder / "a", folder / "b", max_shard_size=again)
+    try:
+        convert(folder / "whole.pt", folder / "a", format=format, max_shard_size=size)
+        convert(folder / "a", folder / "b", max_shard_size=again)
+    except UsageError:  # none of the tensors is so small
+        reject()
     convert(folder / "b", folder / "c") if len(os.listdir(folder / "b")) > 1 else os.rename(folder / "b", folder / "c")
     files = [path for path in (folder / "c").iterdir() if path.suffix != ".json"]
     convert(files[0] if len(files) == 1 else folder / "c", folder / "one.pt")

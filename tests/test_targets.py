@@ -192,11 +192,27 @@ def test_what_inputs_and_output_mean(
 @pytest.mark.parametrize(
     ("srcs", "dst", "keywords", "error", "words"),
     [
-        ("a.pt run", "b.pt", {}, UsageError, "need a folder"),
+        (
+            "a.pt run",
+            "b.pt",
+            {},
+            UsageError,
+            r"need a folder to go to \(expected a folder, or a path without a suffix\)",
+        ),
         ("a.pt run", "a.pt", {}, UsageError, "need a folder"),
         ("a.pt", "b.pt", {"in_shards": True}, UsageError, "writes a folder"),
         ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix says"),
         ("run", "run/out", {}, UsageError, "within the input"),
+        ("hub", "hub/out", {}, UsageError, "within the input"),
+        ("hub a.pt", "hub", {}, UsageError, "within the input"),
+        ("dcp", "dcp", {}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp/b.pt", {}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp", {"in_shards": True}, UsageError, "among the parts of the input"),
+        ("parts", "parts", {}, UsageError, r"ckptconv convert parts parts\.pt"),
+        ("a.pt", "b.pt", {"copy_others": True}, UsageError, "the input is none"),
+        ("a.pt run/x.pt", "new", {"copy_others": True}, UsageError, "the input is none"),
+        ("hub", "b.pt", {"copy_others": True}, UsageError, "--copy-others writes a folder"),
+        (f"hub/{SHARDS[2]}", "b.pt", {"copy_others": True}, UsageError, "--copy-others writes a folder"),
         ("run", "b.pt", {}, InputError, "the checkpoint"),
         ("empty", "new", {}, InputError, "no checkpoint is in it"),
         ("empty", "new", {"copy_others": True}, InputError, "no checkpoint is in it"),
@@ -233,6 +249,33 @@ def test_what_is_left_is_named(tree: Path) -> None:
     assert [str(path) for path in listing.other] == ["run/config.json"]
     assert [str(path) for path in listing.unentered] == ["run/.git"]
     assert list_items(["run"], "new", copy_others=True).other == ()
+
+
+def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:
+    """All that stands in the folder beside the shards or chunks, checkpoints among it."""
+    (tree / "dcp" / "meta.pt").touch()
+    for src, names in (("hub", ["hub/config.json", "hub/optimizer.pt"]), ("dcp", ["dcp/meta.pt"])):
+        listing, notes = list_items([src], "b.pt"), find_item(src, "b.pt").notes
+        assert not listing.is_batch
+        assert [str(path) for path in listing.other] == names
+    assert notes == ("1 other file left: meta.pt; to a folder, --copy-others takes it along",)
+    assert find_item(f"hub/{SHARDS[2]}", "b.pt").notes == find_item("hub", "b").notes == ()
+
+
+def test_shards_by_themselves_get_no_index(tree: Path) -> None:
+    """As a shell's pattern gives them; where the set comes as its folder or index, there is nothing to say."""
+    listing = list_items([f"hub/{name}" for name in SHARDS[:2]], "new")
+    assert listing.notes == ("2 shards by themselves get no index: ckptconv convert hub OUT_FOLDER converts the set",)
+    assert list_items(["hub", "a.pt"], "new").notes == list_items(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
+
+
+def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a tree their file stands beside them; from within one, the hint still leads out of it."""
+    assert listed("all", "all")[0] == "all/dcp dcp all/dcp.pt"
+    monkeypatch.chdir(tree / "dcp")
+    with pytest.raises(UsageError, match="among the parts") as caught:
+        list_items(["."], ".")
+    assert caught.value.hint == f"ckptconv convert {tree / 'dcp'} {tree / 'dcp.pt'}"
 
 
 def test_one_item_is_what_the_function_converts(tree: Path) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from ckptconv.customs import Customs, StateDict
 from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
 from ckptconv.errors import count
-from ckptconv.formats import dcp, dcp_safetensors, plain_pickle, torch_legacy
+from ckptconv.formats import plain_pickle, torch_legacy
+from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
 from ckptconv.model import Checkpoint
 from ckptconv.pickled_modules import PickledModule, detached
@@ -163,7 +164,7 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
 
 def containers(checkpoint: Checkpoint) -> list[Complaint]:
     """What torch does not read, for what it is."""
-    if checkpoint.format in (dcp.NAME, dcp_safetensors.NAME):
+    if checkpoint.format in (dcp.NAME, safetensors_parts.NAME):
         text = "torch.load reads files, and this is a folder with parts of tensors (torch.distributed.checkpoint)"
         return [Complaint("parts", text, Cure("-whole"), blocks=True)]
     if checkpoint.format == plain_pickle.NAME:

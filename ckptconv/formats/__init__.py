@@ -9,16 +9,8 @@ from typing import Protocol
 
 from ckptconv.errors import UnsupportedError
 from ckptconv.folders import distributed_part_error, folder_error
-from ckptconv.formats import (
-    dcp,
-    dcp_safetensors,
-    plain_pickle,
-    safetensors,
-    sharded,
-    torch_legacy,
-    torch_zip,
-    torchscript,
-)
+from ckptconv.formats import plain_pickle, safetensors, sharded, torch_legacy, torch_zip, torchscript
+from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.other_pickles import looks_like_pickle
 from ckptconv.formats.strangers import stranger_error
 from ckptconv.model import Checkpoint, Layout
@@ -60,7 +52,7 @@ FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickl
 #: By the word of ``--format``: those that hold whatever a pickle can say.
 WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
 
-FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, dcp_safetensors, sharded)
+FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
 _HEAD = 64
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
 from ckptconv.elements import piece_of, stored
 from ckptconv.errors import RefusedError
+from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
-from ckptconv.formats.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo

@@ -34,6 +34,7 @@ __all__ = [
     "TOTAL_SIZE",
     "Index",
     "ShardSet",
+    "family_of",
     "find_set",
     "index_bytes",
     "index_name",
@@ -50,6 +51,7 @@ TOTAL_SIZE = "total_size"
 #: The numbers in the names of shards have five digits.
 MOST_SHARDS = 99_999
 _SHOWN = 5  # shards that an error lists
+_WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
 _DIGITS = 300  # of a number in the metadata; a float ends there
 _SUFFIXES = r"\.safetensors|\.bin"
 _SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII)  # fmt: skip
@@ -65,7 +67,7 @@ _WHOLE = re.compile(rf"({_STEMS})({_SUFFIXES})")
 
 @dataclass(frozen=True)
 class ShardSet:
-    """One checkpoint in shards, by the names in its folder. ``index`` is the name of its index; where there is none, ``shards`` are those that are there of ``count``."""
+    """One checkpoint in shards, by the names in its folder. ``index`` is the name of its index, ``shards`` are those that are there; where there is no index, ``count`` says of how many, else it is 0."""
 
     stem: str
     suffix: str
@@ -115,6 +117,14 @@ def renumbered(names: list[str]) -> list[str]:
     ] if all(found) else names  # fmt: skip
 
 
+def family_of(name: str) -> str | None:
+    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats; None where the name says nothing of that."""
+    found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
+    whole = re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
+    stem = _family(found)[0] if found else whole[1] if whole else None
+    return _stem_like(stem, ".safetensors") if stem else None
+
+
 def _stem_like(stem: str, suffix: str) -> str:
     """STEM as the Hub's tools spell it beside SUFFIX: transformers has two names for one thing."""
     model, dot, variant = stem.partition(".")
@@ -125,19 +135,22 @@ def _stem_like(stem: str, suffix: str) -> str:
 
 def sets_in(names: Iterable[str]) -> list[ShardSet]:
     """The sets of shards that files with these NAMES are: one for each index, and those that have none."""
-    sets: list[ShardSet] = []
-    alone: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    indexes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    shards: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(names):
         if found := _INDEX.fullmatch(name):
-            sets.append(ShardSet(*_family(found), name, (), 0))
+            indexes[_family(found)].append(name)
         elif found := _SHARD.fullmatch(name):
-            stem, suffix = _family(found)
-            alone[stem, suffix, int(found["count"])].append(name)
-    indexed = {(each.stem, each.suffix) for each in sets}
-    for (stem, suffix, number), shards in alone.items():
-        if (stem, suffix) not in indexed:
-            sets.append(ShardSet(stem, suffix, None, tuple(shards), number))
-    return sets
+            shards[_family(found)][int(found["count"])].append(name)
+    sets = []
+    for family, called in indexes.items():
+        mine = tuple(name for part in shards.pop(family, {}).values() for name in part)
+        sets += [ShardSet(*family, name, mine, 0) for name in called]
+    return sets + [
+        ShardSet(*family, None, tuple(part), number)
+        for family, parts in shards.items()
+        for number, part in parts.items()
+    ]
 
 
 def _family(found: re.Match[str]) -> tuple[str, str]:
@@ -235,7 +248,7 @@ class _Reader:
         self.suffix = name["suffix"] if name else None
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        raise MalformedError(what, where=self.source.path, expected=expected, got=got)
+        raise MalformedError(what, where=self.source.path, expected=expected, got=got, hint=_WITHOUT)
 
     def index(self) -> Index:
         """All of it."""

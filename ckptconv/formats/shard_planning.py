@@ -29,10 +29,11 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """FILES with the names of the tensors in each, in the order of the state dict; and the name of the INDEX, None for one file."""
+    """FILES with the names of the tensors in each, in the order of the state dict; the name of the INDEX, None for one file; and how many tensors are TOO_LARGE, so that their shards are, tied ones counted once."""
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
     index: str | None
+    too_large: int = 0
 
 
 def parse_size(size: int | str) -> int:
@@ -50,8 +51,15 @@ def parse_size(size: int | str) -> int:
 
 
 def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
-    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is. Raises UsageError."""
+    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is. Raises UsageError, also where there are several groups and each is: that is a typo."""
     most = parse_size(max_shard_size)
+    sizes = [nbytes for nbytes in {each.group: each.nbytes for each in weights.values()}.values() if nbytes]
+    too_large = sum(nbytes > most for nbytes in sizes)
+    if too_large == len(sizes) > 1:
+        raise UsageError(
+            f"--max-shard-size {max_shard_size} is less than any tensor has", expected=f"at least {min(sizes):,} bytes",
+            got=f"{most:,}", hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
+        )  # fmt: skip
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError as error:
@@ -70,7 +78,7 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         )  # fmt: skip
     place = {name: i for i, name in enumerate(weights)}  # the planner puts what is tied last
     files = tuple((file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items())  # fmt: skip
-    return Deal(files, index_name(stem, suffix) if len(files) > 1 else None)
+    return Deal(files, index_name(stem, suffix) if len(files) > 1 else None, too_large)
 
 
 # What a tensor weighs

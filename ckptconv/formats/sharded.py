@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.commands import shell
 from ckptconv.customs import strings_of
-from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, UsageError, some
+from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, UsageError, count, some
 from ckptconv.folders import folder_error
 from ckptconv.formats import safetensors, torch_zip
 from ckptconv.formats.safetensors_header import is_text
@@ -259,12 +259,13 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Set:
-    """The files of a set, the name of its index, if it has one, and what that says beside sizes and places."""
+    """The files of a set, the name of its index, if it has one, what that says beside sizes and places, and what to say of all."""
 
     files: list[_File]
     index: str | None
     metadata: dict[str, Any]
     left_behind: list[LeftBehind]
+    notes: tuple[str, ...] = ()
 
 
 def layout(
@@ -363,7 +364,13 @@ def _dealt(
     if dealt.index is None:
         left += [LeftBehind(f"{container.index}/metadata/{key}", 0, "one file has no index") for key, value in metadata.items() if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)]  # fmt: skip
     metadata.pop(_FORMAT, None)
-    return _Set(files, dealt.index, metadata, left)
+    notes = (_about_size(dealt.too_large, max_shard_size),) if dealt.too_large else ()
+    return _Set(files, dealt.index, metadata, left, notes)
+
+
+def _about_size(too_large: int, max_shard_size: int | str) -> str:
+    are, have = ("is", "has") if too_large == 1 else ("are", "have")
+    return f"{count(too_large, 'tensor')} {are} larger than --max-shard-size {max_shard_size} and {have} a shard each"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
@@ -398,7 +405,7 @@ class _Writer:
         """All files, the index last."""
         files: list[OutFile] = []
         left: dict[tuple[str, str], LeftBehind] = {(each.path, each.why): each for each in planned.left_behind}
-        notes: dict[str, None] = {}
+        notes: dict[str, None] = dict.fromkeys(planned.notes)
         parts = split(self.checkpoint, [(file.root, file.like) for file in planned.files])
         for file, part in zip(planned.files, parts, strict=True):
             laid = self.part(part, file)

@@ -12,7 +12,7 @@
 ==========  =============================================================================
 """
 
-from ckptconv.render.batch import item_line, skipped_line, sum_lines
+from ckptconv.render.batch import Sum, item_line, skipped_line, sum_lines
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.facts import facts
 from ckptconv.render.report import report_lines
@@ -22,6 +22,7 @@ from ckptconv.render.tree import tree_lines
 
 __all__ = [
     "Look",
+    "Sum",
     "cells",
     "difference_lines",
     "facts",

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ckptconv.errors import some
 from ckptconv.render.text import Look, cells, count, fact, size
 
 if TYPE_CHECKING:
     from ckptconv.model import Report
 
-__all__ = ["COPIED", "item_line", "skipped_line", "sum_lines"]
+__all__ = ["Sum", "item_line", "skipped_line", "sum_lines"]
 
-#: The formats in the report of what is no checkpoint and was copied.
-COPIED = ("other", "other")
 _SHOWN = 3  # things in one place
+_REASONS = 10  # of failures
 _PLAIN = Look()
 
 
-def item_line(report: Report, look: Look = _PLAIN) -> str:
-    """What became of one item, in one line."""
-    return _line(look, report.dst, ", ".join(_parts(report)))
+class Sum(NamedTuple):
+    """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and WHY, with the inputs of which that is true, those beside sets among them.
+
+    OTHER and UNENTERED are what was left in their folders, NOTES what else to know. IN_FULL: the report of each was shown.
+    """
+
+    converted: Sequence[Report]
+    copied: Sequence[Report]
+    skipped: int
+    failed: int
+    why: Mapping[str, Sequence[str]]
+    seconds: float
+    other: Sequence[Path]
+    unentered: Sequence[Path]
+    notes: Sequence[str]
+    in_full: bool
+
+
+def item_line(report: Report, look: Look = _PLAIN, *, copied: bool = False) -> str:
+    """What became of one item, in one line. COPIED: it is no checkpoint, and was copied."""
+    said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
+    return _line(look, report.dst, ", ".join(said))
 
 
 def skipped_line(dst: str, look: Look = _PLAIN) -> str:
@@ -33,9 +52,7 @@ def _parts(report: Report) -> Iterator[str]:
     changes = report.changes
     old_format, new_format = report.formats
     yield size(report.size)
-    if report.formats == COPIED:
-        yield "copied"
-    elif old_format != new_format:
+    if old_format != new_format:
         yield f"{old_format} → {new_format}"
     if changes.devices:
         yield _some(f"{old} → {new}" for old, new in changes.devices)
@@ -53,28 +70,33 @@ def _parts(report: Report) -> Iterator[str]:
         yield count(len(report.notes), "note")
 
 
-def sum_lines(
-    reports: Sequence[Report], skipped: int, failed: int, seconds: float, other: Sequence[Path], unentered: Sequence[Path],
-    look: Look = _PLAIN,
-) -> Iterator[str]:  # fmt: skip
-    """How many items there were and what became of them, and what in their folders was OTHER, or UNENTERED."""
-    copied = sum(report.formats == COPIED for report in reports)
-    would = "" if all(report.written for report in reports) else "would be "
-    in_time = "" if would else f" in {seconds:.2f} s"
-    total = size(sum(report.size for report in reports))
-    said = [f"{len(reports) - copied:,} {would}converted", f"{total}{in_time}"]
-    said += [f"{n:,} {what}" for n, what in ((copied, f"{would}copied"), (skipped, "skipped"), (failed, "failed")) if n]
-    yield look.paint(look.text(f"{count(len(reports) + skipped + failed, 'item')}: {', '.join(said)}"), "title")
-    if other:
-        yield from fact(look, "left", f"{count(len(other), 'other file')} ({_names(other)}): --copy-others takes them along")  # fmt: skip
-    if unentered:
-        yield from fact(look, "not entered", f"{_names(unentered)}: hidden, or a link to a folder")
-    if any(report.notes or report.left_behind for report in reports):
+def sum_lines(all_: Sum, look: Look = _PLAIN) -> Iterator[str]:
+    """How many items there were and what became of them, what failed, and what was left in their folders."""
+    done = [*all_.converted, *all_.copied]
+    would = "" if all(report.written for report in done) else "would be "
+    in_time = "" if would else f" in {all_.seconds:.2f} s"
+    said = [f"{len(all_.converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
+    beside = sum(len(report.failed) for report in all_.converted)
+    counts = (len(all_.copied), f"{would}copied"), (all_.skipped, "skipped"), (all_.failed, "failed"), (beside, "beside a set failed")  # fmt: skip
+    said += [f"{n:,} {what}" for n, what in counts if n]
+    yield look.paint(look.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title")
+    for why, paths in [*all_.why.items()][:_REASONS]:
+        yield from fact(look, "failed", f"{why}: {some(paths, _SHOWN)}")
+    if len(all_.why) > _REASONS:
+        yield from fact(look, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
+    if all_.other:
+        them = "it" if len(all_.other) == 1 else "them"
+        yield from fact(look, "left", f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along")  # fmt: skip
+    if all_.unentered:
+        yield from fact(look, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
+    for note in all_.notes:
+        yield from fact(look, "note", note)
+    if not all_.in_full and any(report.notes or report.left_behind for report in done):
         yield from fact(look, "note", "-v tells all of each")
 
 
 def _names(paths: Sequence[Path]) -> str:
-    return _some(path.name for path in paths)
+    return some([path.name for path in paths], _SHOWN)
 
 
 def _some(things: Iterable[str]) -> str:

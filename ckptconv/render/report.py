@@ -15,6 +15,7 @@ __all__ = ["report_lines"]
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
+_NO_DEVICES = ("safetensors", "sharded safetensors", "DCP safetensors")
 _PLAIN = Look()
 
 
@@ -29,10 +30,12 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
     old_format, new_format = report.formats
     what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
     yield from headline(look, report.dst, f"{what}, {done}")
+    if every_name and report.files:
+        yield from fact(look, "files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
     if old_format != new_format:
         yield from fact(look, "format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
-        old = "none stored" if old_format.endswith("safetensors") else old
+        old = "none stored" if old_format in _NO_DEVICES else old
         yield from fact(look, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name, look)
     if changes.unprefixed:

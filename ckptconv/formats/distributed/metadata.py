@@ -16,11 +16,13 @@ Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
+from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
-from ckptconv.formats.chunks import Chunk
+from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.pickles import parse
@@ -50,12 +52,16 @@ _KNOWN = frozenset(
 )  # fmt: skip
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
+_OPCODES = 4  # of the pickle; a chunk takes more than three times as many, a list of them at least one
+_STATE = 32  # keys, values and opcodes that set them; no class has more than eight fields
 _EXTENSIONS = (
     "load it with torch.distributed.checkpoint and the extension that wrote it, and save it again without _extensions"
 )
 
 #: Keys of dicts and indices of lists, from the root to an item.
 Path: TypeAlias = "tuple[str | int, ...]"
+#: The name of an item, and the first index of the chunk; None for what is no tensor.
+_Key: TypeAlias = "tuple[str, tuple[int, ...] | None]"
 
 
 class TensorItem(NamedTuple):
@@ -75,17 +81,17 @@ class Stored(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk, None for what is no tensor."""
+    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk."""
 
     items: dict[str, TensorItem | None]
     paths: dict[str, Path]
-    stored: dict[tuple[str, tuple[int, ...] | None], Stored]
+    stored: dict[_Key, Stored]
 
 
 def read_metadata(source: Readable) -> Metadata:
     """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
     graph, end = parse(source.read, source.size, where=str(source.path))
-    reader = _Reader(str(source.path))
+    reader = _Reader(str(source.path), graph.opcodes // _OPCODES)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is no plain pickle of Metadata")
     reader.refuse_strangers(graph)
@@ -93,11 +99,14 @@ def read_metadata(source: Readable) -> Metadata:
 
 
 class _Reader:
-    """Reads the nodes of one file, and says what is wrong with them."""
+    """Reads the nodes of one file, and says what is wrong with them. MOST: so many chunks can be in it, unless one node is named again and again."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, most: int) -> None:
         self.where = where
+        self.most = most
+        # By the id of the node. One node can stand for any number of values.
         self._sizes: dict[int, tuple[int, ...]] = {}
+        self._paths: dict[int, Path] = {}
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
         raise MalformedError(what, where=self.where, expected=expected, got=got)
@@ -122,10 +131,11 @@ class _Reader:
             self.refuse("Metadata has fields that this version does not know", got=some(others, 3))
         version = fields.get("version")
         if version is not None and not (isinstance(version, str) and version.startswith(_VERSION)):
-            self.refuse("a version of the format that is not known", expected=f"{_VERSION}x", got=version)
+            self.refuse("a version of the format that is not known", expected=f"{_VERSION}x", got=version if isinstance(version, str) else type(version).__name__)  # fmt: skip
         items = {name: self.item(name, node) for name, node in self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")}  # fmt: skip
         paths = dict(self.paths(fields.get("planner_data")))
         stored = dict(self.stored(fields.get("storage_data")))
+        self.check_container(items, stored)
         self.check_bytes(stored)
         return Metadata(items, paths, stored)
 
@@ -135,10 +145,14 @@ class _Reader:
             self.object(node, f"{_METADATA}.BytesStorageMetadata")
             return None
         fields = self.object(node, f"{_METADATA}.TensorStorageMetadata")
-        shape = self.size(fields.get("size"), f"the size of {name!r}")
+        shape = self.size(fields.get("size"), "the size", name)
         chunks = fields.get("chunks")
         if not isinstance(chunks, List):
             self.fail(f"the chunks of {name!r} are no list")
+        for effect in chunks.effects:
+            self.most -= 1 + len(effect.values)
+            if self.most < 0:
+                self.fail("there are more chunks than a file of its size can describe", got=f"{name!r} and others have the same ones")  # fmt: skip
         dtype = self.dtype(name, fields.get("properties"))
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
@@ -160,12 +174,9 @@ class _Reader:
     def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
         """A chunk of NAME, which must lie inside its SHAPE."""
         fields = self.object(node, f"{_METADATA}.ChunkStorageMetadata")
-        offsets = self.size(fields.get("offsets"), f"the offsets of a chunk of {name!r}")
-        sizes = self.size(fields.get("sizes"), f"the sizes of a chunk of {name!r}")
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
+        offsets = self.size(fields.get("offsets"), "the offsets of a chunk", name)
+        sizes = self.size(fields.get("sizes"), "the sizes of a chunk", name)
+        if not len(offsets) == len(sizes) == len(shape) or not all(map(le, map(add, offsets, sizes), shape)):
             self.fail(f"a chunk lies outside of {name!r}", expected=f"inside {shape}", got=f"{sizes} at {offsets}")
         return Chunk(offsets, sizes)
 
@@ -174,15 +185,21 @@ class _Reader:
         if planner_data is None:
             return
         for name, node in self.mapping(planner_data, "planner_data"):
-            path = tuple(node.items) if isinstance(node, Tuple) else ()
-            parts = tuple(part for part in path if isinstance(part, str) or is_count(part))
-            if not path or len(parts) != len(path) or not isinstance(parts[0], str):
-                self.fail(f"planner_data has no path for {name!r}", expected="a tuple of keys and indices")
-            if len(path) > LIMITS.nesting:
-                raise LimitError(f"{name!r} stands too deep", where=self.where, expected=f"at most {LIMITS.nesting:,} levels", got=len(path))  # fmt: skip
-            yield name, parts
+            if id(node) not in self._paths:
+                self._paths[id(node)] = self.path(name, node)
+            yield name, self._paths[id(node)]
 
-    def stored(self, storage_data: Value) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Stored]]:
+    def path(self, name: str, node: Value) -> Path:
+        """The path NODE of the item NAME."""
+        path = node.items if isinstance(node, Tuple) else []
+        if len(path) > LIMITS.nesting:
+            raise LimitError(f"{name!r} stands too deep", where=self.where, expected=f"at most {LIMITS.nesting:,} levels", got=len(path))  # fmt: skip
+        parts = tuple(part for part in path if isinstance(part, str) or is_count(part))
+        if not path or len(parts) != len(path) or not isinstance(parts[0], str):
+            self.fail(f"planner_data has no path for {name!r}", expected="a tuple of keys and indices")
+        return parts
+
+    def stored(self, storage_data: Value) -> Iterator[tuple[_Key, Stored]]:
         """Where each chunk and each object is."""
         seen = set()
         for key, node in self.pairs(storage_data, "storage_data"):
@@ -190,7 +207,7 @@ class _Reader:
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
                 self.fail("a MetadataIndex has no name")
-            place = (name, None if offset is None else self.size(offset, f"the offset of {name!r}"))
+            place = (name, None if offset is None else self.size(offset, "the offset", name))
             if place in seen:
                 self.fail(f"{name!r} is stored twice", got=place[1])
             seen.add(place)
@@ -200,7 +217,7 @@ class _Reader:
         """The place that NODE, the _StorageInfo of NAME, says."""
         fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
         transforms = fields.get("transform_descriptors")
-        if transforms is not None and not (isinstance(transforms, List) and not list(transforms.elements())):
+        if transforms is not None and (not isinstance(transforms, List) or transforms.effects):
             words = [word for word in transforms.elements() if isinstance(word, str)] if isinstance(transforms, List) else []  # fmt: skip
             self.refuse(f"{name!r} was stored through a transform", got=some(words, 3) or None, hint=_EXTENSIONS)
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
@@ -215,10 +232,24 @@ class _Reader:
             )
         return Stored(file, offset, length)
 
-    def check_bytes(self, stored: dict[tuple[str, tuple[int, ...] | None], Stored]) -> None:
+    def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
+        """Raise UnsupportedError where tensors are stored without a container of their own, by the first of them that has elements: one process writes all tensors in one way."""
+        first = next(((name, item.dtype, chunk) for name, item in items.items() if item for chunk in item.chunks if 0 not in chunk.sizes), None)  # fmt: skip
+        if first is None:
+            return
+        name, dtype, chunk = first
+        nbytes = dtype.bytes_of(prod(chunk.sizes))
+        place = stored.get((name, chunk.offsets))
+        if place is not None and place.length == nbytes:
+            self.refuse(
+                "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in them each tensor is",
+                got=f"{nbytes:,} bytes for {name!r}, which has as many", hint="save it again without serialization_format",
+            )  # fmt: skip
+
+    def check_bytes(self, stored: dict[_Key, Stored]) -> None:
         """No byte belongs to two items: a small folder could ask for any number of copies."""
         last: tuple[Stored, str] | None = None
-        for place, (name, _) in sorted((place, key) for key, place in ((key, place) for key, place in stored.items())):
+        for (name, _), place in sorted(stored.items(), key=itemgetter(1)):
             if last and last[0].file == place.file and last[0].offset + last[0].length > place.offset:
                 self.fail(f"{last[1]!r} and {name!r} are stored in the same bytes", got=f"{place.file} at byte {place.offset:,}")  # fmt: skip
             last = place, name
@@ -240,7 +271,11 @@ class _Reader:
         states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
         if len(states) != len(call.effects) or len(states) > 1:
             self.fail(f"a {cls} is set up in an unknown way")
-        return dict(self.mapping(states[0], cls)) if states else {}
+        if not states:
+            return {}
+        if isinstance(states[0], Dict) and sum(1 + len(effect.values) for effect in states[0].effects) > _STATE:
+            self.fail(f"a {cls} has too many fields")
+        return dict(self.mapping(states[0], cls))
 
     def mapping(self, node: Value, what: str) -> Iterator[tuple[str, Value]]:
         """The items of NODE, a dict of texts, none of them twice."""
@@ -260,18 +295,18 @@ class _Reader:
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 
-    def size(self, node: Value, what: str) -> tuple[int, ...]:
-        """The numbers of NODE, a torch.Size."""
+    def size(self, node: Value, what: str, name: str) -> tuple[int, ...]:
+        """The numbers of NODE, a torch.Size: WHAT of the tensor NAME."""
         known = self._sizes.get(id(node))
         if known is not None:
             return known
         args = args_of(node) if isinstance(node, Call) and is_global(node.callable, _SIZE) else []
         numbers = args[0].items if len(args) == 1 and isinstance(args[0], Tuple) else None
         if numbers is None or len(numbers) > LIMITS.rank:
-            self.fail(f"{what} is no torch.Size", expected=f"at most {LIMITS.rank} numbers")
+            self.fail(f"{what} of {name!r} is no torch.Size", expected=f"at most {LIMITS.rank} numbers")
         counts = tuple(number for number in numbers if is_count(number))
         if len(counts) != len(numbers):
-            self.fail(f"{what} has a number that counts nothing", expected="0 to 2^62")
+            self.fail(f"{what} of {name!r} has a number that counts nothing", expected="0 to 2^62")
         self._sizes[id(node)] = counts
         return counts
 

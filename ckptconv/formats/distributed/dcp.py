@@ -1,13 +1,14 @@
 """Folders of torch.distributed.checkpoint (DCP): the checkpoint of a run of several processes, read without any of them.
 
-Layout: ``.metadata`` (:mod:`ckptconv.formats.dcp_metadata`) says what there is; each process wrote files of its own:
+Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is; each process wrote files of its own:
 
     .metadata               written last, by one process
     __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each chunk of a tensor, one for each object that is no tensor
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch 2.13.
 
-What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, tensors whole and in row-major order, on the CPU.
+What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, tensors whole and in row-major order, on the CPU. But where torch had put off to
+conjugate or negate a tensor, that stays to be done, as in any other file.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import TypeAlias
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
-from ckptconv.formats.chunk_files import ChunkFiles, in_file
-from ckptconv.formats.chunks import Chunk, assembled, check_cover
-from ckptconv.formats.dcp_metadata import Metadata, Path, Stored, TensorItem, read_metadata
+from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
+from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.distributed.metadata import Metadata, Path, Stored, TensorItem, read_metadata
 from ckptconv.graph import AT_ONCE, Dict, Effect, List, Value, set_items
 from ckptconv.merging import Merger
 from ckptconv.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
@@ -63,10 +64,19 @@ def looks_like(folder: SourceFolder) -> bool:
 
 
 def _names(folder: SourceFolder) -> set[str]:
+    """What is in FOLDER but for folders."""
     try:
-        return set(os.listdir(folder.folder))
+        with os.scandir(folder.folder) as entries:
+            return {entry.name for entry in entries if not _is_folder(entry)}
     except OSError as error:
         raise InputError(f"cannot be listed: {error.strerror}", where=folder.path) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _starts_like_a_pickle(folder: SourceFolder) -> bool:
@@ -169,18 +179,26 @@ class _Reader:
     def tensor(self, name: str, item: TensorItem) -> Value:
         """A tensor, of all its chunks."""
         boxes = []
+        put_off = None
         for chunk in dict.fromkeys(item.chunks):
-            if prod(chunk.sizes):
-                boxes.append(self.box(name, item, chunk))
-            else:
+            if not prod(chunk.sizes):
                 self.left.pop((name, chunk.offsets), None)
+                continue
+            box, info = self.box(name, item, chunk)
+            boxes.append(box)
+            if put_off not in (None, (info.conj, info.neg)):
+                raise UnsupportedError(
+                    f"some chunks of {name!r} are still to be conjugated or negated, and others are not", where=self.where,
+                    hint="save it again, of tensors that were resolved: tensor.resolve_conj().resolve_neg()",
+                )  # fmt: skip
+            put_off = info.conj, info.neg
         data = assembled(item.shape, item.dtype.itemsize, boxes, self.folder.path)
         key = next(self.keys)
         self.merger.records[key] = data
-        return self.merger.calls.tensor(item.dtype, item.shape, key, data.length)
+        return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
-    def box(self, name: str, item: TensorItem, chunk: Chunk) -> Box:
-        """CHUNK of the tensor NAME, which must be what the metadata says, and no more."""
+    def box(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[Box, TensorInfo]:
+        """CHUNK of the tensor NAME, which must be what the metadata says, and no more; and what its file says."""
         window = self.window(name, chunk.offsets)
         with _about(name, window):
             file = self.chunk_files.read(window)
@@ -195,12 +213,12 @@ class _Reader:
                 f"a chunk of {name!r} is not what {_METADATA} says", where=_where(window),
                 expected=f"{item.dtype.name} of shape {chunk.sizes}", got=f"{info.dtype} of shape {info.shape}",
             )  # fmt: skip
-        if not isinstance(of, Span) or not _fills(info) or info.conj or info.neg or not file.is_little_endian:
+        if not isinstance(of, Span) or not _fills(info) or not file.is_little_endian:
             raise UnsupportedError(
                 f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have", where=_where(window),
-                expected="all of a storage, with no conj or neg pending, little-endian and not compressed",
+                expected="all of a storage, little-endian and not compressed",
             )  # fmt: skip
-        return Box(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride)
+        return Box(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride), info
 
 
 def _where(window: Window) -> str:

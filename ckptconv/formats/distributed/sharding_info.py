@@ -33,8 +33,15 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
         info = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=error) from error
-    offsets = {entry.name: _offsets(info, entry.name) for entry in header.entries}
-    wrong = [entry.name for entry in header.entries if len(offsets[entry.name]) != len(entry.shape)]
+    if not isinstance(info, dict):
+        raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=type(info).__name__)
+    offsets, wrong = {}, []
+    for entry in header.entries:
+        first = _offsets(info.get(entry.name))
+        if first is None or len(first) != len(entry.shape):
+            wrong.append(entry.name)
+        else:
+            offsets[entry.name] = first
     if wrong or len(info) != len(offsets):
         raise MalformedError(
             f"{SHARDING_INFO} does not fit the tensors", where=path, expected=f"{_OFFSETS} for each, and for no other",
@@ -50,11 +57,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _offsets(info: object, name: str) -> tuple[int, ...]:
-    """What INFO says of the tensor NAME; nothing where that is no list of counts."""
-    entry = info.get(name) if isinstance(info, dict) else None
+def _offsets(entry: object) -> tuple[int, ...] | None:
+    """The counts in ENTRY; None where there are none."""
     numbers = entry.get(_OFFSETS) if isinstance(entry, dict) else None
-    return tuple(numbers) if isinstance(numbers, list) and all(map(is_count, numbers)) else ()
+    return tuple(numbers) if isinstance(numbers, list) and all(map(is_count, numbers)) else None
 
 
 def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:

@@ -2,7 +2,7 @@
 
 Layout: no index and no metadata file; each process wrote files of its own:
 
-    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata :mod:`ckptconv.formats.sharding_info` says where each of its tensors belongs in the whole one
+    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata :mod:`ckptconv.formats.distributed.sharding_info` says where each of its tensors belongs in the whole one
 
 Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several files, so they are never merged by their names: parts must fit together without holes and overlaps.
 """
@@ -16,9 +16,9 @@ from math import prod
 
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.formats.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, saved_offsets
 from ckptconv.formats.safetensors_header import Entry, read_header
-from ckptconv.formats.sharding_info import SHARDING_INFO, is_part, saved_offsets
 from ckptconv.graph import Dict, Value, set_items
 from ckptconv.merging import Merger
 from ckptconv.model import Box, Checkpoint, Span
