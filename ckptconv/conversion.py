@@ -157,7 +157,11 @@ def run(
             is_folder=is_folder, max_shard_size=max_shard_size if is_folder else None,
         )  # fmt: skip
 
-    path = Path(os.path.realpath(dst)) if is_folder and os.path.islink(os.path.abspath(dst)) else Path(dst)
+    path = Path(dst)
+    if is_folder and (
+        path.name in ("", "..") or os.path.islink(os.path.abspath(path))
+    ):  # a link to a folder is that folder
+        path = Path(os.path.realpath(path))
     meant = format if is_folder else format_of(path, format)
     with ExitStack() as opened:
         source = open_input(src)

@@ -15,6 +15,7 @@ from pathlib import Path
 from ckptconv.commands import edit_flag
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.finding import Found, find, find_in
+from ckptconv.folders import folder_error
 from ckptconv.formats.shard_index import family_of
 from ckptconv.model import CastCount, Changes, Dropped, Edits, LeftBehind, Other, Plan
 from ckptconv.others import others_in, rest_of
@@ -41,7 +42,7 @@ class FolderPlan:
     like: Path | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or the error alone."""
 
@@ -72,16 +73,15 @@ def plan_folder(
     typos = _typos(parts)
     done = [part for part in parts if part.plan and part not in typos]
     failed = tuple((part.found.path, part.error) for part in parts if part.error and part not in done)
-    if not any(
-        part.found.kind == "shards" for part in done
-    ):  # what was mistyped is the user's to mend, and what cannot be read is not
-        sets = [part for part in parts if part.found.kind == "shards"]
-        raise next((part.error for part in (*typos, *sets) if part.error), failed[0][1])
+    sets = [part for part in parts if part.found.kind == "shards"]
+    if not done or (sets and not any(part in done for part in sets)):
+        errors = (part.error for part in (*typos, *sets, *parts) if part.error)  # a typo is the user's to mend
+        raise next(errors, None) or folder_error(folder)
     plan = _combined(target, folder, done)
     converted = {str(path.relative_to(folder)) for part in done for path in part.found.parts}
     notes: list[str] = []
     if _is_same_folder(folder, target):
-        others = rest_of(folder, converted)
+        others = rest_of(folder, target, converted)
         may_go: Callable[[str], bool] = converted.__contains__
     else:
         others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=copy_others)
@@ -144,9 +144,7 @@ def _others(
     if not is_whole:  # the files beside an index, but for other checkpoints
         beside = {each.path.name for each in every if each.kind == "other"}
         taken |= {name for name in os.listdir(folder) if name not in beside}
-    others, odd = others_in(folder, target, taken) if copied else ([], [])
-    if not is_whole:
-        others = [other for other in others if other.path.parent == target]
+    others, odd = others_in(folder, target, taken, deep=is_whole) if copied else ([], [])
     notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd, _SHOWN)}"] if odd else []
     if not copied:
         notes += _left([each for each in every if each.kind == "other"], "other file", folder)

@@ -19,11 +19,11 @@ from ckptconv.sources import Source
 __all__ = ["bring", "others_in", "rest_of"]
 
 
-def others_in(folder: Path, target: Path, taken: Collection[str]) -> tuple[list[Other], list[str]]:
-    """All that is in FOLDER and below, but for the files TAKEN, and where it goes in TARGET; and the names of what cannot come along: devices and the like, links that lead out of the folder."""
+def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[Other], list[str]]:
+    """All that is in FOLDER and, if that is to go DEEP, below, but for the files TAKEN, and where it goes in TARGET; and the names of what cannot come along: devices and the like, links that lead out of the folder."""
     found: list[Other] = []
     left: list[str] = []
-    for name, status in _entries(folder):
+    for name, status in _entries(folder, deep=deep):
         kind = _kind(folder, name, status)
         if name in taken:
             continue
@@ -35,17 +35,17 @@ def others_in(folder: Path, target: Path, taken: Collection[str]) -> tuple[list[
     return found, left
 
 
-def rest_of(folder: Path, taken: Collection[str]) -> list[Other]:
-    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is."""
+def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[Other]:
+    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET is the same folder, under whatever name."""
     return [
-        Other(folder / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
-        for name, status in _entries(folder)
+        Other(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
+        for name, status in _entries(folder, deep=True)
         if name not in taken
     ]
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in FOLDER and below, as paths from there, folders before what they hold; links are not followed, and our own temporaries not seen. Raises OSError."""
+def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """What is in FOLDER and, if DEEP, below, as paths from there, folders before what they hold; links are not followed, and our own temporaries not seen. Raises OSError."""
     waiting = [""]
     while waiting:
         below = waiting.pop()
@@ -55,7 +55,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                     continue
                 name = os.path.join(below, entry.name)
                 yield name, entry.stat(follow_symlinks=False)
-                if entry.is_dir(follow_symlinks=False):
+                if deep and entry.is_dir(follow_symlinks=False):
                     waiting.append(name)
 
 

@@ -5,6 +5,7 @@ Never mapped into memory: a mapped file that is truncated by somebody else ends 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -259,7 +260,10 @@ def _leave_spare(fd: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE
-        resource.setrlimit(resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard))
+        with contextlib.suppress(OSError, ValueError):  # then opening will say so
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard)
+            )
 
 
 def _kind(mode: int) -> str:

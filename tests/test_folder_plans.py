@@ -239,6 +239,15 @@ def test_an_output_of_links_is_followed_to_its_folder(model: Path, tmp_path: Pat
     assert set(SET) <= {*tree(tmp_path / "real")}
 
 
+def test_the_folder_that_we_are_in(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``.`` can be the input and the output: what is built beside it stands beside the folder itself."""
+    monkeypatch.chdir(model)
+    convert(".", ".", strip_prefix="module.", force=True)
+    monkeypatch.chdir(model.parent)
+    assert_equal(load_set(model), weights(""))
+    assert os.listdir(model.parent) == ["model"]
+
+
 def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint beside the set that changes while the set is written leaves no output."""
     from ckptconv import output_folders
