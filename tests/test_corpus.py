@@ -41,6 +41,8 @@ from ckptconv.pickles import parse
 from ckptconv.rebuild_calls import STRIDED
 from ckptconv.sources import Source
 
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
+
 
 @pytest.fixture(scope="module")
 def everything(corpus: Path) -> list[dict[str, str]]:
@@ -63,7 +65,6 @@ def legacy(everything: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in everything if row["container"] == "legacy-pt"]
 
 
-@pytest.mark.no_cover
 def test_equal_where_torch_can_load(
     checkpoints: list[dict[str, str]], legacy: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -234,7 +235,6 @@ REASONS = {
 }
 
 
-@pytest.mark.no_cover
 def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], tmp_path: Path) -> None:
     """Every file of every container is inspected and converted, or refused with a reason that is right for it, and then nothing is written."""
     table: dict[str, dict[str, Counter[str]]] = {}

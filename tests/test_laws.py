@@ -25,6 +25,8 @@ from ckptconv.cli import convert_command, main
 from ckptconv.summary import report_as_dict
 from ckptconv.wrappers import unwrapped
 
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
+
 #: Each example is several files on a disk: in the long run a thousand are enough.
 FEW = settings(max_examples=min(settings().max_examples, 1000))
 
@@ -479,7 +481,6 @@ _AGAIN = ("--map", "--include", "--exclude", "--dtype")
 _TARGETS = (("x.pt", []), ("x.pt", ["--format", "legacy"]), ("x.safetensors", []), ("x.safetensors", ["--copy-tied"]))
 
 
-@pytest.mark.no_cover
 @FEW
 @given(
     st.lists(st.sampled_from(FLAGS), max_size=7, unique_by=lambda flag: tuple(flag if flag[0] in _AGAIN else flag[:1])),
