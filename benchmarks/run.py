@@ -136,29 +136,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="64 MiB and 3 runs: whether it works, not how fast")
     parser.add_argument("--runs", type=int, help="runs of each command (default: 9)")
     parser.add_argument("--folder", type=Path, help="a folder on a disk, with 10 GB free (default: a temporary one)")
+    parser.add_argument(
+        "--only", metavar="TABLE", nargs="+", choices=TABLES, help=f"of the tables: {', '.join(TABLES)}"
+    )
     options = parser.parse_args()
     size, runs = (GIB // 16, 3) if options.quick else (2 * GIB, 9)
     runs = options.runs or runs
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ckptconv-bench-") as folder:
-        convert(Path(folder), size, runs)
-        to_safetensors(Path(folder), size, runs)
-        from_safetensors(Path(folder), size, runs)
-        legacy(Path(folder), size, runs)
-        shards(Path(folder), size, runs)
-        distributed(Path(folder), size, runs)
-        cast(Path(folder), 2 * size, runs)
-        gather(Path(folder), size // 2, runs)
-        diff(Path(folder), size, runs)
-        inspect(Path(folder), size, runs)
-        load(Path(folder), size, runs)
-        save(Path(folder), size // 2, runs)
-        share_blocks(Path(folder), size // 2)
+        make(Path(folder) / "src.pt", size)
+        for name in options.only or TABLES:
+            table, part = TABLES[name]
+            table(Path(folder), int(part * size), runs)
 
 
 def convert(folder: Path, size: int, runs: int) -> None:
     """A retag and strip of SIZE bytes, beside copying the file and beside what torch does."""
-    src, dst = make(folder / "src.pt", size), folder / "dst.pt"
+    src, dst = folder / "src.pt", folder / "dst.pt"
     commands = {
         "`ckptconv convert`": ckptconv(
             "convert", "-q", "--force", src, dst, "--to", "cpu", "--strip-prefix", "module."
@@ -285,6 +279,20 @@ def diff(folder: Path, size: int, runs: int) -> None:
         path.unlink()
 
 
+def verify(folder: Path, size: int, runs: int) -> None:
+    """Every record of SIZE bytes compared with its checksum, beside reading the file."""
+    src = folder / "src.pt"
+    commands = {
+        "`ckptconv verify`, with zlib-ng": ckptconv("verify", src),
+        "`ckptconv verify`, with zlib": python(
+            "import sys; sys.modules['zlib_ng'] = None\n" + CKPTCONV + PEAK, "verify", src
+        ),
+        "`sha256sum`": ["sha256sum", str(src)],
+        "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
+    }
+    print_table(f"{size / GIB:g} GiB, verified, from the page cache", commands, runs, unit="`cat`")
+
+
 def beside(title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str, runs: int) -> None:
     """A conversion, copying the file, and CODE, which does the same in Python."""
     commands = {
@@ -331,7 +339,7 @@ def inspect(folder: Path, size: int, runs: int) -> None:
     print_table("inspect", commands, runs, unit="`import torch`")
 
 
-def share_blocks(folder: Path, size: int) -> None:
+def share_blocks(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - once: blocks are counted
     """The blocks that a retag takes where files can share them: on XFS, in a file mounted as a disk."""
     with xfs(folder / "xfs.img", 4 * size) as disk:
         if disk is None:
@@ -397,7 +405,8 @@ def measure(command: list[str]) -> tuple[float, int]:
     started = time.perf_counter()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     seconds = time.perf_counter() - started
-    return seconds, int(done.stdout.split()[-1]) if done.stdout else 0
+    last = done.stdout.split()[-1:]
+    return seconds, int(last[0]) if last and last[0].isdigit() else 0
 
 
 def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str) -> None:
@@ -421,6 +430,13 @@ def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str
             flush=True,
         )
 
+
+#: Each table by its word, with the part of the size that it takes.
+TABLES: dict[str, tuple[Callable[[Path, int, int], None], float]] = {
+    "convert": (convert, 1), "to_safetensors": (to_safetensors, 1), "from_safetensors": (from_safetensors, 1), "legacy": (legacy, 1),
+    "shards": (shards, 1), "distributed": (distributed, 1), "cast": (cast, 2), "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1),
+    "inspect": (inspect, 1), "load": (load, 1), "save": (save, 0.5), "share_blocks": (share_blocks, 0.5),
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

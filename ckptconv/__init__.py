@@ -1,6 +1,6 @@
 """ckptconv: change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
 
-On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`open` (single tensors), :func:`load`, :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
+On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:`open` (single tensors), :func:`load`, :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`,
 :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
 """
 
@@ -31,6 +31,7 @@ from ckptconv.locations import MapLocation
 from ckptconv.model import Changes, LeftBehind, NameChange, Report, TensorInfo
 from ckptconv.state_dicts import add_prefix, strip_prefix
 from ckptconv.summary import Summary, inspect
+from ckptconv.verification import Finding, Verdict, verify
 
 if TYPE_CHECKING:
     from ckptconv.tensors.moving import devices, remap
@@ -44,6 +45,7 @@ __all__ = [
     "DangerousError",
     "DeviceUnavailable",
     "Difference",
+    "Finding",
     "InputChangedError",
     "InputError",
     "Job",
@@ -66,6 +68,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "ValueDifference",
+    "Verdict",
     "add_prefix",
     "convert",
     "convert_many",
@@ -78,6 +81,7 @@ __all__ = [
     "remap",
     "save",
     "strip_prefix",
+    "verify",
     "write_index",
 ]
 

@@ -1,6 +1,6 @@
 """The command line: thin commands over :mod:`ckptconv.conversion` and :mod:`ckptconv.summary`.
 
-Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else.
+Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged or dangerous.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from ckptconv.summary import (
     difference_as_dict,
     inspect,
     report_as_dict,
+    verdict_as_dict,
 )
 from ckptconv.targets import TARGET_FORMATS, Listing, is_there, list_items, size_of
+from ckptconv.verification import checkpoints_in, verify
 
 __all__ = ["cli", "main"]
 
@@ -56,11 +58,13 @@ Examples:
   ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
   ckptconv convert ddp.pt plain.pt --strip-prefix module.
   ckptconv diff a.pt b.safetensors            whether they are the same, and where not
+  ckptconv verify model.pt                    whether it is whole, and safe to load
 """
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
+    _open_closed_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -95,6 +99,17 @@ def main(args: list[str] | None = None) -> int:
             raise
         traceback.print_exc()
         return failed
+
+
+def _open_closed_streams() -> None:
+    """Let those of the three standard streams that were closed lead to nowhere: else the output would get one of their numbers, and whatever is said would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _say_error(error: CkptconvError) -> None:
@@ -541,6 +556,50 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debu
         for line in render.difference_lines(found, look, everything=verbose, names_only=names_only):
             click.echo(line, color=look.colour)
     return 0 if found.same else 1
+
+
+@cli.command("verify", epilog="Example: ckptconv verify downloads/ --strict")
+@click.argument("paths", metavar="PATH...", type=_PATH, nargs=-1, required=True)
+@click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
+@click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are sound.")
+@click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
+@_debug
+def verify_command(
+    paths: tuple[str, ...],
+    strict: bool,
+    expect_sha256: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    debug: bool,
+) -> int:
+    """Check that checkpoints are whole, and whether loading them can run code. Every record is compared with its checksum; nothing is loaded.
+
+    A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
+    """
+    status = 0
+    if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
+        raise UsageError("--expect-sha256 is for one file", got=f"{len(paths)} paths" if len(paths) > 1 else paths[0])
+    for path in chain.from_iterable(map(checkpoints_in, paths)):
+        try:
+            verdict = verify(path, strict=strict, expect_sha256=expect_sha256, progress=partial(_progress, quiet=quiet))
+        except UsageError:
+            raise
+        except CkptconvError as error:
+            if debug:
+                raise
+            _say_error(error)
+            status = 1
+            continue
+        status = status if verdict.ok else 1
+        if as_json:
+            click.echo(json.dumps(verdict_as_dict(verdict)))
+        else:
+            for line in render.verdict_lines(verdict, quiet=quiet, verbose=verbose):
+                click.echo(line)
+    return status
 
 
 def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from ckptconv import formats, output
-from ckptconv.dangers import dangerous_globals
 from ckptconv.dtype_rules import DTypeLike, to_dtypes
 from ckptconv.edits import apply
-from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError
+from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, some
 from ckptconv.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.formats import WRITERS, safetensors, sharded, torchscript
 from ckptconv.formats.distributed import dcp, safetensors_parts
@@ -24,11 +23,14 @@ from ckptconv.model import Checkpoint, Edits, Other, OutFile, Overflow, Plan, Pr
 from ckptconv.names import strings
 from ckptconv.output_folders import no_name, write_folder
 from ckptconv.safe_loader import is_allowed
+from ckptconv.safety import dangers_carried
 from ckptconv.sources import Readable, Source, SourceFolder, open_input
 from ckptconv.targets import find_item, format_of, usual_format
 from ckptconv.wording import for_python
 
 __all__ = ["convert", "edits_from", "make_plan", "report_of", "run", "write"]
+
+_SHOWN = 5  # dangers in an error
 
 
 @for_python
@@ -289,11 +291,11 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
 
 
 def _refuse_dangers(checkpoint: Checkpoint) -> None:
-    dangers = sorted(dangerous_globals(checkpoint.graph))
+    dangers = dangers_carried(checkpoint)
     if dangers:
         raise DangerousError(
             "this file names what no checkpoint needs, and loading it may call that", where=checkpoint.source.path,
-            got=", ".join(dangers[:5]), hint="do not load it; --allow-unsafe carries the call over, unrun",
+            got=some([f"{danger.name} at {danger.path}" for danger in dangers], _SHOWN), hint="do not load it; --allow-unsafe carries the call over, unrun",
         )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ __all__ = [
 
 
 _LONGEST_FACT = 400  # characters; several names and their numbers
+_LONGEST_NUMBER = 1000  # bits
 _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
 
 
@@ -66,11 +67,16 @@ def some(words: Sequence[str], most: int) -> str:
 
 
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
-    """FACT without its middle if it is long: names in files can have megabytes, and integers more digits than Python prints."""
-    if isinstance(fact, int) and fact.bit_length() > 1000:
-        return f"an integer of {fact.bit_length():,} bits"
+    """FACT without its middle if it is long: names in files can have megabytes."""
     text = str(fact)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def _sayable(fact: object) -> object:
+    """FACT, or what to say of it: integers in files can have more digits than Python prints."""
+    if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
+        return f"an integer of {fact.bit_length():,} bits"
+    return fact
 
 
 class CkptconvError(Exception):
@@ -90,8 +96,8 @@ class CkptconvError(Exception):
     ) -> None:
         self.what = what
         self.where = where
-        self.expected = expected
-        self.got = got
+        self.expected = _sayable(expected)
+        self.got = _sayable(got)
         self.hint = hint
         super().__init__(what)
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptconv.commands import edit_flag
-from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, RefusedError, count, some
 from ckptconv.finding import Found, find, find_in
 from ckptconv.folders import folder_error
 from ckptconv.formats.shard_index import family_of
+from ckptconv.limits import LIMITS
 from ckptconv.model import CastCount, Changes, Dropped, Edits, LeftBehind, Other, Plan
 from ckptconv.others import others_in, rest_of
 from ckptconv.output_folders import names_in, no_name
@@ -26,7 +27,6 @@ from ckptconv.targets import name_in_folder
 __all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
 
 _SHOWN = 3  # names in a note
-_LONGEST_CONFIG = 1 << 20  # bytes
 
 #: Plans the conversion of a source to a path, which is a folder or not.
 PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
@@ -171,9 +171,9 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
 def _dtype_in(config: Path) -> str | None:
     """The dtype that a CONFIG of transformers says, if there is such a file and it says one."""
     try:
-        with config.open("rb") as file:
-            found = json.loads(file.read(_LONGEST_CONFIG))
-    except (OSError, ValueError, RecursionError):
+        with Source(config) as source:  # a FIFO would wait for a writer
+            found = json.loads(source.read(0, min(source.size, LIMITS.config_bytes)))
+    except (InputError, ValueError, RecursionError):
         return None
     dtype = (found.get("dtype") or found.get("torch_dtype")) if isinstance(found, dict) else None
     return dtype if isinstance(dtype, str) else None

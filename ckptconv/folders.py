@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ckptconv.commands import shell
 from ckptconv.errors import InputError, UnsupportedError, some
+from ckptconv.limits import LIMITS
 
 __all__ = ["CHECKPOINT_SUFFIXES", "FILE_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
 
@@ -24,7 +25,6 @@ LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
 #: What a folder's files are converted by, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
-_MOST = 5000  # names that are looked at
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
 _SHOWN = 3  # names that are listed
 #: The names that transformers, peft and diffusers give to a whole model, the better format first.
@@ -104,7 +104,7 @@ def _list(path: Path) -> _Folder:
     names: set[str] = set()
     others: set[str] = set()
     with os.scandir(path) as entries:
-        for entry in islice(entries, _MOST):
+        for entry in islice(entries, LIMITS.folder_names):
             kind = _kind(entry)
             (others if kind is None else names).add(entry.name + (kind or ""))
         cut = next(entries, None) is not None
@@ -263,7 +263,7 @@ def _or_all(folder: _Folder) -> str:
 def _found(folder: _Folder) -> list[str]:
     """The checkpoints in FOLDER, by their names, and then those in folders below it: files, or folders that are one checkpoint. Links and hidden folders are not entered."""
     found = _files(folder)
-    waiting, left = deque(_folders(folder)), _MOST
+    waiting, left = deque(_folders(folder)), LIMITS.folder_names
     while waiting and left > 0:
         name = waiting.popleft()
         inner = _folder_at(folder.path / name)
@@ -301,7 +301,7 @@ def _nothing(folder: _Folder) -> _Answer:
 
 
 def _looked_at() -> str:
-    return f"the first {_MOST:,} names in it"
+    return f"the first {LIMITS.folder_names:,} names in it"
 
 
 #: The first that answers is right.

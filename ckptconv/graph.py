@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 __all__ = [
@@ -231,7 +231,7 @@ class Graph:
 
     ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody has to walk the graph for them; edits do not
     keep them up to date. ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
-    call). ``shared`` are the nodes that the pickle names more than once.
+    call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has, those that it throws away too.
     """
 
     root: Value
@@ -243,6 +243,8 @@ class Graph:
     references: list[PersistentId]
     discarded: list[Value]
     shared: set[Node]
+    byte_strings: list[Value] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
 
 
 @contextmanager

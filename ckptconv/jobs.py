@@ -123,7 +123,7 @@ def _run(item: Item, task: Task, tick: Progress | None) -> Report:
     """Convert ITEM, without the edits that mean nothing in it, and make the folders above its output."""
     options = task.job.edits
     if not options.get("dry_run"):
-        os.makedirs(item.dst.parent, exist_ok=True)
+        output.make_folder(item.dst.parent)
         return _run_to(item, item.dst, task, tick)
     if item.dst.parent.is_dir():
         return _run_to(item, item.dst, task, tick)
@@ -161,7 +161,8 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
 def _done_before(item: Item, task: Task) -> Report | None:
     """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the same bytes. Else None."""
     again = output.temporary_beside(item.dst)
-    os.mkdir(again)
+    with output.as_output_error(item.dst):
+        os.mkdir(again)
     try:
         report = _run_to(item, again / item.dst.name, task, None)
         is_same = _content(again / item.dst.name) == _content(item.dst)

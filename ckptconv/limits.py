@@ -30,10 +30,28 @@ class Limits:
     path_characters_each: int = 100
     #: torch's tensors have at most 64 dimensions.
     rank: int = 64
+    #: Elements, offsets, strides: torch counts in 64 bits with a sign, and in bytes; below this no product of one of them with an item's size overflows there.
+    elements: int = 1 << 62
+    #: Calls around each other that make one tensor (a parameter of a subclass of a view); torch writes three. They are read by recursion.
+    nested_calls: int = 50
+    #: Pickles inside byte strings inside pickles; one happens, two are an attack.
+    nested_pickles: int = 8
+    #: Pickles inside one file; a model of a thousand layers can have a state of its own kind in each.
+    pickles_inside: int = 10_000
+    #: Concerns that are listed, and as many dangerous ones beyond; the rest is counted. More names nobody reads.
+    concerns: int = 1_000
+    #: Of one pickle inside a byte string, which is in memory as a graph meanwhile: those of 30,000 tensors.
+    nested_opcodes: int = 1_000_000
     #: A checkpoint has one member for each storage; 60,000 are a lot.
     zip_members: int = 1_000_000
     #: The zip format's own bound on a name.
     member_name: int = 64 * KIB
+    #: The records in which one word stands: 'little', '3', '64'.
+    note_bytes: int = 64
+    #: A pickle of protocol 0 or 1 has no mark, so a text that could be one is tried; those that are none are mostly longer.
+    unmarked_pickle_bytes: int = MIB
+    #: What protocol 0 makes of a persistent id is a text, in which key and device are found by a pattern. torch's keys are addresses of at most twenty digits.
+    id_text: int = 100
     #: Of the code of a TorchScript archive: lines that say classes, attributes, listed names, devices. A model of 10,000 layers has some ten of them for each.
     script_words: int = 500_000
     #: Real pickles, and code, deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
@@ -47,6 +65,31 @@ class Limits:
     header_quotes: int = 10_000_000
     #: Commas beyond those of the ranks that torch allows: in texts.
     header_commas: int = 5_000_000
+    #: A number in a safetensors header: the library counts in 64 bits.
+    header_number: int = 1 << 64
+    #: The numbers in the names of shards have five digits.
+    shards: int = 99_999
+    #: Of a number in an index; a float ends there.
+    index_digits: int = 300
+    #: Places in lists, where empty dicts and lists stood, which torch.distributed.checkpoint does not store: an index of 2^60 must not make a list of that length.
+    list_holes: int = 10_000
+    #: What sets one field of an object in the metadata of torch.distributed.checkpoint: keys, values and opcodes; no class there has more than eight fields.
+    metadata_state: int = 32
+    #: Each chunk in that metadata takes more than three times as many opcodes, a list of them at least one; one list that many tensors share must not be read for each of them.
+    opcodes_of_a_chunk: int = 4
+    #: A configuration beside a model, of which a dtype is taken, has some thousands.
+    config_bytes: int = MIB
+    #: Names in a folder that are looked at, where it is said what the folder is.
+    folder_names: int = 5_000
+    #: What is read of a file that is no checkpoint, to say what it is: of JSON, a configuration has some thousands of bytes;
+    stranger_json: int = MIB
+    #: of an index of shards, 90,000 tensors have nine million bytes;
+    stranger_index: int = 16 * MIB
+    #: of zeros, which are counted where a download was only begun; and so many members of a tar archive.
+    stranger_zeros: int = 64 * MIB
+    stranger_members: int = 100
+    #: That verify names of one checkpoint; the rest is counted. More lines nobody reads.
+    findings: int = 1_000
     #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger of the two counts.
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16

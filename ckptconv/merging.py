@@ -53,6 +53,8 @@ class Merger:
         graph.references += part.graph.references
         graph.discarded += part.graph.discarded
         graph.shared |= part.graph.shared
+        graph.byte_strings += part.graph.byte_strings
+        graph.extensions += part.graph.extensions
         graph.protocol = max(graph.protocol, part.graph.protocol)
         graph.opcodes += part.graph.opcodes
         graph.used |= part.graph.used
@@ -61,7 +63,7 @@ class Merger:
     def _move(self, part: Checkpoint) -> None:
         """Put PART's effects behind those of all others, and its long texts where the whole source has them."""
         before = self._latest
-        for node in walk([*part.graph.discarded, part.graph.root]):
+        for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
             if isinstance(node, Blob):
                 node.offset += self.source.start_of(part.blobs or part.source)
             elif isinstance(node, (Call, PersistentId, FrozenSet)):
@@ -80,7 +82,10 @@ class Merger:
         """All that ROOT leads to, as a checkpoint in the format NAME. Raises MalformedError, LimitError."""
         self._graph.root = root
         graph = subgraph(self._graph, root)
-        checkpoint = checkpoint_of(name, self.source, graph, container, self.records.get, str(self.source.path))
+        reached = set(graph.globals)
+        graph.globals += [node for node in self._graph.globals if node not in reached]  # what parts name and throw away
+        source, known = self.source, self.source.faults.again()
+        checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
         for part in self._parts:
             checkpoint.byteorder = part.byteorder
             checkpoint.class_ids |= part.class_ids

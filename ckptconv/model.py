@@ -269,6 +269,7 @@ class Checkpoint:
     holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
     ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None: the source.
     ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its parameters and of its buffers; None for everything else.
+    ``beside``: what other pickles of the file say, by their names in it; no conversion writes these.
     """
 
     format: str
@@ -289,6 +290,7 @@ class Checkpoint:
     unused: list[LeftBehind] = field(default_factory=list)
     class_ids: dict[Global, PersistentId] = field(default_factory=dict)
     script_classes: dict[str, tuple[list[str], list[str]]] | None = None
+    beside: dict[str, Checkpoint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -26,6 +26,7 @@ __all__ = [
     "check_target",
     "fill",
     "is_temporary",
+    "make_folder",
     "no_space",
     "shares_blocks",
     "still_in_place",
@@ -220,6 +221,17 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
                 ) from error  # fmt: skip
     except FileExistsError as error:
         raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make FOLDER, and those above it, where they are not there, and let their names reach the disk. Raises OutputError."""
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    if not missing:
+        return
+    with as_output_error(folder):
+        os.makedirs(folder, exist_ok=True)
+        for each in missing:
+            sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:

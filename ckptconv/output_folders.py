@@ -151,6 +151,8 @@ def _remove(folder: Path) -> bool:
     for _ in range(_ATTEMPTS):
         try:
             shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:  # where Ctrl-C came as it closed a folder, rmtree closes that once more
+            came = error.__context__ or error
         except BaseException as error:  # Ctrl-C
             came = error
         if not os.path.lexists(folder):

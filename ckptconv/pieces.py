@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NamedTuple, Protocol
 
 from ckptconv import ranges
-from ckptconv.checksums import check_crc32
+from ckptconv.checksums import check_crc32, checksum
 from ckptconv.elements import spooled
 from ckptconv.errors import OutputError
 from ckptconv.model import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
@@ -105,7 +104,7 @@ class Pieces:
             return
         crc32 = 0
         for chunk in self.chunks(piece):
-            crc32 = zlib.crc32(chunk, crc32)
+            crc32 = checksum(chunk, crc32)
             yield chunk
         check_crc32(expected, crc32, f"{piece.source.path} at byte {piece.offset}")
 

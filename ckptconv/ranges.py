@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from ckptconv.checksums import check_crc32
+from ckptconv.checksums import check_crc32, checksum
 from ckptconv.errors import MalformedError
 from ckptconv.model import Chain, Inflate, Span
 
@@ -44,7 +44,7 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
                 raise MalformedError("a deflated record is damaged", where=where, got=error) from error
             chunk = inflater.unconsumed_tail
             length += len(data)
-            crc32 = zlib.crc32(data, crc32)
+            crc32 = checksum(data, crc32)
             if length > piece.length or inflater.unused_data:
                 raise wrong_size
             if data:

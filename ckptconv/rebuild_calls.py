@@ -13,6 +13,7 @@ from typing import TypeGuard
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
+from ckptconv.faults import RAISED, Faults
 from ckptconv.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, args_of, is_global
 from ckptconv.limits import LIMITS
 from ckptconv.model import DeviceArgument, Place, Storage, TensorInfo
@@ -54,7 +55,6 @@ STRIDED = (
     "torch._utils._rebuild_qtensor",
 )
 _SHOWN = 3  # paths in a note
-_NESTED = 50  # calls around each other that make one tensor; torch writes three
 #: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that is spread over many.
 _PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
@@ -72,7 +72,7 @@ class OtherDType(Global):
 
 
 def is_count(value: Value) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < LIMITS.elements
 
 
 # Devices as arguments
@@ -138,9 +138,10 @@ class _Bad(Exception):
 class TensorReader:
     """Reads rebuild calls; remembers the tensors, each under every path at which it stands."""
 
-    def __init__(self, storages: dict[int, Storage], where: str) -> None:
+    def __init__(self, storages: dict[int, Storage], where: str, faults: Faults = RAISED) -> None:
         self.storages = storages
         self.where = where
+        self.faults = faults
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
@@ -161,11 +162,11 @@ class TensorReader:
                     raise _Bad("items are set on a tensor")
         except LimitError as error:
             error.where = f"{self.where}: at {place.path}"
-            raise
+            self.faults.found(error)
         except _Bad as bad:
-            raise MalformedError(
-                f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got
-            ) from None
+            fault = MalformedError(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
+            fault.__suppress_context__ = True
+            self.faults.found(fault)
         if info is None:
             return
         if id(node) in self.nodes:
@@ -183,8 +184,10 @@ class TensorReader:
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
         """The tensor that FUNCTION makes of ARGS; None where something inside it is unknown."""
-        if self.depth == _NESTED:
-            raise LimitError("too many calls around each other make a tensor", expected=f"at most {_NESTED}")
+        if self.depth == LIMITS.nested_calls:
+            raise LimitError(
+                "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
+            )
         self.depth += 1
         info = self.of_call(function, args)
         self.depth -= 1
@@ -361,7 +364,7 @@ def _item(mapping: Value, key: str) -> Value:
 
 
 def _count(value: Value) -> int:
-    if type(value) is int and 0 <= value < 1 << 62:
+    if is_count(value):
         return value
     raise _Bad("a tensor's offset is no count of elements", got=value if type(value) is int else type(value).__name__)
 

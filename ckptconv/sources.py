@@ -16,6 +16,7 @@ from types import TracebackType
 
 from ckptconv.commands import shell
 from ckptconv.errors import InputChangedError, InputError
+from ckptconv.faults import RAISED, Faults
 from ckptconv.folders import folder_error, name_like
 
 __all__ = ["INDEX_SUFFIX", "Held", "Readable", "Source", "SourceFolder", "Window", "is_index", "open_input"]
@@ -28,11 +29,12 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class Readable:
-    """An open file, read by position. ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes."""
+    """An open file, read by position. ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what readers find wrong with it."""
 
     path: Path
     fd: int
     size: int
+    faults: Faults = RAISED
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
@@ -97,7 +99,7 @@ class Window(Readable):
     """LENGTH bytes at OFFSET of OF, as if they were a file of their own."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
-        self.path, self.fd, self.size = of.path, -1, length
+        self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
         self.of, self.offset = of, offset
 
     def read(self, offset: int, length: int) -> bytes:
@@ -112,8 +114,9 @@ class Window(Readable):
 class Source(Readable):
     """A regular file, open for reading. A context manager; closing twice is harmless."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
         """Open PATH. Raises InputError where it cannot be read or is no regular file."""
+        self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
             raise InputError("no path given: it is empty")
         self.path = Path(os.fsdecode(path))
@@ -174,8 +177,9 @@ class SourceFolder(Readable):
     A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
         self.path = Path(os.fsdecode(path))
+        self.faults = faults
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.fd = -1
         self.size = 0
@@ -187,7 +191,7 @@ class SourceFolder(Readable):
     def open(self, name: str) -> Source:
         """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
         if name not in self._open:
-            self._open[name] = Source(self.folder / name)
+            self._open[name] = Source(self.folder / name, self.faults)
             self.add(self._open[name])
         return self._open[name]
 
@@ -242,12 +246,12 @@ class SourceFolder(Readable):
             source.close()
 
 
-def open_input(path: str | os.PathLike[str]) -> Source | SourceFolder:
-    """What PATH means: a folder or the index of shards, else a file. A context manager. Raises InputError."""
+def open_input(path: str | os.PathLike[str], faults: Faults = RAISED) -> Source | SourceFolder:
+    """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
-        return SourceFolder(name)
-    return Source(path)
+        return SourceFolder(name, faults)
+    return Source(path, faults)
 
 
 def is_index(name: str) -> bool:

@@ -6,13 +6,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from math import isinf, prod
 from typing import Any, TypedDict
 
 from ckptconv import formats
 from ckptconv.comparison import Difference, OnlyIn, TensorDifference
 from ckptconv.customs import StateDict, read_customs
-from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis import Finding, diagnose
 from ckptconv.diagnosis.machine import Machine, this_machine
 from ckptconv.glimpses import glimpse, is_flat
@@ -33,10 +33,21 @@ from ckptconv.names import prefixes_of
 from ckptconv.pickled_modules import PickledModule
 from ckptconv.rebuild_calls import torch_device
 from ckptconv.safe_loader import obstacles, refused_opcodes
+from ckptconv.safety import Level, concerns, level_of
 from ckptconv.sources import open_input
+from ckptconv.verification import Verdict
 from ckptconv.vocabulary import every_place
 
-__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "difference_as_dict", "inspect", "report_as_dict", "summarize"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Finding",
+    "Summary",
+    "difference_as_dict",
+    "inspect",
+    "report_as_dict",
+    "summarize",
+    "verdict_as_dict",
+]
 
 SCHEMA_VERSION = 1
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -98,6 +109,15 @@ class TensorSummary(TypedDict):
     tied_to: str | None
 
 
+class ConcernSummary(TypedDict):
+    """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how many more places, and whether no checkpoint needs it."""
+
+    name: str
+    path: str
+    dangerous: bool
+    more: int
+
+
 class Summary(TypedDict):
     """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
 
@@ -124,6 +144,8 @@ class Summary(TypedDict):
     rng_states: list[str]
     weights_only: bool
     obstacles: dict[str, int]
+    safety: Level
+    concerns: list[ConcernSummary]
     dangerous: list[str]
     globals: dict[str, int]
     user_devices: dict[str, str]
@@ -151,7 +173,8 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
     refused = list(obstacles(graph)) if has_pickle else []
-    diagnosis = diagnose(checkpoint, customs, machine, refused)
+    concerned = concerns(checkpoint)
+    diagnosis = diagnose(checkpoint, customs, machine, refused, concerned)
     refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     globals_ = Counter(map(str, graph.globals))
@@ -182,7 +205,12 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         rng_states=[info.path for info in customs.rng_states],
         weights_only=not refusals,
         obstacles=dict(refusals),
-        dangerous=sorted(dangerous_globals(graph)),
+        safety=level_of(checkpoint, concerned),
+        concerns=[
+            ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
+            for each in concerned
+        ],
+        dangerous=sorted(concern.name for concern in concerned if concern.dangerous),
         globals=dict(globals_.most_common()),
         user_devices=_user_devices(places),
         others=others,
@@ -327,6 +355,21 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "rng_states": changes.rng_states,
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
+    }
+
+
+def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+    """VERDICT for ``--json``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": verdict.path,
+        "ok": verdict.ok,
+        "format": verdict.format,
+        "safety": verdict.safety,
+        "checked": verdict.checked,
+        "nbytes": verdict.nbytes,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "more": verdict.more,
     }
 
 

@@ -110,7 +110,7 @@ def list_items(
         raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
     if len(srcs) == 1:
         listing = _of_one(Path(srcs[0]), path, dst, format, in_shards=in_shards, copy_others=copy_others)
-    elif not _is_folder(dst) and (suffix_of(path.name) or os.path.lexists(path)):
+    elif not _will_be_folder(path, dst):
         raise UsageError(
             "several inputs need a folder to go to", where=path, expected="a folder, or a path without a suffix"
         )
@@ -178,11 +178,16 @@ def _is_folder(dst: str | os.PathLike[str]) -> bool:
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
 
 
+def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
+    """Whether PATH, as DST says it, is a folder, or is not there and has no suffix. Asked in this order, a folder that somebody else makes meanwhile is one either way."""
+    return not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
+
+
 def _of_one(
     src: Path, path: Path, dst: str | os.PathLike[str], format: str | None, *, in_shards: bool, copy_others: bool
 ) -> Listing:
     """What SRC alone means, which goes to PATH, as DST says it."""
-    to_folder = _is_folder(dst) or (not suffix_of(path.name) and not os.path.lexists(path))
+    to_folder = _will_be_folder(path, dst)
     index = is_index(src.name) and not os.path.isdir(src)
     for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
         if not to_folder:

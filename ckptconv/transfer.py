@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckptconv import linux, ranges
-from ckptconv.checksums import Sums
+from ckptconv.checksums import Sums, checksum
 from ckptconv.errors import OutputError
 from ckptconv.model import BLOCK, Assemble, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
 from ckptconv.pieces import Pieces
@@ -143,7 +142,7 @@ class Transfer:
             _write_all(fd, at, chunk)
             at += len(chunk)
             if isinstance(piece, _COMPUTED):
-                crc32 = zlib.crc32(chunk, crc32)
+                crc32 = checksum(chunk, crc32)
             yield len(chunk)
         if isinstance(piece, _COMPUTED):
             self.computed_sums[id(piece)] = crc32

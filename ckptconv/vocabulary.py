@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
-from ckptconv.errors import MalformedError
+from ckptconv.errors import InputError, MalformedError
+from ckptconv.faults import RAISED, Faults
 from ckptconv.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
 from ckptconv.model import Checkpoint, Data, Place, Reference, Storage, TensorInfo
 from ckptconv.old_spellings import text_of
@@ -29,19 +30,26 @@ def checkpoint_of(
     container: object,
     record: Callable[[str], Data | None],
     where: str,
+    faults: Faults | None = None,
 ) -> Checkpoint:
     """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places. Raises MalformedError, LimitError.
 
-    RECORD gives the bytes that a storage's key stands for; WHERE is for errors.
+    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what is wrong, instead of the source's own sink.
     """
+    faults = faults or source.faults
     for call in graph.calls:
         if isinstance(call.callable, PersistentId):
-            raise MalformedError("a storage is called as if it were a class", where=where)
+            faults.found(MalformedError("a storage is called as if it were a class", where=where))
     storages: dict[str, Storage] = {}
     classes: dict[str, DType] = {}
-    references = [Reference(node, _storage(node, storages, classes, record, where)) for node in graph.references]
+    references = []
+    for node in graph.references:
+        try:
+            references.append(Reference(node, _storage(node, storages, classes, record, where)))
+        except InputError as error:
+            faults.found(error)
     arguments = [argument for call in graph.calls for argument in device_arguments(call)]
-    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes)
+    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes, faults)
     notes = partial_notes(tensors)
     return Checkpoint(
         name, source, graph, container, storages, references, arguments, places, tensors, nodes, notes=notes
@@ -73,10 +81,10 @@ def index_again(checkpoint: Checkpoint) -> None:
 
 
 def _index(
-    root: Place, references: list[Reference], where: str, opcodes: int
+    root: Place, references: list[Reference], where: str, opcodes: int, faults: Faults = RAISED
 ) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
     """The places from ROOT on, and the tensors by path and by node."""
-    reader = TensorReader({id(each.node): each.storage for each in references}, where)
+    reader = TensorReader({id(each.node): each.storage for each in references}, where, faults)
     places = []
     for place in find_places(root, leaf_of(reader.nodes), where, opcodes):
         if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them

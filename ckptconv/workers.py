@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ckptconv import ranges
-from ckptconv.checksums import check_crc32, combined
+from ckptconv.checksums import check_crc32, checksum, combined
 from ckptconv.dtypes import BY_NAME
 from ckptconv.model import Cast, Chain, Span
 from ckptconv.pieces import CastBuffer, Pieces
@@ -116,10 +115,10 @@ class Workers:
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         ranges.read_into(piece.of, offset, data)
-        crc32_read = zlib.crc32(data) if isinstance(piece.of, Span) and piece.of.crc32 is not None else 0
+        crc32_read = checksum(data) if isinstance(piece.of, Span) and piece.of.crc32 is not None else 0
         result, overflowed = buffer.cast(length, offset, piece.shown)
         self._write(at, result)
-        return _Done(length, crc32_read, len(result), zlib.crc32(result), overflowed)
+        return _Done(length, crc32_read, len(result), checksum(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
         """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is slow."""

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+#: The mode that each fake tensor refers to, the place in the file that a fake storage remembers, the mark of a storage of the older format that no tensor has shown.
+_MACHINERY = ("fake_mode", "_checkpoint_offset", "_torch_load_uninitialized")
+
 
 def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
     """The object in PATH loaded on the CPU, and the location tag of each storage in the order of loading."""
@@ -172,10 +175,8 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _without_machinery(attributes: Any) -> dict[str, Any]:
-    """A copy, without the mode that each fake tensor refers to and the place in the file that a fake storage remembers."""
-    return {
-        name: value for name, value in (attributes or {}).items() if name not in ("fake_mode", "_checkpoint_offset")
-    }
+    """A copy, without what torch's loaders leave there."""
+    return {name: value for name, value in (attributes or {}).items() if name not in _MACHINERY}
 
 
 def _has_attributes(value: Any) -> bool:

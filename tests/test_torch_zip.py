@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import integer, pickle_of, storage, tensor, text, torch_zip_of
 from judge import assert_same, tags_of
 
 import ckptconv
@@ -29,40 +30,6 @@ from ckptconv.sources import Source
 LAYOUT_RECORDS = {".format_version", ".storage_alignment", ".data/serialization_id"}
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8), "note": "x"}
 
-# A pickle by hand: each function gives the opcodes that push what it says.
-
-
-def text(value: str) -> bytes:
-    data = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def integer(value: int) -> bytes:
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-FOUR = integer(4)
-
-
-def storage(key: str = "0", numel: bytes = FOUR, cls: str = "FloatStorage", tag: str = "cpu") -> bytes:
-    return b"(" + text("storage") + b"ctorch\n" + cls.encode() + b"\n" + text(key) + text(tag) + numel + b"tQ"
-
-
-def ints(*values: int) -> bytes:
-    return b"(" + b"".join(map(integer, values)) + b"t"
-
-
-def tensor(data: bytes, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0) -> bytes:
-    rest = integer(offset) + ints(*shape) + ints(*stride) + b"\x89ccollections\nOrderedDict\n)R"
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + data + rest + b"tR"
-
-
-def pickle_of(*values: bytes) -> bytes:
-    """A list of VALUES."""
-    return b"\x80\x02](" + b"".join(values) + b"e."
-
-
 Make = Callable[..., Path]
 
 
@@ -72,10 +39,7 @@ def make(tmp_path: Path) -> Make:
 
     def write(pickle: bytes, records: dict[str, bytes] | None = None, *, deflate: bool = False) -> Path:
         path = tmp_path / "made.pt"
-        records = {"data/0": bytes(range(16))} if records is None else records
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if deflate else zipfile.ZIP_STORED) as archive:
-            for name, data in {"data.pkl": pickle, "version": b"3\n", **records}.items():
-                archive.writestr(f"made/{name}", data)
+        path.write_bytes(torch_zip_of(pickle, records, zipfile.ZIP_DEFLATED if deflate else zipfile.ZIP_STORED))
         return path
 
     return write

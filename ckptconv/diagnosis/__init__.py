@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.customs import Customs
-from ckptconv.dangers import dangerous_globals
 from ckptconv.diagnosis.devices import missing_devices, optimizers, rng_states
 from ckptconv.diagnosis.findings import (
     Complaint,
@@ -29,15 +28,20 @@ from ckptconv.diagnosis.refusals import Part, containers, opcodes, refusals
 from ckptconv.diagnosis.storages import shared, unused_bytes
 from ckptconv.graph import Value, walk
 from ckptconv.model import Checkpoint
+from ckptconv.safety import Concern
 
 __all__ = ["Diagnosis", "Finding", "Machine", "diagnose", "this_machine"]
 
 
 def diagnose(
-    checkpoint: Checkpoint, customs: Customs, machine: Machine, refused: Sequence[tuple[str, Value]]
+    checkpoint: Checkpoint,
+    customs: Customs,
+    machine: Machine,
+    refused: Sequence[tuple[str, Value]],
+    concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """What a person should know who loads CHECKPOINT on MACHINE. REFUSED is what :func:`ckptconv.safe_loader.obstacles` gives for it."""
-    dangers = sorted(dangerous_globals(checkpoint.graph))
+    """What a person should know who loads CHECKPOINT on MACHINE. REFUSED is what :func:`ckptconv.safe_loader.obstacles` gives for it, CONCERNS :func:`ckptconv.safety.concerns`."""
+    dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
     if dangers:
         text = f"it names {some(dangers)}, which no checkpoint needs and attacks are made of: do not load it"
         return Diagnosis([Finding(kind="dangerous", blocks=True, text=text, command=None)], None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptconv.customs import Customs, StateDict
@@ -10,12 +10,13 @@ from ckptconv.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, so
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.graph import Call, Dict, Global, List, Node, Value, children, walk
+from ckptconv.graph import Call, Dict, Global, List, Node, Value, walk
 from ckptconv.model import Checkpoint
 from ckptconv.pickled_modules import PickledModule, detached
 from ckptconv.pickles.imports import imported_name
 from ckptconv.places import is_item
 from ckptconv.safe_loader import refused_opcodes
+from ckptconv.uses import Uses
 
 __all__ = ["Part", "Refused", "containers", "opcodes", "refusals"]
 
@@ -74,7 +75,7 @@ class Refused:
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
-        self.uses = _Uses(checkpoint)
+        self.uses = Uses(checkpoint.graph, checkpoint.places)
         #: Each global's name or reason, the path where it stands first, and the number of places.
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
@@ -101,51 +102,6 @@ class Refused:
         largest = max(sized, key=lambda part: part.nbytes, default=None)
         enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
         return largest if largest and largest.nbytes > enough else None
-
-
-class _Uses:
-    """Which node of a graph stands in which."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        graph = checkpoint.graph
-        self.root = graph.root
-        self.users: dict[int, list[Node]] = {}
-        for node in walk([graph.root, *graph.discarded]):
-            for child in children(node):
-                if isinstance(child, Node):
-                    self.users.setdefault(id(child), []).append(node)
-        self.places = {id(place.node): place for place in reversed(checkpoint.places)}
-
-    def of(self, node: Value) -> list[Value]:
-        """What NODE stands in or is, once for each place; what is called stands where its call does."""
-        users = self.users.get(id(node), [])
-        if not isinstance(node, Global) or not users:
-            return [node]
-        return [user if isinstance(user, Call) and user.callable is node else node for user in users]
-
-    def path(self, node: Value) -> str:
-        """Where NODE stands, or what it is a part of."""
-        climbed: set[int] = set()
-        while id(node) not in self.places:
-            users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
-            if not users:
-                return "." if node is self.root else "what is made and thrown away"
-            climbed.add(id(node))
-            node = users[0]
-        place = self.places[id(node)]
-        self.places.update(dict.fromkeys(climbed, place))  # nobody climbs there again
-        return place.path
-
-    def above(self, nodes: Iterable[Value]) -> set[int]:
-        """The ids of NODES and of all that they stand in."""
-        found: set[int] = set()
-        todo = list(nodes)
-        while todo:
-            node = todo.pop()
-            if id(node) not in found:
-                found.add(id(node))
-                todo += self.users.get(id(node), [])
-        return found
 
 
 def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ckptconv.errors import UnsupportedError
+from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.folders import distributed_part_error, folder_error
 from ckptconv.formats import plain_pickle, safetensors, sharded, torch_legacy, torch_zip, torchscript
 from ckptconv.formats.distributed import dcp, safetensors_parts
@@ -78,8 +78,11 @@ def read_file(source: Source) -> Checkpoint:
     for format_ in FORMATS:
         if format_.looks_like(head):
             checkpoint = format_.read(source)
-            if torchscript.is_program(checkpoint):
-                torchscript.read_program(source, checkpoint)
+            try:
+                if torchscript.is_program(checkpoint):
+                    torchscript.read_program(source, checkpoint)
+            except InputError as fault:
+                source.faults.found(fault)
             return checkpoint
     if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
         return plain_pickle.read(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import CkptconvError, InputError, MalformedError, UnsupportedError
+from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
 from ckptconv.graph import (
     Blob,
     Call,
@@ -17,6 +17,7 @@ from ckptconv.graph import (
     is_global,
     uncollected,
 )
+from ckptconv.limits import LIMITS
 from ckptconv.old_spellings import text_of
 from ckptconv.pickles import parse
 from ckptconv.sources import Readable
@@ -28,11 +29,9 @@ _AGAIN = "download or copy it again"
 _NO_WEIGHTS = "it holds no weights; give the file with the weights"
 _PROTOCOLS = (2, 3, 4, 5)
 _OLD_STARTS = b"(])}cIJKMLNSUVXFG"  # opcodes that a pickle of protocol 0 or 1 can start with
-_OLD_MOST = 1 << 20  # bytes of such a pickle that are tried; text is more likely
 _SHOWN = 3  # packages
 _JOBLIB = b"joblib.numpy_pickle"
 _PLAIN = ("builtins", "__builtin__", "collections", "copy_reg", "copyreg", "_codecs", "numpy")
-_MOST_ELEMENTS = 1 << 62  # of a storage: torch counts in 64 bits with a sign
 _MORE = 4096  # bytes of the start that are searched for joblib's name
 
 
@@ -45,7 +44,7 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
             continue
         cls, key, numel = items[1], text_of(items[2]), items[4]
         dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
-        if dtype and key is not None and type(numel) is int and 0 <= numel < _MOST_ELEMENTS:
+        if dtype and key is not None and type(numel) is int and 0 <= numel < LIMITS.elements:
             sizes[key] = numel * dtype.itemsize
     return sizes
 
@@ -57,7 +56,11 @@ def looks_like_pickle(source: Readable, head: bytes) -> bool:
     """Whether SOURCE, which starts with HEAD, can be a pickle: protocols 2 and higher say so, older ones must parse."""
     if head[:1] == b"\x80":
         return len(head) > 1 and head[1] in _PROTOCOLS
-    if head[0] not in _OLD_STARTS or source.size > _OLD_MOST or source.read(source.size - 1, 1) != b".":
+    if (
+        head[0] not in _OLD_STARTS
+        or source.size > LIMITS.unmarked_pickle_bytes
+        or source.read(source.size - 1, 1) != b"."
+    ):
         return False
     try:
         _, end = parse(source.read, source.size, where=str(source.path))
@@ -91,7 +94,7 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     modules = {node.module.partition(".")[0] for node in graph.globals}
     dangers = sorted({*dangerous_globals(graph)} - {LOADER})
     if dangers:
-        return UnsupportedError(
+        return DangerousError(
             f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})", where=source.path,
             hint="do not load it",
         )  # fmt: skip

@@ -23,7 +23,8 @@ from typing import NoReturn
 
 from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
+from ckptconv.errors import DangerousError, InputError, MalformedError, UnsupportedError, some
+from ckptconv.faults import Pickles
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.other_pickles import LOADER, pickle_error
@@ -59,7 +60,7 @@ from ckptconv.pickles import emit, parse
 from ckptconv.sources import Held, Readable, Source, Window
 from ckptconv.vocabulary import checkpoint_of
 
-__all__ = ["NAME", "layout", "looks_like", "read"]
+__all__ = ["NAME", "Decoded", "layout", "looks_like", "read"]
 
 NAME = "pickle"
 _LEGACY = b"\x80\x02" + torch_legacy.MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
@@ -85,6 +86,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
     where = str(source.path)
+    source.faults.pickles(Pickles(where, source, 1))
     try:
         graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY, _LEGACY_TEXT))
     except InputError:
@@ -94,9 +96,11 @@ def read(source: Source) -> Checkpoint:
     if graph.references or not (calls or lists or any(_is_torchs(call) for call in graph.calls)):
         raise pickle_error(source)
     if end != source.size:
-        raise MalformedError(
-            "bytes behind the end of the pickle", where=where, expected=f"{end} bytes", got=source.size,
-            hint="several pickles in one file must be taken apart with pickle.load, one after another",
+        source.faults.found(
+            MalformedError(
+                "bytes behind the end of the pickle", where=where, expected=f"{end} bytes", got=source.size,
+                hint="several pickles in one file must be taken apart with pickle.load, one after another",
+            )
         )  # fmt: skip
     reader = _Reader(source, graph)
     reader.read([*calls, *lists])
@@ -142,12 +146,20 @@ class _Reader:
         """Put references for CALLS."""
         graph = self.graph
         calls.sort(key=lambda call: call.order or 0)
-        new: dict[Node, Node] = {call: self.reference(call, str(i)) for i, call in enumerate(calls)}
+        new: dict[Node, Node] = {}
+        for i, call in enumerate(calls):
+            try:
+                new[call] = self.reference(call, str(i))
+            except InputError as error:
+                self.source.faults.found(error)
+        if len(new) < len(calls):
+            raise MalformedError("not all storages in it can be read", where=self.source.path)
         replace_nodes(graph, new)
         if any(is_global(node, LOADER) for node in walk([graph.root, *graph.discarded])):
             raise UnsupportedError(f"{LOADER} is used for something else than a call", where=self.source.path)
         graph.globals = [node for node in graph.globals if not is_global(node, LOADER)] + [*self.classes.values()]
-        graph.calls = [call for call in graph.calls if call not in new]
+        graph.calls = [call for call in graph.calls if call not in new and id(call) not in self.used]
+        graph.byte_strings = [value for value in graph.byte_strings if id(value) not in self.used]
         graph.references = [node for node in new.values() if isinstance(node, PersistentId)]
 
     def reference(self, call: Call, key: str) -> PersistentId:
@@ -186,7 +198,7 @@ class _Reader:
         )
         dangers = sorted(dangerous_globals(graph))
         if dangers:
-            raise UnsupportedError(
+            raise DangerousError(
                 f"it names what no checkpoint needs ({some(dangers, 3)})", where=self.where(key), hint="do not load it"
             )
         root = graph.root
@@ -204,7 +216,9 @@ class _Reader:
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
-        inner = torch_zip.read(Window(file, start, end - start))
+        window = Window(file, start, end - start)
+        window.faults = self.source.faults.about(f"storage {key}")
+        inner = torch_zip.read(window)
         if inner.byteorder != "little":
             self.refuse(key, "its numbers are big-endian")
         spans = {}
@@ -222,7 +236,7 @@ class _Reader:
             text, encoding = (*args_of(value), None, None)[:2]
             self.use(text, key)
             if encoding in _LATIN_1 and isinstance(text, Blob):
-                decoded = _Decoded(self.source, text, self.decoded, self.where(key))
+                decoded = Decoded(self.source, text, self.where(key), self.decoded)
                 return decoded, 0, decoded.size
             if encoding in _LATIN_1 and isinstance(text, str):
                 try:
@@ -265,14 +279,14 @@ class _Piece:
     data: bytes
 
 
-class _Decoded(Readable):
+class Decoded(Readable):
     """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not fit into memory. LAST is shared by all texts."""
 
-    def __init__(self, source: Source, text: Blob, last: _Piece, where: str) -> None:
+    def __init__(self, source: Readable, text: Blob, where: str, last: _Piece | None = None) -> None:
         self.path, self.fd = source.path, -1
         self._source, self._text, self._where = source, text, where
         self._starts = [0]  # where the bytes stand of each piece of the text
-        self._last = last
+        self._last = last or _Piece(-1, -1, b"")
         for i in range(-(-text.length // _STEP)):
             self._starts.append(self._starts[-1] + len(self._piece(i)))
         self.size = self._starts.pop()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.dtypes import BY_WORD
-from ckptconv.errors import LimitError, MalformedError
+from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS
 from ckptconv.model import BLOCK
 from ckptconv.sources import Source
@@ -32,7 +32,6 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
 _ALIGNMENT = 8
 _AGAIN = "download or copy it again"
-_COUNT_END = 1 << 64  # the library counts in 64 bits
 
 
 class Entry(NamedTuple):
@@ -65,10 +64,15 @@ class _Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
-        raise MalformedError(
+    def error(
+        self, what: str, *, expected: object = None, got: object = None, hint: str | None = None
+    ) -> MalformedError:
+        return MalformedError(
             what, where=f"{self.source.path}: safetensors header", expected=expected, got=got, hint=hint
         )
+
+    def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
+        raise self.error(what, expected=expected, got=got, hint=hint)
 
     def header(self) -> Header:
         """All of it."""
@@ -85,10 +89,20 @@ class _Reader:
                 expected=f"{data_offset:,} bytes", got=f"{size:,}", hint=_AGAIN,
             )  # fmt: skip
         top = self.parsed(self.source.read(_LENGTH, length))
-        metadata = self.metadata(top.pop(METADATA, None))
-        entries = tuple(self.entry(name, value) for name, value in top.items())
-        self.check_data(entries, size, data_offset)
-        return Header(metadata, entries, data_offset)
+        try:
+            metadata = self.metadata(top.pop(METADATA, None))
+        except InputError as error:
+            self.source.faults.found(error)
+            metadata = None
+        entries = []
+        for name, value in top.items():
+            try:
+                entries.append(self.entry(name, value))
+            except InputError as error:
+                self.source.faults.found(error)
+        if len(entries) == len(top):  # else a hole may be the place of one that is not known
+            self.check_data(entries, size, data_offset)
+        return Header(metadata, tuple(entries), data_offset)
 
     def parsed(self, raw: bytes) -> dict[str, Any]:
         start = raw.lstrip(_SPACES)[:1]
@@ -132,7 +146,7 @@ class _Reader:
 
     def count(self, digits: str) -> int:
         """A number that counts something: no sign, below 2^64."""
-        if digits[0] == "-" or len(digits) > 20 or int(digits) >= _COUNT_END:
+        if digits[0] == "-" or len(digits) > 20 or int(digits) >= LIMITS.header_number:
             self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)
         return int(digits)
 
@@ -168,7 +182,7 @@ class _Reader:
         bits = 1
         for factor in (*entry.shape, 8 * dtype.itemsize // dtype.packed):
             bits *= factor
-            if bits >= _COUNT_END:
+            if bits >= LIMITS.header_number:
                 self.fail(f"{entry.name!r} has too many elements", got=entry.shape)
         if bits % 8:
             self.fail(f"{entry.name!r} does not fill whole bytes", got=f"{entry.word} of shape {entry.shape}")
@@ -176,11 +190,12 @@ class _Reader:
 
     def check_data(self, entries: Iterable[Entry], size: int, data_offset: int) -> None:
         """Every byte of the file's SIZE from DATA_OFFSET on must belong to exactly one tensor."""
+        found = self.source.faults.found
         at = 0
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
             if entry.start != at:
-                self.fail(f"the data has a hole or an overlap at {entry.name!r}", expected=at, got=entry.start)
-            at = entry.end
+                found(self.error(f"the data has a hole or an overlap at {entry.name!r}", expected=at, got=entry.start))
+            at = max(at, entry.end)
         whole = data_offset + at
         if whole > size:
             self.fail(
@@ -188,7 +203,11 @@ class _Reader:
                 expected=f"{whole:,} bytes", got=f"{size:,}", hint=_AGAIN,
             )  # fmt: skip
         if whole < size:
-            self.fail(f"{size - whole:,} bytes follow the last tensor", expected=f"{whole:,} bytes", got=f"{size:,}")
+            found(
+                self.error(
+                    f"{size - whole:,} bytes follow the last tensor", expected=f"{whole:,} bytes", got=f"{size:,}"
+                )
+            )
 
 
 def _are_counts(value: Any) -> bool:

@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 
 from ckptconv.commands import shell
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
+from ckptconv.faults import RAISED, Faults
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.limits import LIMITS
 from ckptconv.sources import Readable
 
 __all__ = [
-    "MOST_SHARDS",
     "TOTAL_SIZE",
     "Index",
     "ShardSet",
@@ -41,6 +41,7 @@ __all__ = [
     "of_other_suffix",
     "read_index",
     "refuse_missing",
+    "refuse_unnamed",
     "renumbered",
     "sets_in",
     "shard_name",
@@ -48,11 +49,8 @@ __all__ = [
 ]
 
 TOTAL_SIZE = "total_size"
-#: The numbers in the names of shards have five digits.
-MOST_SHARDS = 99_999
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
-_DIGITS = 300  # of a number in the metadata; a float ends there
 _SUFFIXES = r"\.safetensors|\.bin"
 _SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII)  # fmt: skip
 _INDEX = re.compile(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
@@ -158,8 +156,8 @@ def _family(found: re.Match[str]) -> tuple[str, str]:
     return found["stem"] + (found["variant"] or ""), found["suffix"]
 
 
-def find_set(path: Path) -> ShardSet | None:
-    """The set of shards that PATH means, which is an index or a folder; None where it has none. Raises RefusedError where it has several models, MalformedError where shards without an index are missing."""
+def find_set(path: Path, faults: Faults = RAISED) -> ShardSet | None:
+    """The set of shards that PATH means, which is an index or a folder; None where it has none. Raises RefusedError where it has several models; a fault are shards without an index that are missing."""
     if not path.is_dir():
         found = _INDEX.fullmatch(path.name)
         return ShardSet(*(_family(found) if found else ("model", "")), path.name, (), 0)
@@ -172,7 +170,7 @@ def find_set(path: Path) -> ShardSet | None:
     if sets and len(sets) + len(whole) > 1:
         raise _several(path, sets, whole)
     if sets and sets[0].index is None:
-        _refuse_gaps(path, sets[0])
+        _refuse_gaps(path, sets[0], faults)
     return sets[0] if sets else None
 
 
@@ -186,28 +184,49 @@ def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError
     )  # fmt: skip
 
 
-def _refuse_gaps(path: Path, found: ShardSet) -> None:
-    """Raise MalformedError unless all shards of FOUND are there, which has no index."""
+def _refuse_gaps(path: Path, found: ShardSet, faults: Faults) -> None:
+    """It is a fault unless all shards of FOUND are there, which has no index."""
     numbers = {int(match["number"]) for name in found.shards if (match := _SHARD.fullmatch(name))}
     missing = [n for n in range(1, found.count + 1) if n not in numbers]
     if missing:
         first = _SHARD.fullmatch(found.shards[0])
         assert first is not None
         names = [f"{first['stem']}-{n:05d}-of-{first['count']}{first['variant'] or ''}{found.suffix}" for n in missing]
-        raise _missing(path, names, found.count)
-    if len(found.shards) != found.count or not found.count:
-        raise MalformedError(
-            f"the shards {found.shards[0]} … are not numbered from 1 on, each number once", where=path,
-            expected=count(found.count, "shard"), got=len(found.shards),
+        faults.found(_missing(path, names, found.count))
+    elif len(found.shards) != found.count or not found.count:
+        faults.found(
+            MalformedError(
+                f"the shards {found.shards[0]} … are not numbered from 1 on, each number once", where=path,
+                expected=count(found.count, "shard"), got=len(found.shards),
+            )
         )  # fmt: skip
 
 
-def refuse_missing(folder: Path, shards: Iterable[str]) -> None:
-    """Raise MalformedError where one of the SHARDS, named by an index, is not in FOLDER."""
-    shards = [*shards]
-    missing = [name for name in shards if not os.path.exists(folder / name)]  # a link to nowhere has not been fetched
-    if missing:
-        raise _missing(folder, missing, len(shards))
+def refuse_missing(folder: Path, shards: list[str], faults: Faults = RAISED) -> list[str]:
+    """SHARDS, named by an index; it is a fault if one is not in FOLDER, and who collects faults gets the others."""
+    there = [name for name in shards if os.path.exists(folder / name)]  # a link to nowhere has not been fetched
+    if len(there) < len(shards):
+        faults.found(_missing(folder, sorted({*shards}.difference(there)), len(shards)))
+    return there
+
+
+def refuse_unnamed(folder: Path, index: Index, faults: Faults) -> None:
+    """Find a fault where shards stand in FOLDER that are numbered as those of INDEX are, and that it does not name: who goes by the names reads them."""
+    named = index.shards()
+    numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=folder) from error
+    beside = [
+        name for name in names if (found := _SHARD.fullmatch(name)) and (_family(found), found["count"]) in numbered
+    ]
+    unnamed = sorted({*beside} - {*named})
+    if unnamed:
+        are = "is" if len(unnamed) == 1 else "are"
+        faults.found(MalformedError(
+            f"{count(len(unnamed), 'shard')} {are} not in the index: {some(unnamed, _SHOWN)}", where=folder, hint=_WITHOUT,
+        ))  # fmt: skip
 
 
 def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
@@ -266,9 +285,9 @@ class _Reader:
         shards = dict.fromkeys(weight_map.values())
         for shard in shards:
             self.check_shard(shard)
-        if len(shards) > MOST_SHARDS:
+        if len(shards) > LIMITS.shards:
             raise LimitError(
-                "the index names too many shards", where=self.source.path, expected=f"at most {MOST_SHARDS:,}", got=f"{len(shards):,}"
+                "the index names too many shards", where=self.source.path, expected=f"at most {LIMITS.shards:,}", got=f"{len(shards):,}"
             )  # fmt: skip
         return Index(metadata, weight_map, tuple(key for key in top if key not in ("metadata", "weight_map")))
 
@@ -308,8 +327,10 @@ class _Reader:
         return found
 
     def integer(self, digits: str) -> int:
-        if len(digits) > _DIGITS:
-            self.fail("a number in the index is too long", expected=f"at most {_DIGITS} digits", got=len(digits))
+        if len(digits) > LIMITS.index_digits:
+            self.fail(
+                "a number in the index is too long", expected=f"at most {LIMITS.index_digits} digits", got=len(digits)
+            )
         return int(digits)
 
     def number(self, digits: str) -> float:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptconv.errors import UsageError
-from ckptconv.formats.shard_index import MOST_SHARDS, index_name
+from ckptconv.formats.shard_index import index_name
 from ckptconv.graph import Global, Node, Value, children
+from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint
 from ckptconv.rebuild_calls import is_word
 
@@ -71,10 +72,10 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         dict(weights), get_storage_size=lambda weight: weight.nbytes, get_storage_id=lambda weight: weight.group,
         filename_pattern=f"{literal}{{suffix}}{suffix}", max_shard_size=most,
     )  # fmt: skip
-    if len(split.filename_to_tensors) > MOST_SHARDS:
+    if len(split.filename_to_tensors) > LIMITS.shards:
         raise UsageError(
             f"--max-shard-size {max_shard_size} would take {len(split.filename_to_tensors):,} shards",
-            expected=f"at most {MOST_SHARDS:,}", hint="say a larger one",
+            expected=f"at most {LIMITS.shards:,}", hint="say a larger one",
         )  # fmt: skip
     place = {name: i for i, name in enumerate(weights)}  # the planner puts what is tied last
     files = tuple((file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items())  # fmt: skip

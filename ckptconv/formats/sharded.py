@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.commands import shell
 from ckptconv.customs import strings_of
-from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, UsageError, count, some
+from ckptconv.errors import InputError, MalformedError, RefusedError, UnsupportedError, UsageError, count, some
 from ckptconv.folders import folder_error
 from ckptconv.formats import safetensors, torch_zip
 from ckptconv.formats.safetensors_header import is_text
@@ -30,6 +30,7 @@ from ckptconv.formats.shard_index import (
     of_other_suffix,
     read_index,
     refuse_missing,
+    refuse_unnamed,
     renumbered,
     sets_in,
     stem_for,
@@ -91,18 +92,25 @@ def looks_like(folder: SourceFolder) -> bool:
 
 def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
     """The set of shards in FOLDER, each of which READ_FILE reads. Raises MalformedError, RefusedError, and what that raises."""
-    found = find_set(folder.path)
+    found = find_set(folder.path, folder.faults)
     if found is None:
         raise folder_error(folder.path)
     index = read_index(folder.open(found.index)) if found.index else None
     names = index.shards() if index else [*found.shards]
-    refuse_missing(folder.folder, names)
+    if index:
+        refuse_unnamed(folder.folder, index, folder.faults)
+    names = refuse_missing(folder.folder, names, folder.faults)
     merger = Merger(folder)
     shards = []
     for name in names:
-        part = read_file(folder.open(name))
-        shards.append(Shard(name, part, _root_of(part, name)))
-        merger.take(part, in_order=True)
+        try:
+            part = read_file(folder.open(name))
+            shards.append(Shard(name, part, _root_of(part, name)))
+            merger.take(part, in_order=True)
+        except InputError as error:
+            folder.faults.found(error)
+    if not shards:
+        raise MalformedError("none of its shards can be read", where=folder.path)
     _check_formats(folder, shards)
     in_shards = _check_names(folder, shards, index)
     ties = {name: kept for shard in shards for name, kept in shard.part.ties.items()}
@@ -171,7 +179,9 @@ def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
     formats = {shard.part.format: shard.name for shard in shards}
     if len(formats) > 1:
         listed = ", ".join(f"{name} is {format_}" for format_, name in formats.items())
-        raise UnsupportedError(f"the shards of one checkpoint are of different formats: {listed}", where=folder.path)
+        folder.faults.found(
+            UnsupportedError(f"the shards of one checkpoint are of different formats: {listed}", where=folder.path)
+        )
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
@@ -184,11 +194,12 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
             if first is not shard:
                 doubled[name] = f"{name!r} in {first.name} and {shard.name}"
     if doubled:
-        raise _contradiction(folder, shards, "more than one shard", [*doubled.values()], may_go=False)
+        folder.faults.found(_contradiction(folder, shards, "more than one shard", [*doubled.values()], may_go=False))
     if index is None:
         return in_shards
     recorded = {name for shard in shards for name in shard.part.ties}
-    places = index.weight_map
+    read = {shard.name for shard in shards}
+    places = {name: shard for name, shard in index.weight_map.items() if shard in read}
     missing = [f"{name!r} not in {shard}" for name, shard in places.items() if name not in in_shards]
     moved = [f"{name!r} in {in_shards[name].name} and not in {shard}" for name, shard in places.items() if name in in_shards and in_shards[name].name != shard]  # fmt: skip
     unknown = [f"{name!r} in {shard.name}" for name, shard in in_shards.items() if name not in places and name not in recorded]  # fmt: skip
@@ -196,7 +207,7 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
         ("no shard, but in the index", missing), ("another shard than the index says", moved), ("a shard, but not in the index", unknown),
     ):  # fmt: skip
         if found:
-            raise _contradiction(folder, shards, what, found, may_go=True)
+            folder.faults.found(_contradiction(folder, shards, what, found, may_go=True))
     return in_shards
 
 

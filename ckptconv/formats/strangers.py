@@ -17,6 +17,7 @@ from ckptconv.commands import literal, saved_by_torch, shell
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.folders import CHECKPOINT_SUFFIXES, LFS
 from ckptconv.formats.other_zips import displaced
+from ckptconv.limits import LIMITS
 from ckptconv.sources import Readable
 
 __all__ = ["stranger_error"]
@@ -24,10 +25,6 @@ __all__ = ["stranger_error"]
 _HEAD = 4096
 _AGAIN = "download or copy it again"
 _SHOWN = 40  # characters of a text
-_MOST_JSON = 1 << 20  # bytes; a configuration has some thousands
-_MOST_INDEX = 16 << 20  # bytes; an index of 90,000 tensors has nine millions
-_MOST_ZEROS = 64 << 20  # bytes that are read to count zeros
-_MOST_MEMBERS = 100  # of a tar archive
 _BLOCK = 512  # of a tar archive
 
 
@@ -109,7 +106,7 @@ def _zeros(file: _File) -> _Answer | None:
     """Of a download that was prepared and never came, or of a disk that failed."""
     if file.head.strip(b"\0"):
         return None
-    at, most = len(file.head), min(file.source.size, _MOST_ZEROS)
+    at, most = len(file.head), min(file.source.size, LIMITS.stranger_zeros)
     while at < most:
         part = file.source.read(at, min(1 << 20, most - at))
         rest = part.lstrip(b"\0")
@@ -203,7 +200,7 @@ def _json(file: _File) -> Any:
     """The JSON in a file of bounded size; None where there is none."""
     if file.text is None or not file.text.lstrip().startswith(("{", "[")):
         return None
-    if file.source.size > (_MOST_INDEX if '"weight_map"' in file.text else _MOST_JSON):
+    if file.source.size > (LIMITS.stranger_index if '"weight_map"' in file.text else LIMITS.stranger_json):
         return None
     try:
         return json.loads(file.source.read(0, file.source.size))
@@ -251,7 +248,7 @@ def _tar_names(source: Readable) -> list[str]:
     """The names at the start of a tar archive."""
     names: list[str] = []
     at = 0
-    while at + _BLOCK <= source.size and len(names) < _MOST_MEMBERS:
+    while at + _BLOCK <= source.size and len(names) < LIMITS.stranger_members:
         block = source.read(at, _BLOCK)
         size = block[124:136].strip(b" \0")
         if block[257:262] != b"ustar" or not re.fullmatch(rb"[0-7]{1,11}", size):

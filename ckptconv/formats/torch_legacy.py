@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
+from ckptconv.faults import Pickles
 from ckptconv.formats.joined import file_of
 from ckptconv.formats.writing import (
     little_endian,
@@ -56,12 +57,13 @@ from ckptconv.graph import (
     set_items,
     walk,
 )
+from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Layout, Piece, Span
 from ckptconv.old_spellings import modernise, text_of
 from ckptconv.pickles import emit, parse
 from ckptconv.rebuild_calls import STRIDED, ints_of, is_count
 from ckptconv.safe_loader import refused_opcodes
-from ckptconv.sources import Readable, Source
+from ckptconv.sources import Readable, Source, Window
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = [
@@ -83,11 +85,12 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _VERSION = 1001
+_PICKLES = 5
 _SIZE = 8  # bytes of the number of elements before each storage
 _TAR_BLOCK = 512
 #: What protocol 0 makes of a persistent id: its repr.
 _ID_TEXT = re.compile(
-    r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]{1,100})', '([^'\\]{1,100})', (0|[1-9][0-9]{0,18}), None\)"
+    r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"
 )
 
 
@@ -123,6 +126,7 @@ def read(source: Source) -> Checkpoint:
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
     """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
+    source.faults.pickles(Pickles(where, Window(source, start, end - start), _PICKLES))
     try:
         head, notes, at = _read_head(source, start, end, where)
         graph, at = parse(source.read, end, where=where, offset=at)
@@ -175,7 +179,7 @@ def _refuse_tar(source: Readable) -> None:
     said = block[148:156].strip(b" \0")
     total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     if re.fullmatch(rb"[0-7]{1,7}", said) and int(said, 8) == total:
-        raise MalformedError("the file can be read as a tar archive as well", where=source.path)
+        source.faults.found(MalformedError("the file can be read as a tar archive as well", where=source.path))
 
 
 def _says_big_endian(sys_info: Value) -> bool:
@@ -225,6 +229,7 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
     ids: list[_Id] = []
     classes: dict[Node, Node] = {}
     class_ids: dict[Global, PersistentId] = {}
+    named: set[Node] = set()
     texts: dict[Node, str] = {}
     for node in graph.references:
         parts = _from_text(node.id, where) if isinstance(node.id, str) else node.id
@@ -233,6 +238,7 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
         if kind == "module" and len(items) == 4 and isinstance(items[1], Global):
             cls = classes[node] = Global(items[1].module, items[1].name)
             class_ids[cls] = node
+            named.add(items[1])
         elif kind == "storage" and len(items) == 6:
             ids.append(_read_id(node, items, texts, where))
         else:
@@ -242,7 +248,8 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
             )  # fmt: skip
     if classes:
         replace_nodes(graph, classes)
-        graph.globals += class_ids
+        in_use = set(walk([graph.root, *graph.discarded]))
+        graph.globals = [node for node in graph.globals if node in in_use or node not in named] + [*class_ids]
     graph.references = [each.node for each in ids]
     return ids, class_ids
 
@@ -278,7 +285,7 @@ def _view(view: Value, numel: int, where: str) -> _View | None:
 def _from_text(text: str, where: str) -> Tuple:
     """The storage that a persistent id of protocol 0 names."""
     found = _ID_TEXT.fullmatch(text)
-    if not found:
+    if not found or max(map(len, found.group(2, 3))) > LIMITS.id_text:
         raise UnsupportedError(
             "a persistent id of protocol 0 names no storage; torch reads none of these", where=where, got=text[:80]
         )
@@ -296,8 +303,10 @@ def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[
     for each in ids:
         other = first.setdefault(each.key, each)
         if other.dtype != each.dtype and each.numel:
-            raise MalformedError(
-                f"storage {each.key} is described in two ways", where=where, expected=other.cls, got=each.cls
+            source.faults.found(
+                MalformedError(
+                    f"storage {each.key} is described in two ways", where=where, expected=other.cls, got=each.cls
+                )
             )
     if first.keys() != set(keys):
         missing, extra = first.keys() - set(keys), set(keys) - first.keys()
@@ -321,9 +330,11 @@ def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[
         spans[key] = Span(source, at + _SIZE, numel * first[key].itemsize)
         at += _SIZE + spans[key].length
     if at != end:
-        raise MalformedError(
-            "bytes behind the last storage", where=f"{where} at byte {at}", expected="the end of the file",
-            got=f"{end - at:,} bytes", hint="several checkpoints in one file must be taken apart with torch.load, one after another",
+        source.faults.found(
+            MalformedError(
+                "bytes behind the last storage", where=f"{where} at byte {at}", expected="the end of the file",
+                got=f"{end - at:,} bytes", hint="several checkpoints in one file must be taken apart with torch.load, one after another",
+            )
         )  # fmt: skip
     return spans
 

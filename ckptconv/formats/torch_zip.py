@@ -27,6 +27,7 @@ from pathlib import Path
 from ckptconv.checksums import check_crc32, crc32_of
 from ckptconv.elements import crc32_known, length_of, with_checksums
 from ckptconv.errors import LimitError, MalformedError
+from ckptconv.faults import Pickles
 from ckptconv.formats.joined import joined
 from ckptconv.formats.other_zips import cut_short, refuse_other_zips
 from ckptconv.formats.writing import (
@@ -67,7 +68,7 @@ from ckptconv.model import (
 from ckptconv.old_spellings import modernise
 from ckptconv.pickles import parse
 from ckptconv.ranges import inflated
-from ckptconv.sources import Held, Readable
+from ckptconv.sources import Held, Readable, Window
 from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
@@ -76,7 +77,6 @@ NAME = "torch zip"
 PICKLE = "data.pkl"
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
-_LONGEST_NOTE = 64
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 
 
@@ -94,10 +94,13 @@ def read(source: Readable) -> Checkpoint:
         archive = read_archive(source, lambda names: refuse_other_zips(source, names))
     except EndMissing as error:
         raise cut_short(source) from error
+    source.faults.unread(archive.unread(source))
     names = archive.names()
     _check_case(source, names)
     checked = archive.has_checksums
     where = f"{source.path}: {PICKLE}"
+    if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
+        raise MalformedError("the pickle that says what is where cannot be found", where=where)
     graph, pickle = read_pickle(source, names[PICKLE], where, checked=checked)
     modernise(graph)
 
@@ -128,10 +131,12 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
     elif checked:
         _check_crc(source, member, where)
     fetch, start, size = _reader(source, member, pickle)
+    of = Window(source, start, size) if pickle is None else Held(pickle, source.path)
+    source.faults.pickles(Pickles(where, of, 1))
     graph, end = parse(fetch, start + size, where=where, offset=start)
     if end != start + size:
-        raise MalformedError(
-            "bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size
+        source.faults.found(
+            MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
         )
     return graph, pickle
 
@@ -146,8 +151,10 @@ def _check_case(source: Readable, names: dict[str, Member]) -> None:
     for name in names:
         folded = name.casefold()
         if (folded in _RECORDS and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
-            raise MalformedError(
-                "a record's name differs from torch's in case", where=source.path, expected=folded, got=name
+            source.faults.found(
+                MalformedError(
+                    "a record's name differs from torch's in case", where=source.path, expected=folded, got=name
+                )
             )
 
 
@@ -176,7 +183,10 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
 
 
 def _check_crc(source: Readable, member: Member, where: str) -> None:
-    check_crc32(member.crc32, crc32_of(Span(source, member.data_offset, member.size)), where)
+    try:
+        check_crc32(member.crc32, crc32_of(Span(source, member.data_offset, member.size)), where)
+    except MalformedError as error:
+        source.faults.found(error)
 
 
 def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
@@ -185,10 +195,13 @@ def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) 
     if member is None:
         return None
     where = f"{source.path}: {name}"
-    if member.size > _LONGEST_NOTE:
-        raise MalformedError(
-            "the record is too long", where=where, expected=f"at most {_LONGEST_NOTE} bytes", got=member.size
+    if member.size > LIMITS.note_bytes:
+        source.faults.found(
+            MalformedError(
+                "the record is too long", where=where, expected=f"at most {LIMITS.note_bytes} bytes", got=member.size
+            )
         )
+        return None
     return record_bytes(source, member, where, checked=checked)
 
 
@@ -203,10 +216,12 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
 
 def _byteorder(source: Readable, note: bytes | None) -> str:
     if note not in (None, b"little", b"big"):
-        raise MalformedError(
-            "the byte order is unknown", where=f"{source.path}: byteorder", expected="little or big", got=note
+        source.faults.found(
+            MalformedError(
+                "the byte order is unknown", where=f"{source.path}: byteorder", expected="little or big", got=note
+            )
         )
-    return note.decode() if note else "little"
+    return "big" if note == b"big" else "little"
 
 
 # Writing

@@ -86,7 +86,7 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
     if devices:
         listed = [f"{device} ×{n:,} (first in {where[device]})" for device, n in devices.most_common()]
         checkpoint.notes.append(f"devices in its code, which no map_location changes: {some(listed, _SHOWN)}")
-    constants = _constants(source, archive)
+    constants = checkpoint.beside[_CONSTANTS] = _constants(source, archive)
     if constants.tensors:
         found = Counter(info.device for info in constants.tensors.values())
         on = [f"{device} ×{n:,}" for device, n in found.most_common()]

@@ -18,11 +18,12 @@ looks names up like that). A folder holds no bytes: torch would hand out memory 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.faults import Unread
 from ckptconv.limits import LIMITS
 from ckptconv.model import Inflate, Span
 from ckptconv.sources import Readable
@@ -72,15 +73,25 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Archive:
-    """Every member in the order of the file, all below one folder ROOT. ``has_checksums`` is False where every CRC is zero."""
+    """Every member in the order of the file, all below one folder ROOT. ``has_checksums`` is False where every CRC is zero.
+
+    ``broken``: names of members whose local headers do not say where their data stands; no reader gets an archive with such, but one that collects faults.
+    """
 
     root: str
     members: tuple[Member, ...]
     has_checksums: bool
+    broken: frozenset[str] = frozenset()
 
     def names(self) -> dict[str, Member]:
         """The members by name below the root."""
         return {member.name[len(self.root) + 1 :]: member for member in self.members}
+
+    def unread(self, source: Readable) -> Iterator[Unread]:
+        """The records of SOURCE whose bytes can be checked, with their names below the root."""
+        for name, member in self.names().items():
+            if member.name not in self.broken and (self.has_checksums or member.method != STORED):
+                yield Unread(f"{source.path}: {name}", member.data(source, checked=self.has_checksums))
 
 
 class EndMissing(MalformedError):
@@ -92,6 +103,7 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
 
     REFUSE is shown the names first: what is another kind of zip is said before what is wrong with it.
     """
+    found = source.faults.found
     count, directory, start = _read_end(source)
     window = _Window(source)
     entries = _read_directory(window, count, directory, start)
@@ -99,24 +111,24 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
         refuse([entry.name for entry in entries])
     entries.sort(key=lambda entry: entry.header_offset)
     members = []
+    broken = set()
     at = 0
     for i, entry in enumerate(entries):
         following = entries[i + 1].header_offset if i + 1 < len(entries) else start
         if entry.header_offset != at:
-            raise _bad(
-                source,
-                entry.header_offset,
-                "zip members overlap or leave a gap",
-                f"{entry.name!r} at {at}",
-                entry.header_offset,
-            )
-        members.append(_read_member(window, entry, following))
+            found(_bad(source, entry.header_offset, "zip members overlap or leave a gap", f"{entry.name!r} at {at}", entry.header_offset))  # fmt: skip
+        try:
+            members.append(_read_member(window, entry, following))
+        except InputError as error:
+            found(error)
+            members.append(_without_header(entry))
+            broken.add(entry.name)
         at = following
     if not members:
         raise _bad(source, 0, "the zip archive is empty")
-    _check_names(source, members)
     root = members[0].name.split("/")[0]
-    return Archive(root, tuple(members), any(member.crc32 for member in members))
+    members = _check_names(source, members, root)
+    return Archive(root, tuple(members), any(member.crc32 for member in members), frozenset(broken))
 
 
 class FirstMember(NamedTuple):
@@ -223,7 +235,7 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
     signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - _ZIP64_LOCATOR.size, _ZIP64_LOCATOR.size))
     if signature != ZIP64_LOCATOR:
         return None
-    if disk or disks > 1 or offset + _ZIP64_END.size + _ZIP64_LOCATOR.size != end:
+    if disk or disks != 1 or offset + _ZIP64_END.size + _ZIP64_LOCATOR.size != end:
         raise _bad(
             source, end, "the zip64 locator points to no zip64 end", end - _ZIP64_LOCATOR.size - _ZIP64_END.size, offset
         )
@@ -268,7 +280,10 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         variable = sum(fields[10:13])
         if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
             raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
-        entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
+        try:
+            entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
+        except InputError as error:
+            source.faults.found(error)
         at += _CENTRAL.size + variable
     if at != end:
         raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
@@ -337,45 +352,30 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
     return found
 
 
-def _check_names(source: Readable, members: list[Member]) -> None:
-    """All below one folder, none twice, none that leads out of it."""
-    root = members[0].name.split("/")[0]
+def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
+    """Those of MEMBERS that have a name: all below the folder ROOT, none twice, none that leads out of it."""
     seen: dict[str, Member] = {}
     for member in members:
         segments = member.name.split("/")
+        expected: str | None = None
         if len(segments) < 2 or "" in segments[:-1] or ".." in segments or "\0" in member.name:
-            raise _bad(
-                source,
-                member.header_offset,
-                "a zip member is not in the archive's folder",
-                "FOLDER/NAME",
-                repr(member.name),
-            )
-        if segments[0] != root:
-            raise _bad(
-                source,
-                member.header_offset,
-                "the zip archive has two folders at its root",
-                repr(root),
-                repr(segments[0]),
-            )
-        other = seen.setdefault(member.name.casefold(), member)
-        if other is not member:
-            raise _bad(
-                source,
-                member.header_offset,
-                "two zip members have one name, but for case",
-                repr(other.name),
-                repr(member.name),
-            )
+            what, expected = "a zip member is not in the archive's folder", "FOLDER/NAME"
+        elif segments[0] != root:
+            what, expected = "the zip archive has two folders at its root", repr(root)
+        elif (other := seen.setdefault(member.name.casefold(), member)) is not member:
+            what, expected = "two zip members have one name, but for case", repr(other.name)
+        if expected:
+            source.faults.found(_bad(source, member.header_offset, what, expected, repr(member.name)))
+    return [*seen.values()]
 
 
 # Local headers and descriptors
 
 
 def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
-    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it."""
+    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it. Raises MalformedError where it is not known where its data stands."""
     source = window.source
+    found = source.faults.found
     at = entry.header_offset
     room = following - at
     least = _LOCAL.size + len(entry.raw_name)
@@ -386,19 +386,31 @@ def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
     if signature != LOCAL:
         raise _bad(source, at, f"{entry.name!r} has no local header", LOCAL, signature)
     if n_name != len(entry.raw_name) or header[_LOCAL.size :] != entry.raw_name:
-        raise _bad(source, at, "a zip member has two names", repr(entry.name), header[_LOCAL.size :][:80])
+        error = _bad(source, at, "a zip member has two names", repr(entry.name), header[_LOCAL.size :][:80])
+        if n_name != len(entry.raw_name):
+            raise error
+        found(error)
     if (flags, method) != (entry.flags, entry.method):
-        raise _bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method))
+        found(_bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method)))
     data_offset = at + least + n_extra
     end_of_data = data_offset + entry.stored_size
     if end_of_data > following:
         raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
-    extras = _extras(source, at, entry.raw_name, window.read(at + least, n_extra))
-    _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))
+    try:
+        extras = _extras(source, at, entry.raw_name, window.read(at + least, n_extra))
+        _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))
+    except MalformedError as error:
+        found(error)
     _check_descriptor(source, entry, window.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
     return Member(
         entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, data_offset, following
     )
+
+
+def _without_header(entry: _Entry) -> Member:
+    """ENTRY where its data cannot be found."""
+    at = entry.header_offset
+    return Member(entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, at, at)
 
 
 def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
@@ -415,15 +427,16 @@ def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int,
 
 def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: int) -> None:
     """What stands between a member's data and the next header: a descriptor, with or without its signature, or nothing."""
+    found = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
         if descriptor:
-            raise _bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor))
+            found(_bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor)))
         return
     body = descriptor.removeprefix(DESCRIPTOR) if len(descriptor) in (16, 24) else descriptor
     form = {12: "<III", 20: "<IQQ"}.get(len(body))
     expected = (entry.crc32, entry.stored_size, entry.size)
     if form is None or struct.unpack(form, body) != expected:
-        raise _bad(source, at, f"the data descriptor of {entry.name!r} is damaged", expected, descriptor[:24].hex())
+        found(_bad(source, at, f"the data descriptor of {entry.name!r} is damaged", expected, descriptor[:24].hex()))
 
 
 # Writing

@@ -6,11 +6,16 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 from ckptconv.graph import Global
 
-__all__ = ["imported_name"]
+__all__ = ["imported_as", "imported_name"]
 
 
 def imported_name(node: Global, protocol: int) -> str:
-    """``module.name`` as a pickle with a header of PROTOCOL means NODE. Nothing is imported.
+    """``module.name`` as a pickle with a header of PROTOCOL means NODE. Nothing is imported."""
+    return ".".join(imported_as(node, protocol))
+
+
+def imported_as(node: Global, protocol: int) -> tuple[str, str]:
+    """Module and name of :func:`imported_name`.
 
     Source: CPython's ``Lib/pickle.py``, ``_Unpickler.find_class``.
     """
@@ -20,4 +25,4 @@ def imported_name(node: Global, protocol: int) -> str:
             module, name = NAME_MAPPING[module, name]
         else:
             module = IMPORT_MAPPING.get(module, module)
-    return f"{module}.{name}"
+    return module, name

@@ -48,14 +48,17 @@ class Machine:
         self.globals: list[Global] = []
         self.calls: list[Call] = []
         self.references: list[PersistentId] = []
+        self.byte_strings: list[Value] = []
+        self.extensions: list[Extension] = []
         self.popped: list[Value] = []
         self.order = 0
         self.used = bytearray(256)
 
-    def load(self, dispatch: Sequence[Operation | None]) -> Graph:
-        """Execute opcodes up to STOP, each as DISPATCH says for its code."""
+    def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
+        """Execute opcodes up to STOP, at most MOST where that is less than the limit, each as DISPATCH says for its code."""
         stop = CODES["STOP"][0]
-        for opcodes in range(LIMITS.pickle_opcodes):
+        most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
+        for opcodes in range(most):
             if self.pos >= len(self.window):
                 self.refill(1)
             code = self.window[self.pos]
@@ -73,7 +76,7 @@ class Machine:
                 self.fail(f"the stack is empty before opcode 0x{code:02x}")
             if self.frame_end is not None:
                 self.check_frame()
-        raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {LIMITS.pickle_opcodes:,}")
+        raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {most:,}")
 
     def finish(self, opcodes: int) -> Graph:
         """The graph, once STOP came."""
@@ -88,8 +91,9 @@ class Machine:
         discarded = _lost(root, self.popped) if self.popped else []
         used = frozenset(compress(range(256), self.used))
         return Graph(
-            root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared
-        )
+            root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared,
+            self.byte_strings, self.extensions,
+        )  # fmt: skip
 
     # Bytes
 
@@ -111,7 +115,8 @@ class Machine:
             raise LimitError(
                 "the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes"
             )
-        self.window = self.read(self.base, min(max(need, min(self.ahead, _WINDOW)), self.size - self.base))
+        ahead = max(need, min(self.ahead, _WINDOW))
+        self.window = self.read(self.base, min(ahead, self.size - self.base, self.budget))
         self.ahead = min(4 * self.ahead, _WINDOW)
         if len(self.window) < need:
             self.fail("the file became shorter while it was read")
@@ -132,15 +137,14 @@ class Machine:
 
     def line(self) -> bytes:
         """The bytes up to a newline, which is taken as well."""
-        need = 1
-        while (end := self.window.find(b"\n", self.pos)) < 0:
+        while (end := self.window.find(b"\n", self.pos, self.pos + LIMITS.pickle_line + 1)) < 0:
             have = len(self.window) - self.pos
-            if have >= LIMITS.pickle_line:
+            if have > LIMITS.pickle_line:
                 raise LimitError("a line of the pickle is too long", where=f"{self.where} at byte {self.tell()}")
             if self.base + len(self.window) >= self.size:
                 self.fail("a line of the pickle has no end")
-            need = max(2 * have, _WINDOW)
-            self.refill(min(need, self.size - self.tell()))
+            room = max(have + 1, self.budget - self.pos)
+            self.refill(min(max(2 * have, _WINDOW), LIMITS.pickle_line + 1, self.size - self.tell(), room))
         line = self.window[self.pos : end]
         self.pos = end + 1
         return line
@@ -244,6 +248,11 @@ class Machine:
         reference = PersistentId(pid, self.next_order())
         self.references.append(reference)
         self.stack.append(reference)
+
+    def push_bytes(self, value: Value) -> None:
+        """Push a byte string, of whatever kind."""
+        self.byte_strings.append(value)
+        self.stack.append(value)
 
     def find_class(self, module: str, name: str) -> Global:
         """The global of that name; nothing looks for it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ckptconv.errors import LimitError, UnsupportedError
 from ckptconv.graph import (
@@ -31,7 +31,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.machine import Machine, Operation, kind_of
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["parse"]
+__all__ = ["OPERATIONS", "in_dispatch", "parse"]
 
 _HIGHEST_PROTOCOL = 5
 
@@ -143,7 +143,7 @@ def _string(m: Machine) -> None:
         m.fail("a STRING is not in quotes", got=quoted[:40])
     if b"\\" in _ESCAPE.sub(b"", quoted[1:-1]):
         m.fail("a STRING has a bad escape", got=quoted[:40])
-    m.stack.append(Py2String(codecs.escape_decode(quoted[1:-1])[0]))
+    m.push_bytes(Py2String(codecs.escape_decode(quoted[1:-1])[0]))
 
 
 def _unicode(m: Machine) -> None:
@@ -175,7 +175,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[Machine]
         if n > m.size - m.tell():
             m.fail("a length in the pickle reaches beyond its end", got=n)
         stays = n > LIMITS.inline_bytes or (m.leave and m.is_left(n))
-        m.stack.append(Blob(kind, m.skip(n), n) if stays else make(m.take(n)))
+        m.push_bytes(Blob(kind, m.skip(n), n) if stays else make(m.take(n)))
 
     return operation
 
@@ -200,7 +200,9 @@ def _extension(width: int) -> Operation:
         code = int.from_bytes(m.take(width), "little", signed=width == 4)
         if code <= 0:
             m.fail("an extension code must be positive", got=code)
-        m.stack.append(Extension(code))
+        extension = Extension(code)
+        m.extensions.append(extension)
+        m.stack.append(extension)
 
     return operation
 
@@ -303,7 +305,8 @@ def _buffer(m: Machine) -> None:
     raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not hold", where=m.where)
 
 
-_OPERATIONS: dict[str, Operation] = {
+#: What each opcode does, by its name.
+OPERATIONS: dict[str, Operation] = {
     "PROTO": _proto,
     "FRAME": _frame,
     "MARK": _mark,
@@ -324,12 +327,12 @@ _OPERATIONS: dict[str, Operation] = {
     "BINFLOAT": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
     "STRING": _string,
     "BINSTRING": _bytes("py2", Py2String, _signed_length),
-    "SHORT_BINSTRING": _push(lambda m: Py2String(m.take(m.byte()))),
+    "SHORT_BINSTRING": lambda m: m.push_bytes(Py2String(m.take(m.byte()))),
     "UNICODE": _unicode,
     "SHORT_BINUNICODE": _push(lambda m: _utf8(m, m.take(m.byte()))),
     "BINUNICODE": _text(4),
     "BINUNICODE8": _text(8),
-    "SHORT_BINBYTES": _push(lambda m: m.take(m.byte())),
+    "SHORT_BINBYTES": lambda m: m.push_bytes(m.take(m.byte())),
     "BINBYTES": _bytes("bytes", bytes, lambda m: m.length(4)),
     "BINBYTES8": _bytes("bytes", bytes, lambda m: m.length(8)),
     "BYTEARRAY8": _bytes("bytearray", ByteArray, lambda m: m.length(8)),
@@ -373,6 +376,13 @@ _OPERATIONS: dict[str, Operation] = {
     "BINPERSID": lambda m: m.persistent_load(m.stack.pop()),
 }
 
-_DISPATCH: list[Operation | None] = [None] * 256
-for _name, _operation in _OPERATIONS.items():
-    _DISPATCH[CODES[_name][0]] = _operation
+
+def in_dispatch(operations: Mapping[str, Operation]) -> list[Operation | None]:
+    """OPERATIONS by the codes of their opcodes."""
+    dispatch: list[Operation | None] = [None] * 256
+    for name, operation in operations.items():
+        dispatch[CODES[name][0]] = operation
+    return dispatch
+
+
+_DISPATCH = in_dispatch(OPERATIONS)

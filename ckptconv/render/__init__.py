@@ -9,6 +9,7 @@
 ``report``  what a conversion did
 ``batch``   what many of them did
 ``difference``  what two checkpoints do not have in common
+``verdict`` what is wrong with a checkpoint, or that nothing is
 ==========  =============================================================================
 """
 
@@ -19,6 +20,7 @@ from ckptconv.render.report import report_lines
 from ckptconv.render.table import table_lines
 from ckptconv.render.text import Look, cells, natural, size
 from ckptconv.render.tree import tree_lines
+from ckptconv.render.verdict import verdict_lines
 
 __all__ = [
     "Look",
@@ -34,4 +36,5 @@ __all__ = [
     "sum_lines",
     "table_lines",
     "tree_lines",
+    "verdict_lines",
 ]

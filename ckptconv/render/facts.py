@@ -250,6 +250,9 @@ def _safety(summary: Summary, look: Look) -> Iterator[str]:
     foreign = [name for name in summary["globals"] if not name.startswith(said)]
     if foreign:
         yield from fact(look, "globals", some(foreign, _SHOWN))
+    inside = [f"{each['name']} at {each['path']}" for each in summary["concerns"] if " inside)" in each["path"]]
+    if inside:
+        yield from fact(look, "pickles inside", some(inside, _SHOWN))
     if summary["protocol"] is None:
         yield from fact(look, "needs code", "no: the format holds none")
     elif summary["weights_only"] and not summary["loads_here"]:  # what it refuses is a finding

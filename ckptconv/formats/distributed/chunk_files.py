@@ -8,9 +8,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
+from ckptconv.dangers import is_dangerous
+from ckptconv.errors import DangerousError, UnsupportedError, some
+from ckptconv.faults import Unread
 from ckptconv.formats import torch_zip
-from ckptconv.formats.zip_archive import CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
+from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
 from ckptconv.model import Checkpoint, Data, Inflate, Span, TensorInfo
+from ckptconv.safe_loader import is_allowed
 from ckptconv.sources import Window
 
 __all__ = ["ChunkFile", "ChunkFiles", "in_file"]
@@ -18,6 +22,7 @@ __all__ = ["ChunkFile", "ChunkFiles", "in_file"]
 _ID = ".data/serialization_id"
 _CRC_IN_ENTRY = 16  # APPNOTE 4.3.12
 _LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
+_SHOWN = 3  # names in an error
 _MOST = 16  # files of one size that are remembered
 
 
@@ -32,23 +37,25 @@ class ChunkFile:
 
 @dataclass(frozen=True)
 class _Known:
-    """A file that was parsed: what stands BEFORE and BEHIND its storage; CHECKSUMS are the places behind it that may differ together, BLANKS all that may differ."""
+    """A file that was parsed: what stands BEFORE and BEHIND its storage. RECORDS may differ, the storage first: where each stands, and how long it is; CHECKSUMS are the places behind the storage of those of each, which differ together, BLANKS all that may differ there."""
 
     before: bytes
     behind: bytes
+    records: tuple[tuple[int, int], ...]
     checksums: tuple[tuple[int, int], ...]
     blanks: tuple[slice, ...]
     file: ChunkFile
 
-    def crc32_of(self, window: Window) -> int | None:
-        """The checksum of the storage in WINDOW, a file of the same size, if it is like this one; else None."""
+    def records_of(self, window: Window) -> list[Span] | None:
+        """The records in WINDOW, a file of the same size, if it is like this one; else None."""
         if window.read(0, len(self.before)) != self.before:
             return None
         behind = window.read(window.size - len(self.behind), len(self.behind))
         numbers = [(behind[a : a + 4], behind[b : b + 4]) for a, b in self.checksums]
         if any(a != b for a, b in numbers) or _blanked(behind, self.blanks) != self.behind:
             return None
-        return int.from_bytes(numbers[0][0], "little")
+        sums = (int.from_bytes(number, "little") for number, _ in numbers)
+        return [Span(window.of, window.offset + at, length, crc32) for (at, length), crc32 in zip(self.records, sums, strict=True)]  # fmt: skip
 
 
 class ChunkFiles:
@@ -61,16 +68,28 @@ class ChunkFiles:
         """The file in WINDOW. Raises what reading a file of torch raises."""
         known = self._known.setdefault(window.size, [])
         for each in known:
-            crc32 = each.crc32_of(window)
-            if crc32 is not None:
-                start = window.offset + len(each.before)
-                length = window.size - len(each.before) - len(each.behind)
-                return ChunkFile(each.file.info, Span(window.of, start, length, crc32), each.file.is_little_endian)
+            records = each.records_of(window)
+            if records is not None:
+                window.faults.unread(Unread(f"{window.path} at byte {span.offset:,}", span) for span in records)
+                return ChunkFile(each.file.info, records[0], each.file.is_little_endian)
         checkpoint = torch_zip.read(window)
+        _refuse_strangers(checkpoint, window)
         file = _file(checkpoint, window)
         if len(known) < _MOST and (found := _remembered(checkpoint, file, window)):
             known.append(found)
         return file
+
+
+def _refuse_strangers(checkpoint: Checkpoint, window: Window) -> None:
+    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would not be seen there."""
+    graph = checkpoint.graph
+    strangers = [node for node in graph.globals if not is_allowed(node)]
+    if strangers or graph.extensions:
+        kind = DangerousError if any(map(is_dangerous, strangers)) else UnsupportedError
+        raise kind(
+            "the file of a chunk names what no tensor needs", where=f"{window.path} at byte {window.offset:,}",
+            got=some([str(node) for node in strangers] or ["an extension code"], _SHOWN), hint="do not load it unless you trust who made it",
+        )  # fmt: skip
 
 
 def _file(checkpoint: Checkpoint, window: Window) -> ChunkFile:
@@ -98,7 +117,11 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: Window) -> _Kno
     members = archive.names()
     storage = next((member for member in members.values() if member.data_offset == start and member.size), None)
     changing = [member for member in (storage, members.get(_ID)) if member]
+    records = tuple((member.data_offset, member.size) for member in changing)
     entries = _entries(archive, window)
+    # What is so damaged that the archive was read without it can stand in between.
+    if any(member.name not in entries for member in changing):
+        return None
     checksums, blanks = [], []
     for member in changing:
         descriptor = member.data_offset + member.stored_size
@@ -112,16 +135,18 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: Window) -> _Kno
     if storage is None:
         return None
     behind = _blanked(window.read(end, window.size - end), tuple(blanks))
-    return _Known(window.read(0, start), behind, tuple(checksums), tuple(blanks), file)
+    return _Known(window.read(0, start), behind, records, tuple(checksums), tuple(blanks), file)
 
 
 def _entries(archive: Archive, window: Window) -> dict[str, int]:
     """Where in the directory the entry of each member stands, by its name."""
     found = {}
     at = max(member.end for member in archive.members)
-    for _ in archive.members:
+    while at + CENTRAL_SIZE <= window.size and window.read(at, len(CENTRAL)) == CENTRAL:
         name, extra, comment = _LENGTHS_IN_ENTRY.unpack(window.read(at, _LENGTHS_IN_ENTRY.size))
-        found[window.read(at + CENTRAL_SIZE, name).decode()] = at
+        if at + CENTRAL_SIZE + name > window.size:
+            break
+        found[window.read(at + CENTRAL_SIZE, name).decode("utf-8", "replace")] = at
         at += CENTRAL_SIZE + name + extra + comment
     return found
 

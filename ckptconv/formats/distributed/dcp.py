@@ -28,6 +28,7 @@ from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.metadata import Metadata, Path, Stored, TensorItem, read_metadata
 from ckptconv.graph import AT_ONCE, Dict, Effect, List, Value, set_items
+from ckptconv.limits import LIMITS
 from ckptconv.merging import Merger
 from ckptconv.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
 from ckptconv.sources import Source, SourceFolder, Window
@@ -41,7 +42,6 @@ _OWN_METADATA = re.compile(r"__[0-9]+\.metadata")
 _SUFFIX = ".distcp"
 _PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
 _COPY = "copy the whole folder: each process of the run wrote files of its own"
-_MOST_HOLES = 10_000  # in lists, where empty dicts and lists stood, which DCP does not store
 
 #: Nested dicts and lists with items in them; None: a place in a list that nothing belongs to.
 _Tree: TypeAlias = "dict[str, _Tree] | list[_Tree | None] | _Leaf"
@@ -109,6 +109,10 @@ def _without_metadata(folder: SourceFolder, names: set[str]) -> InputError:
     )  # fmt: skip
 
 
+class _Said(InputError):
+    """What is wrong with an item was said before: for who collects faults, and goes on with the next."""
+
+
 class _Reader:
     """Puts the items of one folder together."""
 
@@ -117,6 +121,7 @@ class _Reader:
         self.where = folder.folder / _METADATA
         self.metadata = metadata
         self.left = dict(metadata.stored)
+        self.gone: set[str] = set()  # files that are not there, or not whole
         self.merger = Merger(folder)
         self.chunk_files = ChunkFiles()
         self.keys = map(str, count())
@@ -125,14 +130,20 @@ class _Reader:
         """All of it."""
         self.check_files()
         for name, item in self.metadata.items.items():
-            if item is not None:
-                check_cover(self.where, name, item.shape, item.chunks)
+            try:
+                if item is not None:
+                    check_cover(self.where, name, item.shape, item.chunks)
+            except InputError as error:
+                self.folder.faults.found(error)
         nest = _Nest(str(self.where))
         for name in self.metadata.items:
             nest.add(name, self.metadata.paths.get(name, (name,)))
         for leaf in nest.leaves():  # in the order in which they are written
             item = self.metadata.items[leaf.name]
-            leaf.value = self.object(leaf.name) if item is None else self.tensor(leaf.name, item)
+            try:
+                leaf.value = self.object(leaf.name) if item is None else self.tensor(leaf.name, item)
+            except InputError as error:
+                self.found(error)
         checkpoint = self.merger.checkpoint(NAME, nest.value())
         checkpoint.unused += (
             LeftBehind(name, place.length, f"{_METADATA} describes no such part") for (name, _), place in self.left.items()
@@ -141,30 +152,48 @@ class _Reader:
             checkpoint.notes.append(f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there")  # fmt: skip
         return checkpoint
 
+    def found(self, error: InputError) -> None:
+        """ERROR, unless it was said before."""
+        if not isinstance(error, _Said):
+            self.folder.faults.found(error)
+
     def check_files(self) -> None:
-        """Raise MalformedError where files are missing or too short."""
+        """It is a fault where files are missing or too short."""
         ends: dict[str, int] = {}
         for place in self.metadata.stored.values():
             ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
         missing = [file for file in ends if not os.path.lexists(self.folder.folder / file)]
         if missing:
-            raise MalformedError(
-                f"{counted(len(missing), 'file')} of {len(ends):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
-                got=f"no {some(sorted(missing), 3)}", hint=_COPY,
+            self.found(
+                MalformedError(
+                    f"{counted(len(missing), 'file')} of {len(ends):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
+                    got=f"no {some(sorted(missing), 3)}", hint=_COPY,
+                )
             )  # fmt: skip
-        for file, end in ends.items():
-            size = self.folder.open(file).size
-            if size < end:
-                raise MalformedError(
-                    f"the file was cut short: {end - size:,} bytes are missing", where=self.folder.folder / file,
-                    expected=f"at least {end:,} bytes", got=f"{size:,}", hint="copy it again",
-                )  # fmt: skip
+        self.gone.update(missing)
+        for file in sorted(ends.keys() - self.gone):
+            try:
+                self.check_size(file, ends[file])
+            except InputError as error:
+                self.found(error)
+                self.gone.add(file)
+
+    def check_size(self, name: str, end: int) -> None:
+        """Raise InputError where the file NAME cannot be opened, or ends before END."""
+        size = self.folder.open(name).size
+        if size < end:
+            raise MalformedError(
+                f"the file was cut short: {end - size:,} bytes are missing", where=self.folder.folder / name,
+                expected=f"at least {end:,} bytes", got=f"{size:,}", hint="copy it again",
+            )  # fmt: skip
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> Window:
         """Where the chunk of NAME at OFFSETS is stored, or the object NAME."""
         place: Stored | None = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(f"{name!r} is stored nowhere", where=self.where, got=None if offsets is None else f"the chunk at {offsets}")  # fmt: skip
+        if place.file in self.gone:
+            raise _Said("its file is not there, or not whole")
         return Window(self.folder.open(place.file), place.offset, place.length)
 
     def object(self, name: str) -> Value:
@@ -179,12 +208,18 @@ class _Reader:
     def tensor(self, name: str, item: TensorItem) -> Value:
         """A tensor, of all its chunks."""
         boxes = []
+        is_whole = True
         put_off = None
         for chunk in dict.fromkeys(item.chunks):
             if not prod(chunk.sizes):
                 self.left.pop((name, chunk.offsets), None)
                 continue
-            box, info = self.box(name, item, chunk)
+            try:
+                box, info = self.box(name, item, chunk)
+            except InputError as error:
+                self.found(error)
+                is_whole = False
+                continue
             boxes.append(box)
             if put_off not in (None, (info.conj, info.neg)):
                 raise UnsupportedError(
@@ -192,6 +227,8 @@ class _Reader:
                     hint="save it again, of tensors that were resolved: tensor.resolve_conj().resolve_neg()",
                 )  # fmt: skip
             put_off = info.conj, info.neg
+        if not is_whole:
+            raise _Said("not all of its chunks can be read")
         data = assembled(item.shape, item.dtype.itemsize, boxes, self.folder.path)
         key = next(self.keys)
         self.merger.records[key] = data
@@ -228,10 +265,12 @@ def _where(window: Window) -> str:
 @contextmanager
 def _about(name: str, window: Window) -> Iterator[None]:
     """Errors meanwhile are about the item NAME, in WINDOW."""
+    part = f"{name!r}, stored at byte {window.offset:,}"
+    window.faults = window.faults.about(part)
     try:
         yield
     except InputError as error:
-        error.what = f"{name!r}, stored at byte {window.offset:,}: {error.what}"
+        error.what = f"{part}: {error.what}"
         raise
 
 
@@ -279,8 +318,8 @@ class _Nest:
             raise self.clash(name)
         if isinstance(at, list) and isinstance(key, int):
             self.holes += key - len(at) if key >= len(at) else -1
-            if self.holes > _MOST_HOLES:
-                raise MalformedError("a list has too many places that nothing belongs to", where=self.where, expected=f"at most {_MOST_HOLES:,}", got=f"index {key} of {name!r}")  # fmt: skip
+            if self.holes > LIMITS.list_holes:
+                raise MalformedError("a list has too many places that nothing belongs to", where=self.where, expected=f"at most {LIMITS.list_holes:,}", got=f"index {key} of {name!r}")  # fmt: skip
             at += [None] * (key + 1 - len(at))
             at[key] = value
         elif isinstance(at, dict) and isinstance(key, str):

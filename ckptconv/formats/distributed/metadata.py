@@ -20,8 +20,10 @@ from math import prod
 from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
+from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
+from ckptconv.faults import Pickles
 from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
 from ckptconv.limits import LIMITS
@@ -52,8 +54,6 @@ _KNOWN = frozenset(
 )  # fmt: skip
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
-_OPCODES = 4  # of the pickle; a chunk takes more than three times as many, a list of them at least one
-_STATE = 32  # keys, values and opcodes that set them; no class has more than eight fields
 _EXTENSIONS = (
     "load it with torch.distributed.checkpoint and the extension that wrote it, and save it again without _extensions"
 )
@@ -90,8 +90,9 @@ class Metadata(NamedTuple):
 
 def read_metadata(source: Readable) -> Metadata:
     """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
+    source.faults.pickles(Pickles(str(source.path), source, 1))
     graph, end = parse(source.read, source.size, where=str(source.path))
-    reader = _Reader(str(source.path), graph.opcodes // _OPCODES)
+    reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is no plain pickle of Metadata")
     reader.refuse_strangers(graph)
@@ -117,6 +118,7 @@ class _Reader:
     def refuse_strangers(self, graph: Graph) -> None:
         """Raise UnsupportedError where something is named that torch's own writers do not name."""
         strangers = list(dict.fromkeys(str(node) for node in graph.globals if str(node) not in _KNOWN))
+        strangers += dangerous_globals(graph)  # what is known can reach everything by getattr
         if strangers:
             self.refuse(
                 "it names what torch.distributed.checkpoint's own metadata does not have",
@@ -226,8 +228,10 @@ class _Reader:
         if not is_count(offset) or not is_count(length):
             self.fail(
                 f"{name!r} has no sound offset and length",
-                got=" and ".join(
-                    str(each) if isinstance(each, int) else type(each).__name__ for each in (offset, length)
+                got=next(
+                    each if isinstance(each, int) else type(each).__name__
+                    for each in (offset, length)
+                    if not is_count(each)
                 ),
             )
         return Stored(file, offset, length)
@@ -273,7 +277,10 @@ class _Reader:
             self.fail(f"a {cls} is set up in an unknown way")
         if not states:
             return {}
-        if isinstance(states[0], Dict) and sum(1 + len(effect.values) for effect in states[0].effects) > _STATE:
+        if (
+            isinstance(states[0], Dict)
+            and sum(1 + len(effect.values) for effect in states[0].effects) > LIMITS.metadata_state
+        ):
             self.fail(f"a {cls} has too many fields")
         return dict(self.mapping(states[0], cls))
 
