@@ -22,10 +22,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from ckptconv.errors import UsageError, printable
-from ckptconv.graph import Node, Tuple, Value
+from ckptconv.graph import Call, Node, Tuple, Value, args_of, is_global
 
 __all__ = [
     "ancestors",
@@ -64,8 +65,12 @@ def escaped(word: str) -> str:
 
 def _literal(key: Value) -> str | None:
     """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take forever to print."""
+    if isinstance(key, Call):
+        key = _said_bytes(key)
     if isinstance(key, Tuple):
-        parts = [None if isinstance(item, Node) else _literal(item) for item in key.items[:9]]
+        parts = [
+            _literal(item) if isinstance(item, Call) or not isinstance(item, Node) else None for item in key.items[:9]
+        ]
         if len(parts) > 8 or None in parts:
             return None
         text = "(" + ", ".join(map(str, parts)) + (",)" if len(parts) == 1 else ")")
@@ -78,6 +83,15 @@ def _literal(key: Value) -> str | None:
     else:
         text = repr(key)
     return text if len(text) <= _LONGEST_LITERAL else None
+
+
+def _said_bytes(call: Call) -> Value:
+    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader takes; else CALL."""
+    text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
+    if is_global(call.callable, "_codecs.encode") and isinstance(text, str) and len(text) <= _LONGEST_LITERAL and encoding == "latin1" and not call.effects:  # fmt: skip
+        with suppress(UnicodeEncodeError):
+            return text.encode("latin-1")
+    return call
 
 
 def parse_path(path: str) -> list[str]:

@@ -338,3 +338,25 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monke
         convert_to(target, source, jobs=2)
     assert "b" in ended  # and perhaps the last, if it had begun
     assert not target.exists()
+
+
+def test_ctrl_c_while_the_old_folder_is_deleted(
+    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C that comes as a folder in it is closed, which the library then closes once more, is told as Ctrl-C; the old folder is gone all the same."""
+    target = tmp_path / "out" / "model"
+    fill(target, OLD)
+    real = shutil.rmtree
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        try:
+            raise KeyboardInterrupt
+        finally:
+            os.close(-1)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_to(target, source)
+    assert tree(target) == files_for(target, source)[1]
+    assert os.listdir(target.parent) == ["model"]

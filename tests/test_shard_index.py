@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, RefusedError, UsageError
 from ckptconv.formats.shard_index import (
-    MOST_SHARDS,
     Index,
     find_set,
     index_bytes,
@@ -30,7 +29,7 @@ from ckptconv.formats.shard_index import (
     stem_for,
 )
 from ckptconv.formats.shard_planning import Weight, deal, parse_size
-from ckptconv.limits import LIMITS
+from ckptconv.limits import LIMITS, Limits
 from ckptconv.sources import Held
 
 GOOD = {
@@ -123,7 +122,7 @@ def test_an_index_is_bounded() -> None:
     with pytest.raises(LimitError, match="too long"):
         read_index(huge)
     with pytest.raises(LimitError, match="too many shards"):
-        read(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(MOST_SHARDS + 1)}}).encode())
+        read(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(LIMITS.shards + 1)}}).encode())
     with pytest.raises(LimitError, match="nested"):
         read(b'{"metadata": ' + 200_000 * b"[" + 200_000 * b"]" + b"}")
     with pytest.raises(LimitError, match="more than a million"):
@@ -343,7 +342,7 @@ def test_one_shard_needs_no_index() -> None:
 
 def test_more_shards_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The five digits of a name are not enough: refused before anything is made of it."""
-    monkeypatch.setattr("ckptconv.formats.shard_planning.MOST_SHARDS", 3)
+    monkeypatch.setattr("ckptconv.formats.shard_planning.LIMITS", Limits(shards=3))
     with pytest.raises(UsageError, match="would take 4 shards"):
         deal({str(i): Weight(8, i) for i in range(4)}, 8, "model", ".bin")
 

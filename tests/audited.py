@@ -1,0 +1,133 @@
+"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py JOBS``, which prints what it saw as JSON.
+
+JOBS is a JSON file: ``warm`` and ``hostile`` are lists of paths, ``out`` is the folder in which alone files may be made. Everything is done to the warm ones first, which say the same as the
+hostile ones with other names; what that imports has nothing to do with what a file says. At last ``control``, pickles, are loaded in ``control folder`` as nobody should load them.
+Hooks cannot be removed, so they need a process of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptconv
+from ckptconv.cli import main
+
+#: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot stands for all below it.
+FORBIDDEN = (
+    "import", "exec", "compile", "marshal.", "pickle.find_class", "code.__new__", "function.__new__", "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty",
+    "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "pty.spawn", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "smtplib.", "webbrowser.", "shutil.", "tempfile.",
+    "sys.addaudithook", "sys.setprofile", "sys.settrace", "cpython.run_", "object.__setattr__", "builtins.breakpoint", "builtins.input",
+)  # fmt: skip
+#: Events about files, and how many of their first arguments are paths.
+CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1, "os.setxattr": 1}  # fmt: skip
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Watch:
+    """The hook. It only notes: an error out of it could be taken for one of the file's."""
+
+    def __init__(self, out: str) -> None:
+        self.out = os.path.realpath(out) + os.sep
+        self.on = False
+        self.seen: list[str] = []
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        self.on = False  # what is asked below has events of its own
+        try:
+            if any(event == word or (word[-1] in "._" and event.startswith(word)) for word in FORBIDDEN):
+                self.seen.append(f"{event} {args[:1]!r}"[:200])
+            elif event == "open" and (args[2] or 0) & WRITING and not self.is_inside(args[0]):
+                self.seen.append(f"open {args[0]!r} for writing")
+            elif event in CHANGING and not all(map(self.is_inside, args[: CHANGING[event]])):
+                self.seen.append(f"{event} {args!r}"[:200])
+        finally:
+            self.on = True
+
+    def is_inside(self, path: Any) -> bool:
+        if isinstance(path, int) or path is None:  # a descriptor, which an open before gave
+            return True
+        return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(self.out)
+
+
+def operations(path: str, out: Path, twin: str) -> dict[str, Callable[[], object]]:
+    """All that can be done to PATH; what is made stands in OUT."""
+    done: dict[str, Callable[[], object]] = {
+        "inspect": lambda: main(["inspect", path]),
+        "verify": lambda: main(["verify", path, "--json"]),
+        "diff": lambda: main(["diff", path, twin]),
+        "open": lambda: _opened(path),
+        "dry run": lambda: main(["convert", path, str(out / "dry.pt"), "--dry-run", "--json"]),
+    }
+    for name, options in {"m.pt": {}, "m.pkl": {}, "m.safetensors": {}, "l.pt": {"format": "legacy"}}.items():
+        for unsafe in (False, True):
+            done[f"convert to {name}{' unsafe' if unsafe else ''}"] = _converting(path, out / name, unsafe, options)
+    return done
+
+
+def _converting(path: str, out: Path, unsafe: bool, options: dict[str, Any]) -> Callable[[], object]:
+    return lambda: ckptconv.convert(path, out, force=True, map_location="cpu", allow_unsafe=unsafe, **options)
+
+
+def _opened(path: str) -> None:
+    with ckptconv.open(path) as file:
+        for each in list(file.tensors):
+            file.load(each)
+
+
+def attempt(operation: Callable[[], object]) -> str:
+    """What becomes of OPERATION: ``done``, the exit status, or the error's class."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            status = operation()
+    except ckptconv.CkptconvError as error:
+        return type(error).__name__
+    except Exception as error:
+        return f"UNTYPED {type(error).__name__}: {error}"
+    return f"exit {status}" if isinstance(status, int) else "done"
+
+
+def run() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(jobs["out"])
+    warnings.simplefilter("ignore")
+    torch.save({"w": torch.ones(4)}, out / "twin.pt")
+    watch = Watch(str(out))
+    sys.addaudithook(watch)
+    for path in jobs["warm"]:
+        for operation in operations(path, out, str(out / "twin.pt")).values():
+            attempt(operation)
+    results: dict[str, dict[str, Any]] = {}
+    for path in jobs["hostile"]:
+        results[path] = {}
+        for name, operation in operations(path, out, str(out / "twin.pt")).items():
+            watch.seen = []
+            watch.on = True
+            outcome = attempt(operation)
+            watch.on = False
+            results[path][name] = [outcome, watch.seen]
+    os.chdir(jobs["control folder"])
+    control: dict[str, list[str]] = {}
+    for path in jobs["control"]:
+        watch.seen = []
+        watch.on = True
+        attempt(lambda path=path: pickle.loads(Path(path).read_bytes()))  # type: ignore[misc]
+        watch.on = False
+        control[path] = watch.seen
+    print(json.dumps({"results": results, "control": control}))
+
+
+if __name__ == "__main__":
+    run()
