@@ -563,7 +563,9 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debu
 @click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are sound.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, those that need code among them."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
 @_debug
 def verify_command(
@@ -579,7 +581,7 @@ def verify_command(
 
     A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
     """
-    status = 0
+    passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
         raise UsageError("--expect-sha256 is for one file", got=f"{len(paths)} paths" if len(paths) > 1 else paths[0])
     for path in chain.from_iterable(map(checkpoints_in, paths)):
@@ -590,16 +592,25 @@ def verify_command(
         except CkptconvError as error:
             if debug:
                 raise
+            failed += 1
             _say_error(error)
-            status = 1
+            if as_json:
+                click.echo(json.dumps(_cannot_verify(path, error)))
             continue
-        status = status if verdict.ok else 1
+        passed, failed = (passed + 1, failed) if verdict.ok else (passed, failed + 1)
         if as_json:
             click.echo(json.dumps(verdict_as_dict(verdict)))
         else:
             for line in render.verdict_lines(verdict, quiet=quiet, verbose=verbose):
                 click.echo(line)
-    return status
+    if passed + failed > 1 and not as_json and not quiet:
+        click.echo(f"{passed + failed:,} checkpoints: {passed:,} ok, {failed:,} failed")
+    return 1 if failed else 0
+
+
+def _cannot_verify(path: str, error: CkptconvError) -> dict[str, Any]:
+    """What ``--json`` says of a PATH at which nothing could be opened."""
+    return {"schema_version": SCHEMA_VERSION, "path": path, "ok": False, "error": str(error)}
 
 
 def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

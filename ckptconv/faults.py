@@ -5,7 +5,7 @@ A reader hands a fault to :meth:`Faults.found` of its source and goes on without
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.errors import CkptconvError
@@ -26,11 +26,12 @@ class Unread(NamedTuple):
 
 
 class Pickles(NamedTuple):
-    """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors."""
+    """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors. KNOWN are the globals that whoever reads them has to know."""
 
     name: str
     of: Readable
     number: int
+    known: Collection[str] = ()
 
 
 class Faults:
@@ -71,13 +72,14 @@ class Collected(Faults):
 
     def found(self, error: CkptconvError) -> None:
         """Keep ERROR."""
+        line = str(error)
+        if line in self._lines:
+            return
         if len(self.errors) == LIMITS.findings:
             self.more += 1
             return
-        line = str(error)
-        if line not in self._lines:
-            self._lines.add(line)
-            self.errors.append(error)
+        self._lines.add(line)
+        self.errors.append(error)
 
     def unread(self, records: Iterable[Unread]) -> None:
         """Keep RECORDS."""

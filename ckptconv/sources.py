@@ -153,7 +153,8 @@ class Source(Readable):
     def close(self) -> None:
         """Let the file go."""
         if self.fd >= 0:
-            os.close(self.fd)
+            with contextlib.suppress(OSError):  # of what was only read nothing is lost
+                os.close(self.fd)
             self.fd = -1
 
     def is_same_file(self, other: os.stat_result) -> bool:

@@ -167,7 +167,6 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
     """The summary of CHECKPOINT, to be loaded on MACHINE."""
     customs = read_customs(checkpoint)
-    places = every_place(checkpoint)
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
@@ -181,6 +180,9 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
     in_modules = {
         place.path: (name, found.path) for found in customs.modules for name, place in reversed(found.places.items())
     }
+    places = every_place(
+        checkpoint
+    )  # not before: there are as many of them as of opcodes, and the concerns need some too
     others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -364,6 +366,7 @@ def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "path": verdict.path,
         "ok": verdict.ok,
+        "strict": verdict.strict,
         "format": verdict.format,
         "safety": verdict.safety,
         "checked": verdict.checked,

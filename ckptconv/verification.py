@@ -35,7 +35,7 @@ Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "not
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found: what, where, what was expected there and what stands there, and what to do. ``str`` gives it as a printable line."""
+    """One thing that was found: what, in which file or record, what was expected there and what stands there, and what to do; of what needs code, the PATH at which it stands in the checkpoint. ``str`` gives it as a printable line."""
 
     level: Level
     what: str
@@ -43,9 +43,11 @@ class Finding:
     expected: str | None = None
     got: str | None = None
     hint: str | None = None
+    path: str | None = None
 
     def __str__(self) -> str:
-        line = CkptconvError(self.what, where=self.where, expected=self.expected, got=self.got, hint=self.hint)
+        where = self.where if self.path is None else f"{self.where}: at {self.path}"
+        line = CkptconvError(self.what, where=where, expected=self.expected, got=self.got, hint=self.hint)
         return f"{self.level}: {line}"
 
 
@@ -69,7 +71,7 @@ class Verdict:
     def ok(self) -> bool:
         """Whether it is sound and not dangerous."""
         bad = {"damaged", "unknown", "dangerous"} | ({"needs code"} if self.strict else set())
-        return not self.more and not any(finding.level in bad for finding in self.findings)
+        return not any(finding.level in bad for finding in self.findings)
 
 
 def verify(
@@ -104,27 +106,21 @@ def verify(
             source.check_unchanged()
         except InputError as error:
             faults.found(error)
-        safety = level_of(checkpoint, found) if checkpoint else None
-        if faults.errors:  # then not all of it may have become a checkpoint
-            known = {concern.name for concern in found}
-            found += (concern for concern in concerns_in(faults.named) if concern.name not in known)
-        findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
-        findings += (_of_concern(concern, source.path) for concern in found)
-        if checkpoint:
-            findings += _notes(checkpoint, records)
+        findings = _findings(checkpoint, found, faults, source.path)
+        safety = _safety(checkpoint, found, findings)
     return Verdict(
         str(source.path), checkpoint.format if checkpoint else None, safety, len(records), _length_of(records),
         tuple(findings), faults.more, strict,
     )  # fmt: skip
 
 
-def checkpoints_in(path: str | os.PathLike[str]) -> list[Path]:
+def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
     """The checkpoints that PATH means: itself, or those in the folder PATH and below it, each to be verified by itself. Raises InputError where a folder cannot be listed."""
     folder = Path(os.fsdecode(path))
-    if not os.fspath(path) or not folder.is_dir():
-        return [folder]
-    found = [each.path for each in find(folder) if each.kind in ("file", "shards", "dcp")]
-    return list(dict.fromkeys(found)) or [folder]
+    if not os.fspath(path) or not folder.is_dir():  # pathlib takes nothing for the folder that we are in
+        return [os.fsdecode(path)]
+    found = [str(each.path) for each in find(folder) if each.kind in ("file", "shards", "dcp")]
+    return list(dict.fromkeys(found)) or [str(folder)]
 
 
 def _digits(sha256: str | None) -> str | None:
@@ -139,6 +135,26 @@ def _digits(sha256: str | None) -> str | None:
 # What was found
 
 
+def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Collected, path: Path) -> list[Finding]:
+    """All that is to be said of CHECKPOINT, in which there were FAULTS and concerns FOUND."""
+    if faults.errors:  # then not all of it may have become a checkpoint
+        known = {concern.name for concern in found}
+        found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
+    findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
+    findings += (_of_concern(concern, path) for concern in found)
+    return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
+
+
+def _safety(checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding]) -> Safety | None:
+    """What loading takes; None where that is not known."""
+    levels = {finding.level for finding in findings}
+    if "dangerous" in levels:
+        return "dangerous"
+    if checkpoint:
+        return level_of(checkpoint, found)
+    return "needs code" if "needs code" in levels else None
+
+
 def _of_error(error: CkptconvError) -> Finding:
     level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
     level = "dangerous" if isinstance(error, DangerousError) else level
@@ -150,7 +166,7 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
     hint = "attacks are made of it: do not load it" if concern.dangerous else None
     level: Level = "dangerous" if concern.dangerous else "needs code"
-    return Finding(level, f"{concern.name}{more}", f"{path}: at {concern.path}", hint=hint)
+    return Finding(level, f"{concern.name}{more}", str(path), hint=hint, path=concern.path)
 
 
 def _notes(checkpoint: Checkpoint, records: list[Unread]) -> Iterator[Finding]:

@@ -70,6 +70,9 @@ def test_the_forms_of_paths() -> None:
     assert paths_of({7}, 4) == [".", "{0}"]
     assert paths_of(frozenset([7]), 4) == [".", "{0}"]
     assert paths_of({(1, "a"): 5}) == [".", "<0>", "<0>[0]", "<0>[1]", "[(1, 'a')]"]
+    assert (
+        paths_of({b"k": 1}, 2)[-1] == "[b'k']" and paths_of({(b"k", 1): 1}, 2)[-1] == "[(b'k', 1)]"
+    )  # a call makes them
     assert paths_of({(1, (2,)): 5}) == [".", "<0>", "<0>[0]", "<0>[1]", "<0>[1][0]", "[<0>]"]
 
 

@@ -274,6 +274,19 @@ def test_a_damaged_item_of_a_run_hides_no_other(ranks: Path, tmp_path: Path) -> 
     assert any(last.name in line and "checksum is wrong" in line for line in lines)
 
 
+def test_a_run_that_is_damaged_needs_no_code(ranks: Path, tmp_path: Path) -> None:
+    """What its metadata names is torch's own, whether a chunk is damaged or not; bytes that belong to nothing are noted."""
+    folder = tmp_path / "dcp"
+    shutil.copytree(ranks / "rows", folder)
+    assert not verify(folder).findings
+    first, *_, last = sorted(folder.glob("*.distcp"))
+    first.write_bytes(first.read_bytes() + b"more bytes")
+    (note,) = verify(folder).findings
+    assert (note.level, note.what) == ("note", f"{first.name}, 10 bytes: nothing is stored in that much of it")
+    last.write_bytes(last.read_bytes()[:-1])
+    assert {finding.level for finding in verify(folder).findings} == {"damaged", "note"}
+
+
 def test_deflated_records_are_inflated(tmp_path: Path) -> None:
     """A stream that is damaged, and one that is longer than its record says."""
     import io
@@ -437,12 +450,13 @@ def test_what_is_damaged_can_be_dangerous(tmp_path: Path, container: str) -> Non
     levels = [finding.level for finding in verdict.findings]
     assert levels == ["damaged", "dangerous"]
     assert "os.system" in str(verdict.findings[1])
+    assert verdict.safety == "dangerous"
 
 
 def test_a_dangerous_pickle_without_tensors(tmp_path: Path) -> None:
     """Is no checkpoint, and dangerous nevertheless."""
-    path = written(tmp_path / "m.pkl", b"cos\nsystem\n(S'true'\ntR.")
-    assert [finding.level for finding in verify(path).findings] == ["dangerous"]
+    verdict = verify(written(tmp_path / "m.pkl", b"cos\nsystem\n(S'true'\ntR."))
+    assert ([finding.level for finding in verdict.findings], verdict.safety) == (["dangerous"], "dangerous")
 
 
 def test_what_this_version_does_not_read(tmp_path: Path) -> None:
@@ -458,6 +472,14 @@ def test_nothing_there(tmp_path: Path) -> None:
         verify(tmp_path / "none.pt")
     result = run(tmp_path / "none.pt", tmp_path)
     assert result.exit_code == 1
+    said = json.loads(run(tmp_path / "none.pt", "--json").output)
+    assert (said["ok"], said["path"]) == (False, str(tmp_path / "none.pt")) and "No such file" in said["error"]
+
+
+def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not the folder that we are in: a variable of a shell that is not set would be called sound."""
+    monkeypatch.chdir(sound.parent)
+    assert run("").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -507,7 +529,8 @@ def test_a_folder_is_all_checkpoints_in_it(sound: Path) -> None:
     said = [line for line in result.output.splitlines() if line.startswith(("ok", "failed"))]
     assert [Path(line.split(": ")[1]).name for line in said] == ["model.pt", "a.pt", "model.safetensors.index.json"]
     (inner / "b.pt").unlink()
-    assert run(sound.parent).exit_code == 0
+    result = run(sound.parent)
+    assert (result.exit_code, result.output.splitlines()[-1]) == (0, "3 checkpoints: 3 ok, 0 failed")
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from ckptconv.dangers import dangerous_globals
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import DangerousError, InputError, MalformedError, UnsupportedError, some
+from ckptconv.errors import DangerousError, InputError, MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.faults import Pickles
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.joined import file_of
@@ -334,6 +334,7 @@ def _is_inside(byte: int) -> bool:
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
+    _refuse_loader(checkpoint)
     say_for_older_loaders(checkpoint)
     classes = storage_classes(checkpoint, "a plain pickle")
     files = _call_again(checkpoint)
@@ -351,6 +352,12 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
     return Layout((file,), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
+
+
+def _refuse_loader(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError where the source names what makes a storage here, and nobody could tell one from the other afterwards."""
+    if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
+        raise RefusedError(f"a plain pickle cannot hold {LOADER} for anything but its storages", where=checkpoint.source.path, hint="--format pt writes it")  # fmt: skip
 
 
 def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:

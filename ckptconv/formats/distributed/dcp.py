@@ -122,6 +122,7 @@ class _Reader:
         self.metadata = metadata
         self.left = dict(metadata.stored)
         self.gone: set[str] = set()  # files that are not there, or not whole
+        self.empty: list[LeftBehind] = []  # of files, bytes that belong to nothing
         self.merger = Merger(folder)
         self.chunk_files = ChunkFiles()
         self.keys = map(str, count())
@@ -148,6 +149,7 @@ class _Reader:
         checkpoint.unused += (
             LeftBehind(name, place.length, f"{_METADATA} describes no such part") for (name, _), place in self.left.items()
         )  # fmt: skip
+        checkpoint.unused += self.empty
         if nest.holes:
             checkpoint.notes.append(f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there")  # fmt: skip
         return checkpoint
@@ -159,28 +161,34 @@ class _Reader:
 
     def check_files(self) -> None:
         """It is a fault where files are missing or too short."""
-        ends: dict[str, int] = {}
+        places: dict[str, list[tuple[int, int]]] = {}
         for place in self.metadata.stored.values():
-            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-        missing = [file for file in ends if not os.path.lexists(self.folder.folder / file)]
+            places.setdefault(place.file, []).append((place.offset, place.offset + place.length))
+        missing = [file for file in places if not os.path.lexists(self.folder.folder / file)]
         if missing:
             self.found(
                 MalformedError(
-                    f"{counted(len(missing), 'file')} of {len(ends):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
+                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
                     got=f"no {some(sorted(missing), 3)}", hint=_COPY,
                 )
             )  # fmt: skip
         self.gone.update(missing)
-        for file in sorted(ends.keys() - self.gone):
+        for file in sorted(places.keys() - self.gone):
             try:
-                self.check_size(file, ends[file])
+                self.check_size(file, sorted(places[file]))
             except InputError as error:
                 self.found(error)
                 self.gone.add(file)
 
-    def check_size(self, name: str, end: int) -> None:
-        """Raise InputError where the file NAME cannot be opened, or ends before END."""
+    def check_size(self, name: str, places: list[tuple[int, int]]) -> None:
+        """Raise InputError where the file NAME cannot be opened, or ends before the last of PLACES, from and to which bytes something is stored in it; note in how many bytes nothing is."""
+        covered = end = 0
+        for start, stop in places:
+            covered += max(stop - max(start, end), 0)
+            end = max(end, stop)
         size = self.folder.open(name).size
+        if size > covered:
+            self.empty.append(LeftBehind(name, size - covered, "nothing is stored in that much of it"))
         if size < end:
             raise MalformedError(
                 f"the file was cut short: {end - size:,} bytes are missing", where=self.folder.folder / name,

@@ -90,7 +90,7 @@ class Metadata(NamedTuple):
 
 def read_metadata(source: Readable) -> Metadata:
     """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
-    source.faults.pickles(Pickles(str(source.path), source, 1))
+    source.faults.pickles(Pickles(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:

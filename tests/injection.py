@@ -1,0 +1,288 @@
+"""Conversions in processes of their own, with a fault at one of their system calls, which strace puts there; and what must be so afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ckptconv.output import is_temporary
+from ckptconv.verification import checkpoints_in, verify
+
+#: What is in a file, or in the files of a folder; None where nothing stands.
+Content = bytes | dict[str, bytes] | None
+
+#: The calls by which the state of a disk changes, or which decide about that.
+WRITE_SIDE = (
+    "openat", "ioctl", "fchmod", "fadvise64", "fallocate", "fstatfs", "statfs", "pwrite64", "copy_file_range", "sync_file_range",
+    "fsync", "close", "rename", "link", "linkat", "symlink", "unlink", "mkdir", "chmod", "fchmodat", "renameat2", "unlinkat", "rmdir",
+)  # fmt: skip
+_NAMING = ("rename", "link", "renameat2")
+_WRITING = ("pwrite64", "copy_file_range", "fallocate")
+_REMOVING = ("unlink", "unlinkat", "rmdir")
+#: Of which the import of torch makes thousands, more or fewer from run to run: not traced beside it.
+_UNCOUNTED = ("openat", "ioctl", "close", "fstatfs", "statfs")
+
+ERRORS = ("error=ENOSPC", "error=EIO", "error=EDQUOT", "error=EINTR")
+SIGNALS = ("signal=SIGINT", "signal=SIGTERM", "signal=SIGKILL")
+
+_PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
+
+
+def content_of(path: Path) -> Content:
+    """What stands at PATH, if anything does."""
+    if path.is_dir():
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if not file.is_dir()}
+    return path.read_bytes() if path.exists() else None
+
+
+def put(path: Path, content: Content) -> None:
+    """Let CONTENT stand at PATH."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        for name, data in content.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What became of a conversion with a FAULT at the NUMBER-th CALL of that name: OUTCOME says of each target whether it is the old or the new one, LINE is what was said, LEFT what stands beside the targets."""
+
+    conversion: str
+    before: str
+    call: str
+    number: int
+    fault: str
+    exit: int
+    outcome: tuple[str, ...]
+    left: tuple[str, ...]
+    line: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass
+class Conversion:
+    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the only one in FOLDER that it writes to.
+
+    TARGETS: what is to stand in it, by name, and what stands there BEFORE (nothing, where that is None). DST: by default the first target.
+    THREADS: some of the calls are other threads', and the numbers of some differ from run to run. PROCESSES: they are those of other processes, and CALLS names them.
+    """
+
+    name: str
+    folder: Path
+    srcs: Sequence[Path]
+    targets: Sequence[str]
+    before: Content
+    flags: Sequence[str] = ()
+    dst: str | None = None
+    threads: bool = False
+    processes: bool = False
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._numbers: Iterator[int] = count()
+        self.new: list[Content] = [self.before for _ in self.targets]
+        first = self.fresh()
+        done = subprocess.run(self._command(first), capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        self.new = [content_of(first / target) for target in self.targets]
+        assert None not in self.new
+        assert self.before not in self.new
+        found = [verify(path) for target in self.targets for path in checkpoints_in(first / target)]
+        assert found
+        assert all(verdict.ok for verdict in found), found
+        if not self.calls:
+            self.trace(
+                self.fresh()
+            )  # now the modules are compiled, and the interpreter's own calls are the same each time
+            out = self.fresh()
+            self.calls = self._write_side(self.trace(out)[1], out)
+
+    def fresh(self) -> Path:
+        """A folder with what stands there before."""
+        out = self.folder / f"{next(self._numbers):04}" / "out"
+        out.mkdir(parents=True)
+        for target in self.targets:
+            if self.before is not None:
+                (out / target).parent.mkdir(parents=True, exist_ok=True)
+                put(out / target, self.before)
+        return out
+
+    def _command(self, out: Path) -> list[str]:
+        flags = ["--force"] if self.before is not None else []
+        dst = out / self.targets[0] if self.dst is None else f"{out}/{self.dst}"
+        return [sys.executable, "-m", "ckptconv", "convert", "-q", *map(str, self.srcs), str(dst), *self.flags, *flags]
+
+    def trace(
+        self, out: Path, *options: str, package: Path | None = None
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """Convert in OUT; the process, and the lines of strace. PACKAGE: the folder whose ``ckptconv`` is run."""
+        log = out.with_name("strace.log")
+        traced = [call for call in WRITE_SIDE if not (self.threads and call in _UNCOUNTED)]
+        sends = any(
+            "signal=" in option for option in options
+        )  # which strace does not do with the filter that makes it fast
+        filtered = [] if sends else ["--seccomp-bpf"]
+        done = subprocess.run(
+            ["strace", "-f", *filtered, "-y", "-o", str(log), "-e", f"trace={','.join(traced)}", *options, *self._command(out)],
+            capture_output=True, text=True, cwd=package or out.parent, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        )  # fmt: skip
+        return done, log.read_text().splitlines()
+
+    def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
+        """(call, its number among the calls of that name in its thread): from the first that has to do with OUT to the last that has to do with it or with an input. Of other threads than the first, only the first call of a name."""
+        found: list[tuple[str, int, str]] = []
+        seen: dict[tuple[str, str], int] = {}
+        main = lines[0].split()[0]
+        for line in lines:
+            thread, rest = line.split(maxsplit=1)
+            name = rest.split("(")[0]
+            if name not in WRITE_SIDE:  # the end of a call that another thread's cut in two, an exit
+                continue
+            seen[thread, name] = number = seen.get((thread, name), 0) + 1
+            if thread == main or number == 1:
+                found.append((name, number, rest))
+        begin = next(i for i, (_, _, rest) in enumerate(found) if str(out) in rest)
+        places = [str(out), *map(str, self.srcs)]
+        end = max(i for i, (_, _, rest) in enumerate(found) if any(place in rest for place in places))
+        calls = [(name, number) for name, number, _ in found[begin : end + 1]]
+        return list(dict.fromkeys(calls))
+
+    def points(self, faults: Sequence[str], calls: Sequence[str] | None = None) -> list[Point]:
+        """What becomes of it with each of the FAULTS at each call, of these CALLS. Raises AssertionError, with all that went wrong."""
+        what = [
+            (fault, call, number)
+            for fault in faults
+            for call, number in self.calls
+            if calls is None or call in calls
+        ]  # fmt: skip
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            results = list(pool.map(lambda each: self._try(*each), what))
+        wrong = [each for each in results if isinstance(each, str)]
+        assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n\n".join(wrong[:5])
+        return [each for each in results if isinstance(each, Point)]
+
+    def _try(self, fault: str, call: str, number: int) -> Point | str:
+        """What became of it, or what is wrong with that."""
+        out = self.fresh()
+        done, lines = self.trace(out, "-e", f"inject={call}:{fault}:when={number}")
+        found = [content_of(out / target) for target in self.targets]
+        outcome = tuple(
+            "new" if each == new else "old" if each == self.before else "mixture"
+            for each, new in zip(found, self.new, strict=True)
+        )
+        left = tuple(sorted(self._beside(out)))
+        before = "absent" if self.before is None else "old"
+        point = Point(self.name, before, call, number, fault, done.returncode, outcome, left, done.stderr.strip())
+        wrong = list(self._wrong(point, lines))
+        if wrong:
+            return "\n".join([f"{point}: {'; '.join(wrong)}", *lines[-15:]])
+        shutil.rmtree(out.parent)
+        return point
+
+    def _beside(self, out: Path) -> Iterator[str]:
+        """What stands in OUT and is no target, nor in one, nor a folder with one; what stands in a temporary folder goes with that."""
+        for path in sorted(out.rglob("*")):
+            name = str(path.relative_to(out))
+            holds = any(f"{target}/".startswith(f"{name}/") for target in self.targets)
+            is_held = any(f"{name}/".startswith(f"{target}/") for target in self.targets)
+            if any(map(is_temporary, Path(name).parent.parts)) or is_held or (holds and any(path.iterdir())):
+                continue
+            yield name
+
+    def _wrong(self, point: Point, lines: list[str]) -> Iterator[str]:
+        """What must not be so."""
+        if not any("INJECTED" in line or "--- SIG" in line or "+++ killed" in line for line in lines):
+            yield "the call never came"
+        if "mixture" in point.outcome:
+            yield "neither the old one nor the new one"
+        if point.exit == 0 and "old" in point.outcome:
+            yield "success without the new one"
+        killed = point.fault == "signal=SIGKILL"
+        may_stay = killed or (point.call in _REMOVING and point.fault in ERRORS)
+        if not all(self._is_known(name, killed=killed) for name in point.left) or (point.left and not may_stay):
+            yield "something is left"
+        if "Traceback" in point.line or "Exception" in point.line:
+            yield "a traceback"
+        lines_said = point.line.splitlines()
+        if point.exit in (0, 143, -signal.SIGKILL):
+            if lines_said:
+                yield "something is said"
+        elif not 1 <= len(lines_said) <= self._most_lines(point):
+            yield "not one line for each that failed"
+        in_place = sum("in place" in line for line in lines_said)
+        if point.exit in (1, 3) and in_place != point.outcome.count("new") and len(self.targets) == 1:
+            yield "what is in place is not said"
+        if point.exit not in self._exits(point.fault):
+            yield "another exit status"
+
+    def _is_known(self, name: str, *, killed: bool) -> bool:
+        """Whether what is left under NAME is a temporary, or the folder that was made for targets by one who was KILLED."""
+        return is_temporary(os.path.basename(name)) or (
+            killed and any(each.startswith(f"{name}/") for each in self.targets)
+        )
+
+    def _most_lines(self, point: Point) -> int:
+        """One for each that failed; a batch that is interrupted says how to go on."""
+        if len(self.targets) == 1:
+            return 1
+        if point.exit == 130 or self.processes:
+            return len(self.targets) + 1
+        return point.outcome.count("old") + point.line.count("in place")
+
+    def _exits(self, fault: str) -> tuple[int, ...]:
+        if self.processes:  # one that is killed is started again; Ctrl-C is not for it
+            return (0, 1, 3)
+        if fault in SIGNALS:  # which may come when all is done
+            return {"signal=SIGINT": (130,), "signal=SIGTERM": (143,), "signal=SIGKILL": (-signal.SIGKILL,)}[fault]
+        return (0, 1, 3) if len(self.targets) > 1 else (0, 1)
+
+
+def not_durable(lines: Sequence[str], out: Path) -> list[str]:
+    """What a loss of power could take, by the order of the calls in LINES: whatever has a name in OUT that was not synced before it got that name, and names that were not synced before the process ended.
+
+    Nothing is said only where something was written and got a name.
+    """
+    unsynced: set[str] = set()  # temporaries, and folders in them that have new names
+    names: set[str] = set()  # folders in which there are new names
+    wrong: list[str] = []
+    written = named = 0
+    for line in lines:
+        call = line.split(maxsplit=1)[1]
+        name = call.split("(")[0]
+        paths = [a or b for a, b in _PATH.findall(call.split(" = ")[0]) if (a or b).startswith(str(out))]
+        ours = [path for path in paths if ".ckptconv-" in path]
+        if " = -1 " in call or not paths:
+            continue
+        if name == "fsync":
+            unsynced.discard(paths[0])
+            names.discard(paths[0])
+        elif name in _NAMING and ours:
+            named += 1
+            wrong += [f"named before it was synced: {path}" for path in sorted(unsynced)]
+            names.add(os.path.dirname(paths[-1]))
+        elif name in _WRITING and ours:
+            written += 1
+            unsynced.add(ours[-1])
+        elif name == "mkdir" or (name == "openat" and "O_CREAT" in call):
+            parent = os.path.dirname(paths[0])
+            if ".ckptconv-" in parent:
+                unsynced.add(parent)
+            elif name == "mkdir" and not ours:
+                names.add(parent)
+    wrong += [f"the names in it were never synced: {folder}" for folder in sorted(names)]
+    return wrong if written and named else [*wrong, "nothing was written, or nothing named"]

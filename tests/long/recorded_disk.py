@@ -1,0 +1,135 @@
+"""A disk that writes down all that it is told, in order: ``python recorded_disk.py FILE IMAGE LOG`` serves the file IMAGE as FILE, and ends when FILE is unmounted.
+
+A loop device on FILE hands every write and every flush of its filesystem to this process through the kernel's FUSE (linux/fuse.h), which takes them one after another, does them, and writes them down before it answers.
+So the log is the history of a disk: at a loss of power it holds all that was written before the last flush, and any part of what came after (:meth:`History.cut`).
+Whatever the kernel still has in memory at that moment, or keeps in its caches for good, is in no log before it is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_IN = struct.Struct("<IIQQIIIHH")  # fuse_in_header: len, opcode, unique, nodeid, uid, gid, pid, ...
+_OUT = struct.Struct("<IiQ")  # fuse_out_header: len, error, unique
+_AT = struct.Struct("<QQI")  # the head of fuse_read_in and fuse_write_in: fh, offset, size
+_WRITE_HEAD = 40  # bytes of fuse_write_in
+_ATTRIBUTES = struct.Struct("<QII6Q10I")
+_FORGET, _GETATTR, _OPEN, _READ, _WRITE, _STATFS, _RELEASE, _FSYNC, _FLUSH, _INIT = 2, 3, 14, 15, 16, 17, 18, 20, 25, 26
+_INTERRUPT, _BATCH_FORGET = 36, 42
+_MOST = 128 << 10  # bytes of one request
+_BUFFER = 1 << 20
+_FOPEN_DIRECT_IO = 1
+_BIG_WRITES = 1 << 5
+
+#: What the log is made of: offset, length, then so many bytes; a flush has a length of 0.
+_RECORD = struct.Struct("<QQ")
+_SECTOR = 4096  # what a disk writes at once, or not at all
+
+
+def serve(file: str, image: BinaryIO, log: BinaryIO) -> None:
+    """Answer what the kernel asks, until FILE is unmounted. LOG is not buffered."""
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode={stat.S_IFREG:o},user_id=0,group_id=0".encode()
+    if ctypes.CDLL(None, use_errno=True).mount(b"disk", os.fsencode(file), b"fuse", 0, options):
+        raise OSError(ctypes.get_errno(), "cannot mount")
+    size = os.fstat(image.fileno()).st_size
+    while True:
+        try:
+            request = os.read(device, _BUFFER)
+        except OSError as error:
+            if error.errno == errno.ENODEV:
+                return
+            raise
+        _, opcode, unique, *_ = _IN.unpack_from(request)
+        if opcode in (_FORGET, _BATCH_FORGET, _INTERRUPT):
+            continue
+        answer = _answer(opcode, request[_IN.size :], size, image, log)
+        code, data = (-errno.ENOSYS, b"") if answer is None else (0, answer)
+        os.write(device, _OUT.pack(_OUT.size + len(data), code, unique) + data)
+
+
+def _answer(opcode: int, body: bytes, size: int, image: BinaryIO, log: BinaryIO) -> bytes | None:
+    """What the kernel gets; None: there is no such call here."""
+    if opcode == _INIT:
+        return struct.pack("<IIIIHHIIHHII", 7, 31, _MOST, _BIG_WRITES, 1, 1, _MOST, 1, 0, 0, 0, 0) + bytes(24)
+    if opcode == _GETATTR:
+        numbers = (1, size, size // 512, 0, 0, 0, 0, 0, 0, stat.S_IFREG | 0o600, 1, 0, 0, 0, 4096, 0)
+        return _ATTRIBUTES.pack(3600, 0, 0, *numbers)
+    if opcode == _OPEN:
+        return struct.pack("<QII", 1, _FOPEN_DIRECT_IO, 0)
+    if opcode == _READ:
+        _, offset, length = _AT.unpack_from(body)
+        return os.pread(image.fileno(), length, offset)
+    if opcode == _WRITE:
+        _, offset, length = _AT.unpack_from(body)
+        data = body[_WRITE_HEAD : _WRITE_HEAD + length]
+        log.write(_RECORD.pack(offset, length) + data)
+        return struct.pack("<II", os.pwrite(image.fileno(), data, offset), 0)
+    if opcode == _FSYNC:
+        log.write(_RECORD.pack(0, 0))
+        return b""
+    if opcode == _STATFS:
+        return struct.pack("<5Q4I", size // 4096, 0, 0, 1, 0, 4096, 255, 4096, 0) + bytes(24)
+    return b"" if opcode in (_RELEASE, _FLUSH) else None
+
+
+def records(log: bytes) -> Iterator[tuple[int, int, bytes | None]]:
+    """What the disk was told: where the record ends in LOG; offset and bytes, or None for a flush."""
+    at = 0
+    while at < len(log):
+        offset, length = _RECORD.unpack_from(log, at)
+        at += _RECORD.size + length
+        yield at, offset, log[at - length : at] if length else None
+
+
+class History:
+    """The disk over time: IMAGE is how it was in the beginning, and what is durable so far."""
+
+    def __init__(self, image: Path, log: bytes) -> None:
+        self.image = image
+        self._records = list(records(log))
+        self._next = 0
+        self._pending: list[tuple[int, bytes]] = []  # written since the last flush
+
+    @property
+    def ends(self) -> list[int]:
+        """Where in the log something ends: all moments at which power can be lost."""
+        return [end for end, _, _ in self._records]
+
+    def go_to(self, end: int) -> None:
+        """Let all happen up to END; only forward."""
+        with self.image.open("r+b") as file:
+            while self._next < len(self._records) and self._records[self._next][0] <= end:
+                _, offset, data = self._records[self._next]
+                self._next += 1
+                if data is not None:
+                    self._pending.append((offset, data))
+                    continue
+                for at, each in self._pending:
+                    os.pwrite(file.fileno(), each, at)
+                self._pending.clear()
+
+    def cut(self, disk: Path, choice: random.Random) -> str:
+        """Take the power away: DISK, a copy of the image, gets some of what was not flushed. How it was chosen: all of it, nothing, any of the writes, or any of their sectors."""
+        how = choice.choice(["all", "nothing", "writes", "sectors"])
+        with disk.open("r+b") as file:
+            for offset, data in self._pending:
+                step = _SECTOR if how == "sectors" else len(data)
+                for at in range(0, len(data), step):
+                    if how == "all" or (how != "nothing" and choice.random() < 0.5):
+                        os.pwrite(file.fileno(), data[at : at + step], offset + at)
+        return how
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2], "r+b", buffering=0) as image, open(sys.argv[3], "wb", buffering=0) as log:
+        serve(sys.argv[1], image, log)

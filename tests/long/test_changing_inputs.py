@@ -1,0 +1,233 @@
+"""Inputs that somebody changes while they are read: at every call that has to do with them, and at every step of the writing.
+
+strace stops the conversion at a call, the input is changed, and the conversion goes on: so the change is where it is said to be.
+CKPTCONV_CHANGES: where the list of all, with what became of each, is to go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from injection import Content, content_of
+
+from ckptconv import convert
+
+pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+
+CALLS = ("openat", "pread64", "preadv", "copy_file_range", "pwrite64", "fallocate", "fsync", "rename")
+OLD = b"the old output"
+LEAST = 200
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwritten(path: Path) -> None:
+    """As long as before, and all of it another."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(bytes(size))
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def replaced(path: Path) -> None:
+    """Another file takes its name."""
+    other = path.with_name("other")
+    other.write_bytes(bytes(path.stat().st_size))
+    other.rename(path)
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+#: How an input changes; and the two of those after which what was opened is still what it was.
+CHANGES: tuple[Callable[[Path], None], ...] = (shorter, empty, overwritten, longer, replaced, deleted)
+HARMLESS = (replaced, deleted)
+
+
+@dataclass(frozen=True)
+class Change:
+    """HOW the input was changed at the NUMBER-th CALL, which was before all of it was copied or not, and what became of the conversion."""
+
+    conversion: str
+    how: str
+    call: str
+    number: int
+    early: bool
+    exit: int = 0
+    outcome: str = ""
+    line: str = ""
+
+
+class Reading:
+    """``ckptconv convert SRC DST``, whose SRC (or the file CHANGED in it) is changed while it runs."""
+
+    def __init__(
+        self, name: str, folder: Path, src: Path, target: str, flags: tuple[str, ...], changed: str = ""
+    ) -> None:
+        self.name, self.folder, self.src, self.target, self.flags, self.changed = (
+            name,
+            folder,
+            src,
+            target,
+            flags,
+            changed,
+        )
+        self._numbers: Iterator[int] = count()
+        self.run(None)  # so that modules are compiled
+        place, lines, _ = self.run(None)
+        self.new = content_of(place / "out" / target)
+        self.moments = list(self._moments(lines, place))
+
+    def run(self, change: Change | None) -> tuple[Path, list[str], subprocess.CompletedProcess[str]]:
+        """Convert from a fresh start, with CHANGE; the folder, the lines of strace, the process."""
+        place = self.folder / f"{next(self._numbers):04}"
+        (place / "out").mkdir(parents=True)
+        src = place / self.src.name
+        if self.src.is_dir():
+            shutil.copytree(self.src, src)
+        else:
+            shutil.copy2(self.src, src)
+        (place / "out" / self.target).write_bytes(OLD)
+        log = place / "strace.log"
+        log.touch()
+        stop = ["-e", f"inject={change.call}:signal=SIGSTOP:when={change.number}"] if change else []
+        process = subprocess.Popen(
+            ["strace", "-f", "-y", "-o", log, "-e", f"trace={','.join(CALLS)}", *stop, sys.executable, "-m", "ckptconv", "convert", "-q", "-f", src, place / "out" / self.target, *self.flags],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if change:
+            number = stopped(log, process)
+            next(each for each in CHANGES if each.__name__ == change.how)(src / self.changed)
+            os.kill(number, signal.SIGCONT)
+        said = process.communicate(timeout=60)[1]
+        return place, log.read_text().splitlines(), subprocess.CompletedProcess([], process.returncode, "", said)
+
+    def _moments(self, lines: list[str], place: Path) -> Iterator[tuple[str, int, bool]]:
+        """(call, its number, whether it is before the last byte is copied), from the first reading of the input to the end."""
+        main = lines[0].split()[0]
+        seen: dict[str, int] = {}
+        path = str(place / self.src.name / self.changed).rstrip("/")
+        calls = []
+        for line in lines:
+            thread, rest = line.split(maxsplit=1)
+            call = rest.split("(")[0]
+            if thread != main or call not in CALLS:
+                continue
+            seen[call] = seen.get(call, 0) + 1
+            calls.append((call, seen[call], f"<{path}>" in rest.split(" = ")[0], ".ckptconv-" in rest))
+        first = next(i for i, (_, _, reads, _) in enumerate(calls) if reads)
+        synced = max(i for i, (call, _, _, ours) in enumerate(calls) if call == "fsync" and ours)
+        for i, (call, number, reads, ours) in enumerate(calls[first:], first):
+            if reads or ours:
+                yield call, number, i < synced
+
+    def changed_at(self, how: Callable[[Path], None], moment: tuple[str, int, bool]) -> Change | str:
+        """What becomes of it, or what is wrong with that."""
+        change = Change(self.name, how.__name__, *moment)
+        place, lines, done = self.run(change)
+        found = content_of(place / "out" / self.target)
+        outcome = (
+            {OLD: "old"}.get(found, "new" if found == self.new else "another") if isinstance(found, bytes) else "?"
+        )
+        change = replace(change, exit=done.returncode, outcome=outcome, line=done.stderr.strip())
+        wrong = []
+        if (done.returncode, outcome) not in [(0, "new"), (1, "old")]:
+            wrong.append("neither the output of what was there nor the old one with an error")
+        if change.early and (done.returncode == 0) != (how in HARMLESS):
+            wrong.append("a change that was not seen, or one that does not matter")
+        if done.stderr.count("\n") != done.returncode or "Traceback" in done.stderr or "bug" in done.stderr:
+            wrong.append("not one line")
+        if os.listdir(place / "out") != [self.target]:
+            wrong.append("something is left")
+        if wrong:
+            return f"{change}: {wrong}\n" + "\n".join(lines[-10:])
+        shutil.rmtree(place)
+        return change
+
+
+def stopped(log: Path, process: subprocess.Popen[str]) -> int:
+    """Wait for the thread that is stopped, by what strace says; its number."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        found = re.search(r"^(\d+) +--- stopped by SIGSTOP", log.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1])
+        time.sleep(0.005)
+    raise AssertionError("the call never came")
+
+
+@pytest.fixture(scope="module")
+def all_changes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Change]]:
+    """What became of every conversion; written down in the end."""
+    changes: list[Change] = []
+    yield changes
+    path = Path(os.environ.get("CKPTCONV_CHANGES", tmp_path_factory.getbasetemp() / "changes.json"))
+    path.write_text(json.dumps([asdict(change) for change in changes], indent=0))
+    print(f"\n{len(changes)} changed inputs: {path}")
+
+
+@pytest.fixture(scope="module", params=["pt to pt", "pt to safetensors", "safetensors to pt", "shards to pt"])
+def reading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reading:
+    """A conversion that lets the kernel copy, one with threads that read beside it, one that reads everything itself, one of several files."""
+    folder = tmp_path_factory.mktemp("changing")
+    weights: dict[str, Content | torch.Tensor] = {f"w{i}": torch.randn(30_000) for i in range(2)}
+    if request.param == "shards to pt":
+        src = folder / "src"
+        src.mkdir()
+        for i, (name, tensor) in enumerate(weights.items(), 1):
+            torch.save({name: tensor}, src / f"pytorch_model-0000{i}-of-00002.bin")
+        return Reading(
+            request.param, folder / "runs", src, "dst.pt", ("--to", "cuda:0"), "pytorch_model-00001-of-00002.bin"
+        )
+    torch.save(weights, folder / "src.pt")
+    if request.param == "pt to pt":
+        return Reading(request.param, folder / "runs", folder / "src.pt", "dst.pt", ("--to", "cuda:0"))
+    if request.param == "pt to safetensors":
+        return Reading(request.param, folder / "runs", folder / "src.pt", "dst.safetensors", ())
+    convert(folder / "src.pt", folder / "src.safetensors")
+    return Reading(request.param, folder / "runs", folder / "src.safetensors", "dst.pt", ())
+
+
+def test_an_input_that_changes_at_any_moment(reading: Reading, all_changes: list[Change]) -> None:
+    """Truncated, emptied, overwritten or longer before all of it was copied: an error in one line, and the old output. Replaced or deleted: the output of what was there. Never a signal, never anything else."""
+    tasks = [(how, moment) for how in CHANGES for moment in reading.moments]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda task: reading.changed_at(*task), tasks))
+    wrong = [each for each in results if isinstance(each, str)]
+    assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n\n".join(wrong[:5])
+    changes = [each for each in results if isinstance(each, Change)]
+    assert {change.outcome for change in changes} == {"old", "new"}
+    all_changes += changes
+
+
+def test_there_are_enough_changes(all_changes: list[Change]) -> None:
+    """Two hundred at least, no two the same, if all kinds were asked for."""
+    distinct = {(each.conversion, each.how, each.call, each.number) for each in all_changes}
+    assert len(distinct) == len(all_changes)
+    if len({each.conversion for each in all_changes}) == 4:
+        assert len(distinct) >= LEAST

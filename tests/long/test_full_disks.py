@@ -1,0 +1,251 @@
+"""Disks that are full: real ones, of every size from one on which nothing fits to one on which all just fits; and those that promise more than they have."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from injection import Content, content_of, put
+
+from ckptconv import convert
+from ckptconv.conversion import run
+from ckptconv.errors import OutputError
+from ckptconv.locations import to_devices
+from ckptconv.model import Edits
+
+PAGE = 4096
+SIZES = 20
+OLD = b"the old output"
+OLD_SET = {"model-00001-of-00001.safetensors": b"old", "model.safetensors.index.json": b"{}"}
+TO_CPU = Edits(to_devices("cpu"))
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@contextmanager
+def disk_of(folder: Path, size: int) -> Iterator[Path]:
+    """A disk of SIZE bytes, in memory, in FOLDER."""
+    at = folder / "disk"
+    at.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+def pages(content: Content) -> int:
+    """How many a disk in memory needs for CONTENT."""
+    files = content.values() if isinstance(content, dict) else [content or b""]
+    return sum(-(-len(data) // PAGE) for data in files)
+
+
+def sizes(needed: int) -> list[int]:
+    """Twenty numbers of free pages: none, one, ..., all but one, as many as are NEEDED."""
+    between = {round(needed * i / (SIZES - 3)) for i in range(1, SIZES - 3)}
+    found = sorted({0, 1, needed - 1, needed, *between})
+    assert len(found) == SIZES
+    return found
+
+
+def command(src: Path, target: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "ckptconv", "convert", "-q", "-f", str(src), str(target), *flags]
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 300 KB in tensors of 30."""
+    path = tmp_path_factory.mktemp("src") / "src.pt"
+    torch.save({f"w{i}": torch.randn(7500) for i in range(10)}, path)
+    return path
+
+
+def check(
+    done: subprocess.CompletedProcess[str], disk: Path, name: str, old: Content, new: Content, *, fits: bool
+) -> None:
+    """The new one where it FITS; else the old one, nothing beside it, and one line."""
+    assert os.listdir(disk) == [name]
+    assert content_of(disk / name) == (new if fits else old)
+    assert (done.returncode, done.stderr.count("\n")) == ((0, 0) if fits else (1, 1)), done
+
+
+@pytest.mark.parametrize("flags", [("--to", "cpu"), ("--to", "cuda:1", "--verify"), ("--compact",)], ids=" ".join)
+def test_every_size_of_a_disk(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """On twenty disks, from one where nothing fits to one where all but a page does: that there is too little space is said in one line, with the old output intact. On one where all just fits it is the new one."""
+    convert_there = command(src, tmp_path / "dst.pt", *flags)
+    subprocess.run(convert_there, check=True)
+    new = content_of(tmp_path / "dst.pt")
+    for free in sizes(pages(new)):
+        with disk_of(tmp_path, (free + 1) * PAGE) as disk:
+            (disk / "dst.pt").write_bytes(OLD)
+            done = subprocess.run(command(src, disk / "dst.pt", *flags), capture_output=True, text=True)
+            check(done, disk, "dst.pt", OLD, new, fits=free >= pages(new))
+            assert ("too little free space" in done.stderr) == (free < pages(new))
+
+
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+@pytest.mark.parametrize("flags", [("--to", "cpu"), ("--dtype", "bf16")], ids=" ".join)
+def test_every_size_of_a_disk_that_promises_more(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """As before, on a filesystem that reserves space which it has not (strace makes ``fallocate`` say so): the disk is full in the midst of writing."""
+    subprocess.run(command(src, tmp_path / "dst.pt", *flags), check=True)
+    new = content_of(tmp_path / "dst.pt")
+    lies = ["strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0"]
+    for free in sizes(pages(new)):
+        with disk_of(tmp_path, (free + 1) * PAGE) as disk:
+            (disk / "dst.pt").write_bytes(OLD)
+            done = subprocess.run([*lies, *command(src, disk / "dst.pt", *flags)], capture_output=True, text=True)
+            check(done, disk, "dst.pt", OLD, new, fits=free >= pages(new))
+            assert ("No space left" in done.stderr) == (free < pages(new))
+
+
+@pytest.mark.parametrize("jobs", ["1", "3"])
+def test_every_size_of_a_disk_for_a_folder(src: Path, tmp_path: Path, jobs: str) -> None:
+    """Of a set of shards nothing appears unless all of it fits, beside the old one."""
+    flags = ("--format", "safetensors", "--max-shard-size", "70KB", "-j", jobs)
+    subprocess.run(command(src, tmp_path / "dst", *flags), check=True)
+    new = content_of(tmp_path / "dst")
+    assert isinstance(new, dict)
+    assert len(new) > 4
+    for free in sizes(pages(new)):
+        with disk_of(tmp_path, (free + pages(OLD_SET)) * PAGE) as disk:
+            put(disk / "dst", OLD_SET)
+            done = subprocess.run(command(src, disk / "dst", *flags), capture_output=True, text=True)
+            check(done, disk, "dst", OLD_SET, new, fits=free >= pages(new))
+
+
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
+def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -> None:
+    """Space that was there when a folder was begun, and is another's after so many of its shards: one line, and the old folder."""
+    flags = ("--format", "safetensors", "--max-shard-size", "70KB")
+    slow = [
+        "strace",
+        "-f",
+        "-o",
+        "/dev/null",
+        "-e",
+        "trace=fsync",
+        "-e",
+        f"inject=fsync:delay_enter=1000000:when={shards}",
+    ]
+    with disk_of(tmp_path, 200 * PAGE) as disk:
+        put(disk / "dst", OLD_SET)
+
+        def take() -> None:
+            def begun() -> int:
+                return sum(len(files) for path, _, files in os.walk(disk) if ".ckptconv-" in path)
+
+            wait_for(lambda: begun() == shards)
+            time.sleep(0.2)  # the shard that is begun has its space by now
+            fill_up(disk / "taken")
+
+        other = threading.Thread(target=take)
+        other.start()
+        done = subprocess.run([*slow, *command(src, disk / "dst", *flags)], capture_output=True, text=True)
+        other.join()
+        (disk / "taken").unlink()
+        check(done, disk, "dst", OLD_SET, None, fits=False)
+        assert "space" in done.stderr
+
+
+def fill_up(path: Path) -> None:
+    """Take all the space that there is, with a file at PATH."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(PAGE))
+
+
+def wait_for(so: Callable[[], bool]) -> None:
+    """Wait until it is SO."""
+    until = time.monotonic() + 60
+    while not so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
+    """A filesystem on a disk that has no more blocks to give (thin provisioning: a loop device on a sparse file): writing fails in the end, at fsync; one line, and the old output."""
+    with disk_of(tmp_path, 1 << 20) as thin:
+        with (thin / "image").open("wb") as file:
+            file.truncate(64 << 20)
+        subprocess.run(
+            ["mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-E", "lazy_itable_init=1", str(thin / "image")],
+            check=True,
+        )
+        at = tmp_path / "at"
+        at.mkdir()
+        subprocess.run(["mount", "-o", "loop", str(thin / "image"), str(at)], check=True)
+        try:
+            (at / "dst.pt").write_bytes(OLD)
+            subprocess.run(["sync", "-f", str(at)], check=True)
+            fill_up(thin / "taken")
+            done = subprocess.run(command(src, at / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
+            left = [name for name in os.listdir(at) if name not in ("dst.pt", "lost+found")]
+            assert (done.returncode, done.stderr.count("\n")) == (1, 1), done
+            assert (at / "dst.pt").read_bytes() == OLD
+            assert left == []
+            assert "could not be written" in done.stderr
+        finally:
+            subprocess.run(["umount", str(at)], check=True)
+
+
+def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path: Path) -> None:
+    """That the disk is too small is said before the first byte."""
+    with disk_of(tmp_path, 64 * PAGE) as disk:
+        counts: list[int] = []
+        with pytest.raises(OutputError, match="too little free space"):
+            run(src, disk / "dst.pt", TO_CPU, progress=lambda size: nullcontext(counts.append))
+        assert counts == []
+
+
+def test_a_disk_of_another_kind(src: Path, tmp_path: Path) -> None:
+    """From disk to memory, where the kernel may not copy between files, comes the same as on the disk."""
+    with disk_of(tmp_path, 4 << 20) as disk:
+        convert(src, disk / "dst.pt", map_location="cuda:1")
+        convert(src, tmp_path / "here.pt", map_location="cuda:1")
+        assert (disk / "dst.pt").read_bytes() == (tmp_path / "here.pt").read_bytes()
+
+
+def test_a_disk_without_room_for_a_name(src: Path, tmp_path: Path) -> None:
+    """A disk that has space, but no place for one more file, says so in one line."""
+    at = tmp_path / "disk"
+    at.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=2", "tmpfs", str(at)], check=True)
+    try:
+        (at / "dst.pt").write_bytes(OLD)
+        done = subprocess.run(command(src, at / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
+        check(done, at, "dst.pt", OLD, None, fits=False)
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+def test_a_disk_that_is_read_only(src: Path, tmp_path: Path) -> None:
+    """Where nothing may be written, that is said in one line, for a file and for a folder."""
+    with disk_of(tmp_path, 4 << 20) as disk:
+        (disk / "dst.pt").write_bytes(OLD)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = subprocess.run(command(src, disk / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
+        check(done, disk, "dst.pt", OLD, None, fits=False)
+        flags = ("--format", "safetensors", "--max-shard-size", "70KB")
+        shards = subprocess.run(command(src, disk / "dst", *flags), capture_output=True, text=True)
+        assert (shards.returncode, shards.stderr.count("\n")) == (1, 1)
+        for each in (done, shards):
+            assert "Read-only file system" in each.stderr
+
+
+def test_a_limit_on_the_size_of_files(src: Path, tmp_path: Path) -> None:
+    """A process that may write no more than 128 KB to a file says so in one line and leaves nothing."""
+    (tmp_path / "dst.pt").write_bytes(OLD)
+    limited = ["bash", "-c", 'ulimit -f 128; exec "$@"', "bash", *command(src, tmp_path / "dst.pt", "--to", "cpu")]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    check(done, tmp_path, "dst.pt", OLD, None, fits=False)
+    assert "File too large" in done.stderr

@@ -1,0 +1,203 @@
+"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk that forgets whatever was not flushed.
+
+The disk is a recorded one (:mod:`recorded_disk`) with a real filesystem on it. At many moments of its history the power is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks.
+Needs root, a loop device and FUSE. CKPTCONV_CUTS: at how many moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from injection import Content, content_of
+from recorded_disk import History
+
+from ckptconv.output import is_temporary
+
+CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
+ROUNDS = 6
+#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every second: names also reach the disk unasked.
+FILESYSTEMS = {
+    "ext4": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1", 64 << 20),
+    "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
+    "xfs": (["mkfs.xfs", "-q"], "noatime", 320 << 20),
+}
+_NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli import main\nimport sys\nsys.exit(main())\n"
+
+
+@contextmanager
+def mounted(disk: Path, at: Path, options: str) -> Iterator[None]:
+    """DISK, through a loop device, AT a folder."""
+    found = subprocess.run(["losetup", "-f", "--show", str(disk)], capture_output=True, text=True, check=True)
+    loop = found.stdout.strip()
+    try:
+        subprocess.run(["mount", "-o", options, loop, str(at)], check=True, capture_output=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", str(at)], check=True)
+    finally:
+        subprocess.run(["losetup", "-d", loop], check=True)
+
+
+@contextmanager
+def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
+    """A file that is IMAGE; what it is told goes into LOG."""
+    disk = folder / "disk"
+    disk.touch()
+    log.touch()
+    server = subprocess.Popen([sys.executable, Path(__file__).with_name("recorded_disk.py"), disk, image, log])
+    try:
+        while disk.stat().st_size == 0:
+            assert server.poll() is None, "the disk cannot be served"
+            time.sleep(0.01)
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+        server.wait(timeout=30)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A conversion: how long the log was when it began and when it had ended, and what it left at the target."""
+
+    began: int
+    ended: int
+    new: Content
+
+
+@pytest.fixture(params=list(FILESYSTEMS))
+def filesystem(request: pytest.FixtureRequest) -> str:
+    """One that this machine has."""
+    name: str = request.param
+    make = FILESYSTEMS[name][0][0]
+    if os.geteuid() or not shutil.which(make) or not shutil.which("losetup") or not os.path.exists("/dev/fuse"):
+        pytest.skip(f"needs root, {make}, losetup and FUSE")
+    return name
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, for disks."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3g", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
+    """Two checkpoints of about 400 KB that have nothing in common, each a file or a set of shards."""
+    made = []
+    for number in range(2):
+        path = folder / f"src{number}"
+        if in_shards:
+            path.mkdir()
+            for i in (1, 2):
+                torch.save({f"w{i}": torch.randn(50_000)}, path / f"pytorch_model-0000{i}-of-00002.bin")
+        else:
+            torch.save({"w": torch.randn(100_000)}, path)
+        made.append(path)
+    return made
+
+
+def history_of(
+    folder: Path, srcs: Sequence[Path], filesystem: str, *, in_shards: bool, command: Sequence[str]
+) -> tuple[History, list[Done]]:
+    """What a disk was told while SRCS were converted in turn, again and again, to one target on it; and what was done."""
+    make, options, size = FILESYSTEMS[filesystem]
+    image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
+    with image.open("wb") as file:
+        file.truncate(size)
+    subprocess.run([*make, str(image)], check=True)
+    shutil.copyfile(image, before)
+    at.mkdir()
+    target = at / ("dst" if in_shards else "dst.pt")
+    done = []
+    with recorded(folder, image, log) as disk, mounted(disk, at, options):
+        for number in range(ROUNDS):
+            began = log.stat().st_size
+            args = [
+                "convert",
+                "-q",
+                str(srcs[number % 2]),
+                str(target),
+                "--to",
+                "cpu",
+                *(["--force"] if number else []),
+            ]
+            subprocess.run([*command, *args], check=True, cwd=folder)
+            done.append(Done(began, log.stat().st_size, content_of(target)))
+    return History(before, log.read_bytes()), done
+
+
+def what_is_wrong(at: Path, target: str, end: int, done: Sequence[Done]) -> str | None:
+    """What must not be at TARGET, of the disk that is mounted AT, after the power was lost at END of the log."""
+    ended = [each.new for each in done if each.ended <= end]
+    may_be = [ended[-1] if ended else None]
+    may_be += [each.new for each in done if each.began <= end < each.ended]
+    found = content_of(at / target)
+    others = [name for name in os.listdir(at) if name not in (target, "lost+found") and not is_temporary(name)]
+    if others:
+        return f"something is left: {others}"
+    if found in may_be:
+        return None
+    if found is None or found in [each.new for each in done]:
+        return "an older one, after success was told"
+    return "a mixture"
+
+
+def judged(
+    folder: Path, history: History, done: Sequence[Done], filesystem: str, target: str
+) -> tuple[Counter[str], list[str]]:
+    """How many cuts there were of each kind, and what was wrong after which."""
+    choice = random.Random(2147)
+    ends = [end for end in history.ends if end >= done[0].began]
+    disk, at = folder / "after", folder / "mounted"
+    kinds: Counter[str] = Counter()
+    wrong = []
+    for end in sorted(choice.sample(ends, min(CUTS, len(ends)))):
+        history.go_to(end)
+        subprocess.run(["cp", "--sparse=always", history.image, disk], check=True)
+        how = history.cut(disk, choice)
+        kinds[how] += 1
+        with mounted(disk, at, FILESYSTEMS[filesystem][1]):
+            problem = what_is_wrong(at, target, end, done)
+        if problem:
+            wrong.append(f"{problem}, at {end} of the log, of what was not flushed: {how}")
+    return kinds, wrong
+
+
+@pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
+def test_a_loss_of_power(filesystem: str, in_shards: bool, tmp_path: Path, memory: Path) -> None:
+    """Whenever the power goes: the old one or the new one, whole; and once a conversion has said that it is done, the new one."""
+    srcs = inputs(tmp_path, in_shards=in_shards)
+    command = [sys.executable, "-m", "ckptconv"]
+    history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=command)
+    kinds, wrong = judged(memory, history, done, filesystem, "dst" if in_shards else "dst.pt")
+    print(f"\n{filesystem}: {dict(kinds)} of {len(history.ends)} moments")
+    assert wrong == []
+    assert sum(kinds.values()) == CUTS
+    assert len({str(each.new) for each in done}) == 2
+
+
+@pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
+def test_a_loss_of_power_is_seen(filesystem: str, in_shards: bool, tmp_path: Path, memory: Path) -> None:
+    """Without fsync, and all else as it is, success is told before it is so: the test above sees what is lost."""
+    srcs = inputs(tmp_path, in_shards=in_shards)
+    command = [sys.executable, "-c", _NO_FSYNC]
+    history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=command)
+    _, wrong = judged(memory, history, done, filesystem, "dst" if in_shards else "dst.pt")
+    print(f"\n{filesystem}: {Counter(each.split(',')[0] for each in wrong)} of {CUTS}")
+    assert wrong != []

@@ -1,0 +1,153 @@
+"""Two hundred writers of one target, ten at a time, all at once: the target is always one of their outputs, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from injection import Content, content_of, put
+
+from ckptconv import convert
+
+WRITERS = 200
+AT_ONCE = 10
+OLD = b"the old output"
+OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
+
+#: Starts a process for each command, all ready before the first goes on; prints what became of each: exit status and what it said.
+_CROWD = """
+import json, os, sys, tempfile
+from ckptconv.cli import main
+from ckptconv import conversion, output_folders, formats
+reader, writer = os.pipe()
+children = []
+for command in json.load(sys.stdin):
+    said = tempfile.TemporaryFile("w+")
+    pid = os.fork()
+    if not pid:
+        os.close(writer)
+        os.read(reader, 1)
+        os.dup2(said.fileno(), 2)
+        status = 70
+        try:
+            status = main(command)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    children.append((pid, said))
+os.close(writer)
+done = []
+for pid, said in children:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said.seek(0)
+    done.append((status, said.read()))
+print(json.dumps(done))
+"""
+
+
+def crowd(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """What became of COMMANDS, which were begun at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CROWD], input=json.dumps(commands), capture_output=True, text=True, check=True
+    )  # fmt: skip
+    return [(status, said) for status, said in json.loads(done.stdout)]
+
+
+@pytest.fixture(scope="module", params=["file", "folder"])
+def inputs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Path], list[Content]]:
+    """Two hundred checkpoints, files or sets of shards, no two alike, and what becomes of each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    srcs, outputs = [], []
+    for number in range(WRITERS):
+        if request.param == "file":
+            src, dst = folder / f"{number}.pt", folder / "dst.pt"
+            torch.save({"w": torch.full((40_000,), number)}, src)
+        else:
+            src, dst = folder / str(number), folder / "dst"
+            src.mkdir()
+            for i in (1, 2):
+                torch.save({f"w{i}": torch.full((9000,), number)}, src / f"pytorch_model-0000{i}-of-00002.bin")
+        convert(src, dst, map_location="cuda:0", force=True)
+        srcs.append(src)
+        outputs.append(content_of(dst))
+    return srcs, outputs
+
+
+class Watcher(threading.Thread):
+    """Looks at TARGET, again and again, until it is told to end; what it saw that was not IS_WHOLE, and how often it looked."""
+
+    def __init__(self, target: Path, is_whole: Callable[[Content], bool]) -> None:
+        super().__init__()
+        self.target, self.is_whole = target, is_whole
+        self.ended = threading.Event()
+        self.looks = 0
+        self.wrong: list[Content] = []
+
+    def run(self) -> None:
+        while not self.ended.wait(0.001):
+            try:
+                before = self.target.stat().st_ino
+                seen = content_of(self.target)
+                if self.target.is_dir() and self.target.stat().st_ino != before:
+                    continue  # the folder has another's name by now, and is being deleted
+            except OSError:
+                continue
+            self.looks += 1
+            if not self.is_whole(seen):
+                self.wrong.append(seen)
+
+
+def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
+    """With --force each has its turn: whoever looks sees one of the outputs, all say that they are done, and nothing is left but the last one's."""
+    srcs, outputs = inputs
+    is_folder = isinstance(outputs[0], dict)
+    out = tmp_path / "out"
+    out.mkdir()
+    target = out / ("dst" if is_folder else "dst.pt")
+    put(target, OLD_SET if is_folder else OLD)
+    watcher = Watcher(target, lambda seen: seen in outputs or seen in (OLD, OLD_SET))
+    watcher.start()
+    try:
+        for begin in range(0, WRITERS, AT_ONCE):
+            some = srcs[begin : begin + AT_ONCE]
+            done = crowd([["convert", "-q", "-f", str(src), str(target), "--to", "cuda:0"] for src in some])
+            assert done == [(0, "")] * AT_ONCE
+            assert content_of(target) in outputs[begin : begin + AT_ONCE]
+            assert os.listdir(out) == [target.name]
+    finally:
+        watcher.ended.set()
+        watcher.join()
+    assert watcher.wrong == []
+    assert watcher.looks > 100
+
+
+def test_two_hundred_writers_that_may_not(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
+    """Without --force exactly one of each ten writes the target; the others say in one line that it is there, and leave nothing."""
+    srcs, outputs = inputs
+    said: Counter[str] = Counter()
+    for begin in range(0, WRITERS, AT_ONCE):
+        out = tmp_path / str(begin)
+        out.mkdir()
+        target = out / ("dst" if isinstance(outputs[0], dict) else "dst.pt")
+        some = srcs[begin : begin + AT_ONCE]
+        done = crowd([["convert", "-q", str(src), str(target), "--to", "cuda:0"] for src in some])
+        statuses = [status for status, _ in done]
+        assert sorted(statuses) == [0] + [1] * (AT_ONCE - 1)
+        assert content_of(target) == outputs[begin + statuses.index(0)]
+        assert os.listdir(out) == [target.name]
+        for status, line in done:
+            assert line.count("\n") == status
+            assert status == 0 or "the output exists" in line
+            said["by now" if "by now" in line else "before"] += status
+    if not isinstance(outputs[0], dict):  # a folder is looked at once more in the end, and the same is said
+        assert said["by now"] > 0
