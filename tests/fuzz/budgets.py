@@ -1,0 +1,157 @@
+"""What the worst shapes of pickles cost: ``python -m fuzz.budgets [OPCODES [COMMAND...]]``, 1,000,000 of each unless said otherwise. Each is the ``data.pkl`` of a file of torch, read in a process of its own.
+
+A line for each shape and command: seconds of the processor for each MB of pickle, bytes of memory for each opcode beyond what the process had before and 64 MB, and what came of it. The budget is 2 s and 300 bytes; exit 1 where it is exceeded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fuzz.archives import Record, archive
+
+__all__ = ["SHAPES", "Cost", "file_of", "measured"]
+
+MB = 1 << 20
+SECONDS, FLOOR, EACH = 2.0, 64 * MB, 300
+COMMANDS = ("parse", "inspect", "verify", "convert")
+_CALL, _WRAPPED = b"cm\nf\n", b"\x80\x04%b."
+
+
+def _wide(opcode: bytes) -> Callable[[int], bytes]:
+    return lambda n: b"(" + opcode * n + b"t"
+
+
+def _long(start: bytes, *opcodes: bytes) -> Callable[[int], bytes]:
+    return lambda n: start + b"".join(opcodes) * (n // len(opcodes))
+
+
+#: By name, what makes a value of about so many opcodes.
+SHAPES: dict[str, Callable[[int], bytes]] = {
+    "None": _wide(b"N"),
+    "lists": _wide(b"]"),
+    "dicts": _wide(b"}"),
+    "sets": _wide(b"\x8f"),
+    "empty tuples": _wide(b")"),
+    "marks": lambda n: b"(" * (n // 2) + b"t" * (n // 2),
+    "tuples in tuples": _long(b"N", b"\x85"),
+    "tuples of two of one": _long(b"N", b"2", b"\x86"),
+    "duplicates": lambda n: b"(]" + b"2" * n + b"t",
+    "memo": _long(b"]", b"\x94"),
+    "memo, other slots": lambda n: b"]" + b"".join(b"r" + i.to_bytes(4, "little") for i in range(n)),
+    "memo, read": lambda n: b"(]\x94" + b"h\0" * n + b"t",
+    "appended": _long(b"]", b"N", b"a"),
+    "appended lists": _long(b"]", b"]", b"a"),
+    "items": _long(b"}", b"N", b"N", b"s"),
+    "a wide list": lambda n: b"](" + b"N" * n + b"e",
+    "a wide dict": lambda n: b"}(" + b"".join(b"J" + i.to_bytes(4, "little") + b"N" for i in range(n // 2)) + b"u",
+    "a wide set": lambda n: b"\x8f(" + b"".join(b"J" + i.to_bytes(4, "little") for i in range(n)) + b"\x90",
+    "frozensets": lambda n: b"(" + b"(\x91" * (n // 2) + b"t",
+    "states": _long(_CALL + b")R", b"N", b"b"),
+    "calls": lambda n: b"(" + _CALL + b"q\0" + b"h\0)R" * (n // 3) + b"t",
+    "calls of calls": _long(_CALL, b")", b"R"),
+    "objects": lambda n: b"(" + (b"(" + _CALL + b"o") * (n // 3) + b"t",
+    "called and popped": lambda n: _CALL + b"q\0" + b"h\0)R0" * (n // 4),
+    "popped": _long(b"N", b"N", b"0"),
+    "persistent ids": _long(b"N", b"Q"),
+    "extensions": _wide(b"\x82\1"),
+    "globals": _wide(_CALL),
+    "short texts": _wide(b"\x8c\1a"),
+    "texts": lambda n: b"(" + b"".join(b"\x8c\x08%08d" % i for i in range(n)) + b"t",
+    "short bytes": _wide(b"C\1a"),
+    "bytearrays": _wide(b"\x96\1\0\0\0\0\0\0\0a"),
+    "strings of Python 2": _wide(b"U\1a"),
+    "integers": _wide(b"M\xff\xff"),
+    "long integers": _wide(b"\x8a\x09" + b"\xff" * 8 + b"\0"),
+    "floats": _wide(b"G" + b"\x3f\xb9" * 4),
+    "decimal integers": _wide(b"I7\n"),
+}  # fmt: skip
+
+
+def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
+    """A file of torch whose pickle has that SHAPE and about so many OPCODES, and the length of the pickle."""
+    pickled = _WRAPPED % SHAPES[shape](opcodes)
+    return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n")]), len(pickled)
+
+
+class Cost:
+    """What COMMAND on a file cost: processor SECONDS and bytes of MEMORY beyond what the process had; and what CAME of it."""
+
+    def __init__(self, seconds: float, memory: int, came: str) -> None:
+        self.seconds, self.memory, self.came = seconds, memory, came
+
+
+def measured(command: str, path: Path) -> Cost:
+    """COMMAND on the file at PATH, in a process of its own."""
+    words = [sys.executable, "-m", "fuzz.budgets", "--measure", command, str(path)]
+    where = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": where})
+    seconds, memory, came = done.stdout.split(" ", 2)
+    return Cost(float(seconds), int(memory), came.strip())
+
+
+def _measure(command: str, path: Path) -> None:
+    """Do COMMAND here, and print what it cost."""
+    import ckptconv
+    from ckptconv.errors import CkptconvError
+    from ckptconv.formats.torch_zip import read_pickle
+    from ckptconv.formats.zip_archive import read_archive
+    from ckptconv.graph import uncollected
+    from ckptconv.sources import Source
+
+    (path.parent / "warm.pt").write_bytes(file_of("None", 10)[0])
+    for each in (path.parent / "warm.pt", path):
+        Path("/proc/self/clear_refs").write_text("5")  # from here on the highest is counted anew
+        before, started, came = _memory("VmRSS"), time.process_time(), "done"
+        try:
+            if command == "parse":
+                with Source(each) as source, uncollected():
+                    read_pickle(source, read_archive(source).names()["data.pkl"], "data.pkl", checked=True)
+            elif command == "convert":
+                ckptconv.convert(each, path.parent / "out.pt", map_location="cpu", force=True)
+            else:
+                getattr(ckptconv, command)(each)
+        except CkptconvError as error:
+            came = f"{type(error).__name__}: {error.what[:60]}"
+    print(time.process_time() - started, _memory("VmHWM") - before, came)
+
+
+def _memory(which: str) -> int:
+    found = re.search(rf"{which}:\s+([0-9]+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def main() -> int:
+    """Measure all; the exit status."""
+    if sys.argv[1:2] == ["--measure"]:
+        _measure(sys.argv[2], Path(sys.argv[3]))
+        return 0
+    opcodes = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    commands = sys.argv[2:] or COMMANDS
+    exceeded = 0
+    form = "{:<22}{:<9}{:>8}{:>9}{:>9}  {}"
+    print(form.format("shape", "command", "MB", "s/MB", "B/opcode", "result"))
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        path = Path(folder, "a.pt")
+        for shape in SHAPES:
+            data, length = file_of(shape, opcodes)
+            path.write_bytes(data)
+            for command in commands:
+                cost = measured(command, path)
+                speed, each = cost.seconds * MB / length, max(0, cost.memory - FLOOR) / opcodes
+                over = speed > SECONDS or each > EACH
+                exceeded += over
+                print(form.format(shape, command, f"{length / MB:.1f}", f"{speed:.2f}", f"{each:.0f}", cost.came + " OVER" * over), flush=True)  # fmt: skip
+    print(f"{exceeded} over the budget of {SECONDS} s for each MB, and 64 MB and {EACH} bytes for each opcode")
+    return 1 if exceeded else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""For each target the changes that get behind the first check: a pickle changed by opcodes in an archive whose checksums are right again, a header whose numbers fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any, TypeAlias
+
+from ckptconv.dtypes import BY_STORAGE_CLASS, BY_WORD
+from ckptconv.errors import CkptconvError
+from ckptconv.graph import Global, Tuple
+from ckptconv.pickles import parse
+from fuzz import json_changes, opcodes
+from fuzz.archives import Record, archive, records_of
+from fuzz.folders import pack, unpack
+from fuzz.json_changes import Pairs
+from fuzz.opcodes import Change
+
+__all__ = ["MUTATORS", "Mutator", "storages_of"]
+
+#: Changes DATA; the last argument is for what has no structure.
+Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
+
+_MOST = 1024  # bytes of a storage or tensor that are made to fit
+_NAMES = (
+    b"data.pkl", b"data/0", b"data/1", b"data/2", b"DATA.PKL", b"Data/0", b"version", b"byteorder", b".format_version", b".storage_alignment", b".data/serialization_id",
+    b"constants.pkl", b"code/x.py", b"data", b"data/", b"../x", b"a\0b", b"\xff", b"extra/a.txt", b"",
+)  # fmt: skip
+_NOTES = (b"3\n", b"little", b"big", b"middle", b"", b"1", b"64", b"x" * 100)
+
+# Opcodes of the pickles seen last, which get into others.
+_seen: list[list[bytes]] = []
+
+
+def _pickle(data: bytes, random: Random, change: Change) -> bytes:
+    pieces, _ = opcodes.split(data)
+    if len(pieces) > 2:
+        _seen[:] = [*_seen[-63:], pieces]
+    return opcodes.changed(data, random, change, others=_seen)
+
+
+def storages_of(data: bytes, at: int = 0) -> dict[str, tuple[int, int]]:
+    """By key the elements of the storages that the pickle at AT of DATA refers to, and their bytes."""
+    try:
+        graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="", offset=at)
+    except CkptconvError:
+        return {}
+    found: dict[str, tuple[int, int]] = {}
+    for reference in graph.references:
+        items = reference.id.items if isinstance(reference.id, Tuple) else []
+        if len(items) > 4 and isinstance(items[1], Global) and isinstance(items[2], str) and type(items[4]) is int:
+            dtype = BY_STORAGE_CLASS.get(items[1].name)
+            nbytes = items[4] * dtype.itemsize if dtype else -1
+            if 0 <= nbytes <= _MOST:
+                found[items[2]] = items[4], nbytes
+    return found
+
+
+# Zip archives
+
+
+def _zip(data: bytes, random: Random, change: Change) -> bytes:
+    records = records_of(data)
+    if records is None or random.random() < 0.1:
+        return change(data)
+    for _ in range(random.choice((1, 1, 2))):
+        records = _other_records(records, random, change) or records
+    if random.random() < 0.8:
+        records = _fitting(records, random)
+    return archive(records, zip64=random.random() < 0.5, comment=b"" if random.random() < 0.95 else b"comment")
+
+
+def _other_records(records: list[Record], random: Random, change: Change) -> list[Record]:
+    i = random.randrange(len(records))
+    pickles = [n for n, record in enumerate(records) if record.name.endswith(b".pkl")]
+    what = random.randrange(12)
+    if what < 6 and pickles:
+        i = random.choice(pickles)
+        return _with(records, i, data=_pickle(records[i].data, random, change))
+    if what == 6:
+        return _with(records, i, data=change(records[i].data) or random.choice(_NOTES))
+    if what == 7:
+        name = records[i].name.split(b"/")[0] + b"/" + random.choice(_NAMES)
+        if random.random() < 0.5:
+            return _with(records, i, name=name)
+        return [*records, Record(name, random.choice((b"", *_NOTES)))]
+    if what == 8:
+        return [*records[:i], *records[i + 1 :]]
+    if what == 9:
+        return random.sample(records, len(records)) if random.random() < 0.5 else [*records, records[i]]
+    if what == 10:
+        word = random.choice(("deflated", "checked", "descriptor", "aligned"))
+        return _with(records, i, **{word: not getattr(records[i], word)})
+    return [*records[:i], records[i].lying(random), *records[i + 1 :]]
+
+
+def _with(records: list[Record], i: int, **what: Any) -> list[Record]:
+    return [*records[:i], replace(records[i], **what), *records[i + 1 :]]
+
+
+def _fitting(records: list[Record], random: Random) -> list[Record]:
+    """RECORDS with the storages that data.pkl refers to, each of the size that it says."""
+    main = next((record for record in records if record.name.endswith(b"/data.pkl")), None)
+    if main is None:
+        return records
+    root = main.name[: -len(b"data.pkl")]
+    sizes = {root + b"data/" + key.encode("utf-8", "replace"): size for key, (_, size) in storages_of(main.data).items()}  # fmt: skip
+    kept = [replace(r, data=_sized(r.data, sizes.pop(r.name))) if r.name in sizes else r for r in records]
+    return kept + [Record(name, random.randbytes(size), aligned=True) for name, size in sizes.items()]
+
+
+def _sized(data: bytes, size: int) -> bytes:
+    return data[:size] + bytes(size - len(data[:size]))
+
+
+# torch's format before 1.6
+
+
+def _legacy(data: bytes, random: Random, change: Change) -> bytes:
+    pickles, rest = [], data
+    for _ in range(5):
+        pieces, following = opcodes.split(rest)
+        if not pieces or pieces[-1] != b".":
+            return change(data)
+        pickles.append(rest[: len(rest) - len(following)])
+        rest = following
+    i = random.choice((0, 1, 2, 3, 3, 3, 3, 3, 3, 4, 5))
+    if i == 5:
+        return b"".join(pickles) + change(rest)
+    pickles[i] = _pickle(pickles[i], random, change)
+    storages = storages_of(pickles[3])
+    if i == 3 and storages and random.random() < 0.8:
+        pickles[4] = pickle.dumps([*storages], 2)
+        rest = b"".join(struct.pack("<q", numel) + random.randbytes(size) for numel, size in storages.values())
+    return b"".join(pickles) + rest
+
+
+# safetensors
+
+
+def _safetensors(data: bytes, random: Random, change: Change) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    try:
+        top = json_changes.parsed(data[8 : 8 + length].decode())
+    except (ValueError, RecursionError):
+        return change(data)
+    what = random.randrange(10)
+    if what == 0:
+        return data[:8] + change(data[8:])
+    if what == 1:
+        return change(data)
+    top = json_changes.changed(top, random)
+    body = data[8 + length :]
+    if random.random() < 0.7:
+        body = bytes(_place(top))
+    header = json_changes.said(top).encode("utf-8", "surrogatepass") + b" " * random.choice((0, 0, 1, 7))
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def _place(top: Any) -> int:
+    """Give the tensors in the header TOP places one behind another, as far as they make sense; the bytes of all."""
+    at = 0
+    for _, entry in top if isinstance(top, Pairs) else ():
+        fields = dict(entry) if isinstance(entry, Pairs) else {}
+        word, shape = fields.get("dtype"), fields.get("shape")
+        if isinstance(word, str) and word in BY_WORD and isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MOST for n in shape):  # fmt: skip
+            size = math.prod(shape) * BY_WORD[word].itemsize // BY_WORD[word].packed
+            for pair in entry if size <= _MOST else ():
+                if pair[0] == "data_offsets":
+                    pair[1] = [at, at + size]
+            at += min(size, _MOST)
+    return at
+
+
+# Folders
+
+
+def _folder(data: bytes, random: Random, change: Change) -> bytes:
+    files = unpack(data)
+    if not files or random.random() < 0.03:
+        return change(data)
+    name = random.choice([*files])
+    if random.random() < 0.15:
+        return pack(_other_files(files, name, random))
+    files[name] = _by_name(name)(files[name], random, change)
+    return pack(files)
+
+
+def _other_files(files: dict[str, bytes], name: str, random: Random) -> dict[str, bytes]:
+    """FILES without NAME, or with it under another one, or with what another one has."""
+    other = random.choice([*files])
+    what = random.randrange(4)
+    if what == 0:
+        return {each: data for each, data in files.items() if each != name}
+    if what == 1:
+        return {**files, name: files[other]}
+    if what == 2:
+        return {**files, name.replace("1", "2", 1): files[name]}
+    return {**files, random.choice(("model.safetensors", "model-00003-of-00003.safetensors", "__1_0.distcp", "config.json", ".metadata")): files[other]}  # fmt: skip
+
+
+def _by_name(name: str) -> Mutator:
+    if name.endswith(".json"):
+        return _json
+    if name.endswith(".safetensors"):
+        return _safetensors
+    return _pickle if name == ".metadata" else _chunks if name.endswith(".distcp") else _zip
+
+
+def _json(data: bytes, random: Random, change: Change) -> bytes:
+    try:
+        top = json_changes.parsed(data.decode())
+    except (ValueError, RecursionError):
+        return change(data)
+    if random.random() < 0.1:
+        return change(data)
+    if random.random() < 0.1:
+        return json.dumps(top, indent=2).encode("utf-8", "surrogatepass")
+    return json_changes.said(json_changes.changed(top, random)).encode("utf-8", "surrogatepass")
+
+
+def _chunks(data: bytes, random: Random, change: Change) -> bytes:
+    """Archives one behind another, which .metadata finds by their offsets: none changes its length."""
+    at = data.find(b"PK\x03\x04", random.randrange(len(data) or 1))
+    if at < 0:
+        return change(data)
+    pieces, rest = opcodes.split(data[data.find(b"\x80\x02", at) :])
+    if not pieces or random.random() < 0.5:
+        raw = bytearray(data)
+        raw[random.randrange(len(raw))] = random.randrange(256)
+        return bytes(raw)
+    i = random.randrange(len(pieces))
+    other = opcodes.changed(pieces[i], random, change)
+    pieces[i] = (other + pieces[i])[: len(pieces[i])]
+    body = b"".join(pieces) + rest
+    return data[: len(data) - len(body)] + body
+
+
+MUTATORS: dict[str, Mutator] = {
+    "pickle": _pickle,
+    "zip": _zip,
+    "legacy": _legacy,
+    "safetensors": _safetensors,
+    "shards": _folder,
+    "dcp": _folder,
+}

@@ -1,0 +1,216 @@
+"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some that were put together by hand. ``python -m fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from legacy_files import Old, legacy_file, storage_id
+from safetensors.torch import save
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from fuzz.archives import archive, records_of
+from fuzz.folders import pack, unpack
+
+__all__ = ["SEEDS", "seeds_of"]
+
+
+def _objects() -> dict[str, Any]:
+    """What people save, a few elements of each."""
+    linear = nn.Linear(2, 3)
+    adam = torch.optim.Adam(linear.parameters())
+    linear(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    base = torch.arange(12.0)
+    tied = torch.ones(2)
+    sparse = torch.eye(2)
+    return {
+        "tensor": torch.ones(2),
+        "state": linear.state_dict(),
+        "prefixed": OrderedDict((f"module.{name}", value) for name, value in linear.state_dict().items()),
+        "training": {"model": linear.state_dict(), "optimizer": adam.state_dict(), "epoch": 3, "args": {"device": "cuda:0", "lr": 0.1}},
+        "views": {"all": base, "some": base[2:7], "turned": base.view(3, 4).T, "step": base[::3], "same": base.expand(2, 12), "none": base[:0]},
+        "tied": {"a": tied, "b": tied, "c": [tied, (tied.view(2, 1),)]},
+        "dtypes": {str(dtype): torch.zeros(2).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)},
+        "bits": {"conj": torch.ones(2, dtype=torch.complex64).conj(), "neg": torch.ones(2, dtype=torch.complex64).conj().imag},
+        "kinds": {"sparse": sparse.to_sparse(), "csr": sparse.to_sparse_csr(), "quantized": torch.quantize_per_tensor(base, 0.1, 3, torch.qint8), "meta": torch.ones(2, device="meta")},
+        "parameters": {"parameter": nn.Parameter(torch.ones(2)), "buffer": nn.Buffer(torch.ones(2)), "size": torch.Size([1, 2]), "dtype": torch.float32, "device": torch.device("cuda:1")},
+        "module": nn.Sequential(linear, nn.BatchNorm1d(3)),
+        "rng": {"rng_state": torch.get_rng_state()[:16], "torch_rng_state": torch.zeros(16, dtype=torch.uint8), "python": (3, (1, 2, 3), None)},
+        "storage": {"typed": torch.FloatStorage([1.0]), "untyped": torch.ones(1).untyped_storage()},
+        "containers": {"list": [1, [2.5, None]], "set": {1}, "frozen": frozenset([2]), "counter": Counter("ab"), "default": defaultdict(list, {"a": [1]}), "complex": 1j, "bytes": b"\xff", 3: torch.ones(1)},
+        "numpy": {"array": np.arange(3.0), "scalar": np.float32(1), "tensor": torch.ones(1)},
+    }  # fmt: skip
+
+
+def _saved(obj: Any, tags: tuple[str, ...] = ("cpu", "cuda:0"), **kwargs: Any) -> bytes:
+    stream = io.BytesIO()
+    with (
+        warnings.catch_warnings(),
+        mock.patch("torch.serialization.location_tag", lambda storage: tags[storage.nbytes() // 4 % len(tags)]),
+    ):
+        torch.save(obj, stream, **kwargs)
+    return stream.getvalue()
+
+
+def _zips() -> Iterator[tuple[str, bytes]]:
+    for name, obj in _objects().items():
+        yield name, _saved(obj)
+    state = _saved(_objects()["state"])
+    records = records_of(state)
+    assert records is not None
+    yield "deflated", archive([replace(record, deflated=True) for record in records])
+    yield "bare", archive([replace(record, checked=False, descriptor=False) for record in records[:1] + records[4:]])
+    yield "zip64", archive(records, zip64=True, comment=b"x")
+    yield "big_endian", archive([replace(r, data=b"big") if r.name.endswith(b"byteorder") else r for r in records])
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as written:
+        for record in records:
+            written.writestr(record.name.decode(), record.data)
+    yield "zipfile", stream.getvalue()
+    scripted = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(1, 1)), scripted)
+    yield "script", scripted.getvalue()
+
+
+def _legacies() -> Iterator[tuple[str, bytes]]:
+    for name, obj in _objects().items():
+        if name not in ("storage", "dtypes"):
+            yield name, _saved(obj, _use_new_zipfile_serialization=False)
+    for protocol in (0, 4):
+        yield f"protocol_{protocol}", _saved(_objects()["views"], _use_new_zipfile_serialization=False, pickle_protocol=protocol)  # fmt: skip
+    view = storage_id(torch.FloatStorage, "1", "cuda:0", 4, ("2", 1, 2))
+    tensor = Old(torch._utils._rebuild_tensor, (view, 0, (2,), (1,)))
+    yield "view", legacy_file({"a": tensor}, {"1": (4, bytes(16))})
+    yield "python2", legacy_file({"a": tensor}, {"1": (4, bytes(16))}, python2=True)
+
+
+_BY_HAND = {
+    "rare": b"(I1\nL2L\nF1.5\nS'a'\nVb\nU\x01cT\x01\0\0\0d\x8a\x01\x05\x8b\x01\0\0\0\x05M\1\1J\1\1\1\1tp0\n0(g0\ng0\nlp1\n.",
+    "calls": b"\x80\x02cm\nf\n)Rq\0}q\1(K\1K\2ubh\0\x86.",
+    "instances": b"\x80\x02(cm\nC\nK\1o(im\nC\ncm\nC\n)\x81cm\nC\n)}\x92\x87\x86.",
+    "popped": b"\x80\x02cm\nf\n)R0(cm\ng\n)R1N.",
+    "sets": b"\x80\x04\x8f\x94(K\1K\2\x90(K\1\x91h\0\x87.",
+    "extensions": b"\x80\x02\x82\1\x83\1\1\x84\1\1\1\0\x87.",
+    "order": b"\x80\x02}q\x000ccollections\nOrderedDict\nh\0\x85Rh\0K\2K\2s\x86.",
+    "persistent": b"\x80\x02Pid\nK\1Q\x86.",
+    "stack_global": b"\x80\x04\x95\x09\0\0\0\0\0\0\0\x8c\1m\x8c\1f\x93)R.",
+    "memo": b"\x80\x02]r\xf0\xff\xff\xff2aj\xf0\xff\xff\xff\x86.",
+    "dangerous": b"cos\nsystem\n(S'true'\ntR.",
+    "cycle": b"\x80\x02]q\0(h\0}q\1h\1K\1h\0se.",
+}
+
+
+def _pickles() -> Iterator[tuple[str, bytes]]:
+    yield from _BY_HAND.items()
+    for name, data in _zips():
+        main = [record.data for record in records_of(data) or () if record.name.endswith(b"/data.pkl")]
+        yield from ((f"zip_{name}", pickled) for pickled in main)
+    objects = _objects()
+    for protocol in (0, 2, 4, 5):
+        for name in ("views", "containers", "training"):
+            yield f"{name}_{protocol}", pickle.dumps(objects[name], protocol)
+
+
+def _safetensors() -> Iterator[tuple[str, bytes]]:
+    yield "empty", save({})
+    yield "one", save({"a": torch.ones(2)}, {"format": "pt"})
+    yield "several", save({f"m.{i}": torch.zeros(i + 1, 1).to(dtype) for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2))}, {"b": "a"})  # fmt: skip
+    yield "tied", save({"a": torch.ones(2)}, {"format": "pt", "b": "a"})
+    yield "scalar", save({"a": torch.tensor(1.0), "b": torch.ones(0, 3)})
+    info = json.dumps({"a": {"saved_offsets": [0, 0]}})
+    yield "part", save({"a": torch.ones(1, 2)}, {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"})
+    header = b'{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    yield "packed", len(header).to_bytes(8, "little") + header + b"ab"
+
+
+def _shards() -> Iterator[tuple[str, bytes]]:
+    tensors = {"a.weight": torch.ones(2), "a.bias": torch.zeros(1), "b.weight": torch.ones(3)}
+    halves = [dict([*tensors.items()][:1]), dict([*tensors.items()][1:])]
+    for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
+        names = [f"{stem}-0000{i}-of-00002{suffix}" for i in (1, 2)]
+        parts = [save(half, {"format": "pt"}) if suffix == ".safetensors" else _saved(half) for half in halves]
+        weight_map = {name: names[i] for i, half in enumerate(halves) for name in half}
+        index = json.dumps({"metadata": {"total_size": 24}, "weight_map": weight_map}).encode()
+        files = dict(zip(names, parts, strict=True))
+        yield f"index{suffix}", pack({f"{stem}{suffix}.index.json": index, **files})
+        yield f"no_index{suffix}", pack(files)
+    yield "whole", pack({"model.safetensors": save(tensors), "config.json": b"{}"})
+    offsets = ([0, 0], [1, 0])
+    infos = [{"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": at}}), "DCP_VERSION": "1.0", "format": "pt"} for at in offsets]  # fmt: skip
+    files = {f"shard-0000{i}-model-00001-of-00001.safetensors": save({"a": torch.ones(1, 2)}, info) for i, info in enumerate(infos)}  # fmt: skip
+    yield "parts", pack(files)
+
+
+def _folders_of_dcp() -> Iterator[tuple[str, bytes]]:
+    state = {
+        "flat": {"a": torch.ones(2), "n": 3},
+        "nested": {"model": {"w": torch.ones(2, 2), "l": [torch.zeros(1), {"x": 1}]}, "step": 1},
+    }
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for what, obj in state.items():
+            dcp.save(obj, checkpoint_id=f"{name}/{what}", no_dist=True)
+            packed = pack({path.name: path.read_bytes() for path in sorted(Path(name, what).iterdir())})
+            yield what, packed
+            if what == "flat":
+                yield "rows", _in_rows(unpack(packed))
+
+
+def _in_rows(files: dict[str, bytes]) -> bytes:
+    """A folder whose tensor ``a`` was saved in two parts."""
+    metadata = pickle.loads(files[".metadata"])
+    described = metadata.state_dict_metadata["a"]
+    assert isinstance(described, TensorStorageMetadata)
+    metadata.state_dict_metadata = {"a": described}
+    half = torch.Size([1])
+    described.chunks = [ChunkStorageMetadata(torch.Size([i]), half) for i in (0, 1)]
+    parts = [_saved(torch.full((1,), float(i)), ("cpu",)) for i in (0, 1)]
+    starts = (0, len(parts[0]))
+    metadata.storage_data = {
+        MetadataIndex("a", torch.Size([i])): _StorageInfo("__0_0.distcp", starts[i], len(parts[i])) for i in (0, 1)
+    }
+    metadata.planner_data = {"a": ("a",)}
+    return pack({".metadata": pickle.dumps(metadata), "__0_0.distcp": b"".join(parts)})
+
+
+SEEDS = {
+    "pickle": _pickles,
+    "zip": _zips,
+    "legacy": _legacies,
+    "safetensors": _safetensors,
+    "shards": _shards,
+    "dcp": _folders_of_dcp,
+}
+
+
+def seeds_of(target: str) -> dict[str, bytes]:
+    """The seeds of TARGET by name; the same on every call."""
+    torch.manual_seed(0)
+    return dict(SEEDS[target]())
+
+
+if __name__ == "__main__":
+    for _target in SEEDS:
+        _corpus = Path(sys.argv[1], _target, "corpus")
+        _corpus.mkdir(parents=True)
+        for _name, _data in seeds_of(_target).items():
+            (_corpus / _name).write_bytes(_data)

@@ -1,0 +1,230 @@
+"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it, into a folder in memory.
+
+Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not kept: what is written can be read again and has the same tensors, what is written from that is the same bytes,
+a pickle that is emitted does what it did.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reference_machine import trace
+
+from ckptconv import formats
+from ckptconv.conversion import edits_from, make_plan, write
+from ckptconv.diagnosis.machine import Machine
+from ckptconv.errors import CkptconvError, MalformedError
+from ckptconv.graph import Blob, Graph, uncollected
+from ckptconv.model import Assemble, Cast, Edits, Gather, Plan
+from ckptconv.pickles import emit, parse
+from ckptconv.render import Look, facts, table_lines, tree_lines
+from ckptconv.safe_loader import can_be_made_loadable
+from ckptconv.sources import open_input
+from ckptconv.summary import Summary, summarize
+from ckptconv.verification import verify
+from fuzz import folders
+
+__all__ = ["TARGETS", "Target", "run"]
+
+#: One GPU, whatever is here.
+_MACHINE = Machine(1)
+_TRACED = 2000  # bytes of a pickle that the reference machine runs too: it nests as deep as the pickle
+
+
+class Target(NamedTuple):
+    """CHECK does everything with bytes in an empty folder; whether they could be read. Raises for a finding."""
+
+    name: str
+    check: Callable[[bytes, Path], bool]
+
+
+def run(target: str, data: bytes, folder: Path) -> bool:
+    """DATA through TARGET, in FOLDER, which is emptied before and after."""
+    try:
+        _empty(folder)
+        return TARGETS[target].check(data, folder)
+    finally:
+        _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# Pickles
+
+
+def _check_pickle(data: bytes, folder: Path) -> bool:
+    try:
+        graph = _parsed(data)
+    except CkptconvError:
+        return _check_file("input.pkl", data, folder)
+    for loadable in {False, can_be_made_loadable(graph)}:
+        once = _emitted(data, graph, loadable=loadable)
+        again = _emitted(once, _parsed(once), loadable=loadable)
+        assert loadable or graph.discarded or again == once, "what was emitted is not emitted again"
+        if not loadable and len(data) < _TRACED:
+            assert trace(once) == trace(data) == trace(again), "what was emitted does something else"
+    _check_file("input.pkl", data, folder)
+    return True
+
+
+def _parsed(data: bytes) -> Graph:
+    graph, end = parse(lambda offset, length: data[offset : offset + length], len(data), where="input")
+    assert end <= len(data)
+    return graph
+
+
+def _emitted(data: bytes, graph: Graph, *, loadable: bool) -> bytes:
+    pieces = emit(graph, loadable=loadable)
+    return b"".join(data[p.offset : p.offset + p.length] if isinstance(p, Blob) else p for p in pieces)
+
+
+# Files and folders
+
+
+def _check_file(name: str, data: bytes, folder: Path) -> bool:
+    path = folder / name
+    path.write_bytes(data)
+    return _use(path, zlib.crc32(data))
+
+
+def _check_folder(data: bytes, folder: Path) -> bool:
+    path = folder / "input"
+    path.mkdir()
+    folders.write(folders.unpack(data), path)
+    return _use(path, zlib.crc32(data))
+
+
+def _use(path: Path, choice: int) -> bool:
+    """Everything with what is at PATH; CHOICE is a number that says what of what takes long. Whether it could be read."""
+    sound = _verified(path)
+    try:
+        summary = _inspected(path)
+    except CkptconvError as error:
+        _check_refusal(error, sound=sound)
+        return False
+    json.dumps(summary)
+    if choice % 4 == 0:
+        _draw(summary)
+    if choice % 2:
+        _convert_twice(path, summary, sound=sound)
+    else:
+        _convert_somehow(path, choice // 4, sound=sound)
+    return True
+
+
+def _verified(path: Path) -> bool:
+    """Whether nothing is wrong with what is at PATH, but for what loading it would run."""
+    try:
+        verdict = verify(path)
+    except CkptconvError as error:
+        _check_line(error)
+        return False
+    for finding in verdict.findings:
+        assert str(finding).isprintable()
+    return not verdict.more and not {"damaged", "unknown"} & {finding.level for finding in verdict.findings}
+
+
+def _inspected(path: Path) -> Summary:
+    with open_input(path) as source, uncollected():
+        return summarize(formats.read(source), _MACHINE)
+
+
+def _check_line(error: CkptconvError) -> None:
+    line = str(error)
+    assert line.isprintable() and len(line) < 40_000, "an error is no printable line"
+
+
+def _check_refusal(error: CkptconvError, *, sound: bool) -> None:
+    _check_line(error)
+    assert not sound or not isinstance(error, MalformedError), "verify finds nothing wrong with what is damaged"
+
+
+def _draw(summary: Summary) -> None:
+    for look in (Look(), Look(80, colour=True), Look(120, unicode=False)):
+        lines = [*facts(summary, look), *table_lines(summary["tensors"], look), *tree_lines(summary["tensors"], look)]
+        for line in [] if look.colour else lines:
+            assert line.replace("\n", "").replace("\t", "").isprintable(), "a line would move the cursor"
+
+
+def _convert_twice(path: Path, summary: Summary, *, sound: bool) -> None:
+    """To torch's zip format on the CPU: what is written has the same tensors, and gives the same bytes again."""
+    first, second, third = (path.parent / f"{i}.pt" for i in (1, 2, 3))
+    edits = edits_from(map_location="cpu")
+    try:
+        if not _converted(path, first, edits, "pt"):
+            return
+    except CkptconvError as error:
+        _check_refusal(error, sound=sound)
+        return
+    assert _tensors(_inspected(first)) == _tensors(summary), "the tensors are others"
+    assert _converted(first, second, edits, "pt")
+    # Not always at once: Python has one object for a text of one character, of which a key of ours can be one.
+    if first.read_bytes() != second.read_bytes():
+        assert _converted(second, third, edits, "pt")
+        assert second.read_bytes() == third.read_bytes(), "what was written is not written again"
+
+
+_SOMEHOW: tuple[tuple[str, str, Edits], ...] = (
+    ("out.safetensors", "safetensors", edits_from()),
+    ("out.pt", "legacy", edits_from(map_location="cuda:1")),
+    ("out.pkl", "pickle", edits_from(map_location={"cuda": "cpu", "any": "mps"})),
+    ("out.pt", "pt", edits_from(state_dict=True, unwrap=True, compact=True)),
+    ("out.pt", "pt", edits_from(dtype=["bf16", "*bias=fp32"], add_prefix="model")),
+    ("out.pt", "pt", edits_from(rename=[("^[a-z]+", "x")], exclude="*.b*")),
+    ("out.safetensors", "safetensors", edits_from(strip_prefix="module", dtype="fp16")),
+)
+
+
+def _convert_somehow(path: Path, choice: int, *, sound: bool) -> None:
+    name, format, edits = _SOMEHOW[choice % len(_SOMEHOW)]
+    target = path.parent / name
+    try:
+        written = _converted(path, target, edits, format, copy_tied=format == "safetensors" and bool(choice & 64))
+    except CkptconvError as error:
+        _check_refusal(error, sound=sound)
+        return
+    if written and (format != "pickle" or _inspected(path)["storages"]):  # a pickle without tensors is no checkpoint
+        _inspected(target)
+
+
+def _converted(path: Path, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> bool:
+    """Write PATH, edited, to TARGET in FORMAT, unless torch is needed for that; then it is only planned."""
+    with open_input(path) as source:
+        plan = make_plan(formats.read(source), target, edits, format=format, copy_tied=copy_tied, allow_unsafe=True)
+        if _needs_torch(plan):
+            return False
+        write(plan, source, replace=True, verify=False)
+        return True
+
+
+def _needs_torch(plan: Plan) -> bool:
+    return any(isinstance(piece, (Gather, Cast, Assemble)) for file in plan.files for piece in file.pieces)
+
+
+def _tensors(summary: Summary) -> list[Any]:
+    """What no device changes of the tensors in SUMMARY."""
+    return [{**tensor, "device": None} for tensor in summary["tensors"]]
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("pickle", _check_pickle),
+        Target("zip", lambda data, folder: _check_file("input.pt", data, folder)),
+        Target("legacy", lambda data, folder: _check_file("input.pt", data, folder)),
+        Target("safetensors", lambda data, folder: _check_file("input.safetensors", data, folder)),
+        Target("shards", _check_folder),
+        Target("dcp", _check_folder),
+    )
+}
