@@ -71,7 +71,7 @@ from ckptconv.ranges import inflated
 from ckptconv.sources import Held, Readable, Window
 from ckptconv.vocabulary import checkpoint_of
 
-__all__ = ["NAME", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
+__all__ = ["NAME", "PICKLE", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
@@ -118,7 +118,8 @@ def read(source: Readable) -> Checkpoint:
     ]
     if not checked:
         checkpoint.notes.append("the file has no checksums, so damage to it cannot be seen")
-    _note(source, names, "version", checked)
+    version = "version" if "version" in names else ".data/version"  # torch looks at both
+    _check_version(source, _note(source, names, version, checked))
     checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))
     return checkpoint
 
@@ -212,6 +213,14 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
     if checked:
         _check_crc(source, member, where)
     return source.read(member.data_offset, member.size)
+
+
+def _check_version(source: Readable, note: bytes | None) -> None:
+    """torch reads no archive without a number there; which one it is, is its own affair."""
+    if note is None or not note.strip().isdigit():
+        source.faults.found(
+            MalformedError("the record says no version, without which torch reads no archive", where=f"{source.path}: version", expected="a number", got=note)
+        )  # fmt: skip
 
 
 def _byteorder(source: Readable, note: bytes | None) -> str:
