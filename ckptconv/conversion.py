@@ -253,7 +253,7 @@ def make_plan(
     changes = apply(checkpoint, edits)
     if format != "safetensors":
         if not allow_unsafe:
-            _refuse_dangers(checkpoint)
+            _refuse_dangers(checkpoint, as_archive=format == "pt")
         notes = _about_code(checkpoint) if format != "pickle" else []
     if is_folder:
         layout = sharded.layout(checkpoint, path, format, copy_tied=copy_tied, max_shard_size=max_shard_size)
@@ -290,12 +290,14 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _refuse_dangers(checkpoint: Checkpoint) -> None:
-    dangers = dangers_carried(checkpoint)
-    if dangers:
+def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
+    found = dangers_carried(checkpoint, as_archive=as_archive)
+    dangers = [concern for concern in found if concern.dangerous]
+    if found:
         raise DangerousError(
-            "this file names what no checkpoint needs, and loading it may call that", where=checkpoint.source.path,
-            got=some([f"{danger.name} at {danger.path}" for danger in dangers], _SHOWN), hint="do not load it; --allow-unsafe carries the call over, unrun",
+            "this file names what no checkpoint needs, and loading it may call that" if dangers else "there are pickles inside this file that cannot be judged",
+            where=checkpoint.source.path, got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
+            hint="do not load it; --allow-unsafe carries the call over, unrun" if dangers else "--allow-unsafe carries them over as they are",
         )  # fmt: skip
 
 

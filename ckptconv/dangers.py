@@ -1,22 +1,25 @@
 """Globals that no checkpoint needs and that attacks are made of: processes, files, sockets, code. A narrow list, to be sure of each.
 
 ``getattr``, ``operator.attrgetter`` and ``functools.partial`` are not on it: pickle itself writes the first for bound methods, the last for ``__getnewargs_ex__``. But what
-``getattr`` is asked for must be said, and lead to no innards (``__globals__``). What is not on the list is not safe: it is unknown. What loads is decided by an allowlist, :mod:`ckptconv.safe_loader`.
+``getattr`` is asked for must be said, and lead to no innards (``__globals__``), and nothing is called with ``getattr`` itself, nor with an ``attrgetter`` of ``sys``. ``reduce_graph_module`` of torch.fx runs source text,
+and every saved GraphModule names it: so it is unknown. What is not on the list is not safe: it is unknown. What loads is decided by an allowlist, :mod:`ckptconv.safe_loader`.
 
 Sources: the advisories for pickle scanners, each of which was missed by one (https://github.com/mmaitre314/picklescan/security/advisories).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 
-from ckptconv.graph import Call, Global, Graph, Node, args_of, children, walk
+from ckptconv.graph import Call, Global, Graph, Node, Value, args_of, children, walk
 from ckptconv.old_spellings import text_of
 from ckptconv.pickles.imports import imported_as, imported_name
 
 __all__ = ["dangerous_globals", "is_dangerous", "reaches"]
 
 _LONGEST_SHOWN = 40  # characters of an attribute's name
+_DEEPEST = 20  # attributes of attributes
 
 #: Nothing in these, nor below them, belongs into a checkpoint.
 _MODULES = frozenset(
@@ -46,6 +49,7 @@ _NAMES = frozenset(
             "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals", "help", "input", "locals", "open", "reload", "setattr", "vars",
         )),
         "atexit.register",
+        "bz2._builtin_open",
         "code.InteractiveConsole",
         "code.InteractiveInterpreter",
         "code.compile_command",
@@ -58,6 +62,8 @@ _NAMES = frozenset(
         "_functools.reduce",
         "logging.FileHandler",
         "logging.config",
+        "logging.handlers",
+        "operator.__call__",
         "operator.call",
         "_operator.call",
         "platform.popen",
@@ -72,12 +78,21 @@ _NAMES = frozenset(
         "signal.pthread_kill",
         "signal.raise_signal",
         "signal.signal",
+        *(f"_signal.{name}" for name in ("pthread_kill", "raise_signal", "signal")),
         "site.addsitedir",
         "site.main",
+        "tempfile.TemporaryDirectory",
         "test.support",
+        "tokenize._builtin_open",
         "trace.Trace",
         "types.CodeType",
+        "turtle.TK",
+        "turtle.simpledialog",
         "types.FunctionType",
+        "types.LambdaType",
+        "unittest.mock._dot_lookup",
+        "unittest.mock._get_target",
+        "unittest.mock._importer",
         "uuid._get_command_stdout",
         "uuid._popen",
         # files
@@ -102,32 +117,68 @@ _NAMES = frozenset(
         "numpy.ctypeslib",
         "numpy.distutils",
         "numpy.f2py",
-        "numpy.fromfile",
+        "numpy.lib._datasource",
         "numpy.lib._npyio_impl",
         "numpy.lib.npyio",
-        "numpy.load",
+        *(f"numpy.{name}" for name in ("load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed")),
         "numpy.testing._private",
         "torch._dynamo.guards.GuardBuilder.get",
         "torch._inductor.codecache",
+        "torch._inductor.cpp_builder",
+        "torch._dynamo.convert_frame.original_forward_from_src",
         "torch.classes.load_library",
+        "torch.cuda.amp.common.find_spec",
+        "torch.cuda.tunable.mp",
+        "torch.distributed.distributed_c10d._unpickler",
+        "torch.distributed.rpc.internal._unpickler",
+        "torch.from_file",
+        *(f"torch.fx.graph_module.{name}" for name in ("_exec_with_source", "_forward_from_src", "_method_from_src")),
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
         "torch.hub",
+        "torch.jit._serialization",
         "torch.jit.load",
+        "torch.jit.save",
         "torch.jit.unsupported_tensor_ops",
         "torch.load",
-        "torch.multiprocessing.spawn",
+        *(f"torch.multiprocessing.{name}" for name in ("reducer", "reductions.reduction", "reductions.register_after_fork", "spawn")),
         "torch.ops.load_library",
         "torch.package",
+        "torch.save",
         "torch.serialization.load",
+        "torch.serialization.save",
         "torch.storage._load_from_bytes",  # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
+        "torch.utils._osp",
         "torch.utils._config_module.ConfigModule.load_config",
         "torch.utils.bottleneck",
         "torch.utils.collect_env",
         "torch.utils.cpp_extension",
+        "torch.utils.data.dataloader.python_multiprocessing",
+        "torch.utils.data.datapipes.iter.routeddecoder.decoder_basichandlers",
         "torch.utils.data.datapipes.utils.decoder.basichandlers",
+        *(f"torch.xpu.{name}" for name in ("byref", "cast", "pointer")),
     ]
 )  # fmt: skip
+#: Whose modules lend what they import.
+_LENDERS = sys.stdlib_module_names | {"numpy", "torch"}
 _MOST_PARTS = max(name.count(".") for name in _NAMES) + 1
+
+#: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there, or are elsewhere.
+_LENT = frozenset(
+    ["bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType", "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread"]
+)  # fmt: skip
+
+#: Plain values of modules on the list, and what is called like a function on it.
+_HARMLESS = frozenset(
+    [
+        *(f"{module}.{name}" for module in ("nt", "os", "posix") for name in ("PathLike", "stat_result", "terminal_size")),
+        "torch.distributed.distributed_c10d.reduce",
+        "torch.distributed.reduce",
+    ]
+)  # fmt: skip
+
+#: Classes of arrays that open the file that they are called with. numpy names them to rebuild what was one.
+_MAPPED = frozenset(["numpy.memmap", "numpy._core.memmap.memmap", "numpy.core.memmap.memmap"])
+_REBUILDERS = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core"))
 
 #: Attributes that lead from anything to everything: to the module that something was made in, to all classes, to what runs code.
 _INNARDS = frozenset(
@@ -145,6 +196,7 @@ _LOOK_UP = frozenset(
         "_operator.methodcaller",
     ]
 )
+_GETATTRS = ("builtins.getattr", "inspect.getattr_static")
 
 
 def dangerous_globals(graph: Graph) -> Iterator[str]:
@@ -162,12 +214,28 @@ def is_dangerous(node: Global) -> bool:
 
 
 def _leads_to_danger(module: str, name: str) -> bool:
-    """A name with dots goes through attributes: ``torch.serialization`` has ``os.system``."""
+    """A name with dots goes through attributes: ``torch.serialization`` has ``os.system``, ``random`` has it as ``_os.system``."""
     package, attributes = module.split("."), name.split(".")
-    words = package + attributes
+    if f"{module}.{name}" in _HARMLESS:
+        return False
     if not _INNARDS.isdisjoint(attributes):
         return True
-    starts = (0, *range(len(package), len(words)))
+    bare = [word.lstrip("_") for word in attributes]
+    if not _LENT.isdisjoint(bare) or (
+        package[0] in _LENDERS and (attributes[-1] == "reduce" or _is_file(package, bare))
+    ):
+        return True
+    return any(_is_listed(package + words, len(package)) for words in (attributes, bare))
+
+
+def _is_file(package: list[str], attributes: list[str]) -> bool:
+    """Whether they name a storage of torch's that is made of a file, or written to one."""
+    return package[0] == "torch" and attributes[-1] in ("from_file", "write_file")
+
+
+def _is_listed(words: list[str], package: int) -> bool:
+    """Whether WORDS, of which PACKAGE are the module's, name something on the lists, as a whole or behind an attribute."""
+    starts = (0, *range(package, len(words)))
     return any(
         words[i] in _MODULES
         or any(".".join(words[i:end]) in _NAMES for end in range(i + 2, min(i + _MOST_PARTS, len(words)) + 1))
@@ -176,33 +244,72 @@ def _leads_to_danger(module: str, name: str) -> bool:
 
 
 def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What GRAPH does with ``getattr`` and its like that nobody needs, and where: innards looked up, names that are computed, the function itself handed on."""
+    """What GRAPH does that nobody needs with ``getattr`` and its like, and where: innards looked up, names that are computed, the function itself handed on. And with arrays in files: make one."""
     functions = {id(node) for node in graph.globals if imported_name(node, 2) in _LOOK_UP}
-    if not functions:
+    mapped = {id(node) for node in graph.globals if imported_name(node, 2) in _MAPPED}
+    if not functions and not mapped:
         return
-    for node in walk([graph.root, *graph.discarded]):
+    nodes = [*walk([graph.root, *graph.discarded])]
+    rebuilds = [node for node in nodes if isinstance(node, Call) and _name_of(node.callable) in _REBUILDERS]
+    alone = {id(node) for node in rebuilds}
+    rebuilt = {id(node.args) for node in rebuilds}
+    rebuilt -= {id(child) for node in nodes if id(node) not in alone for child in children(node)}
+    used = {id(each) for each in walk([child for node in nodes if isinstance(node, Call) for child in children(node)])}
+    for node in nodes:
         called = node.callable if isinstance(node, Call) and node.kind != "NEWOBJ" else None
         if isinstance(called, Global) and id(called) in functions and isinstance(node, Call):
-            yield from ((f"{imported_name(called, 2)} of {what}", node) for what in _looked_up(node, called))
+            found = _looked_up(node, called, is_used=id(node) in used)
+            yield from ((f"{imported_name(called, 2)} of {what}", node) for what in found)
         for child in children(node):
-            if isinstance(child, Global) and child is not called and id(child) in functions:
+            if not isinstance(child, Global) or not (isinstance(node, Call) or id(node) in used):
+                continue
+            if id(child) in functions and child is not called:
                 yield f"{imported_name(child, 2)}, not called", child
+            elif id(child) in mapped and id(node) not in rebuilt:
+                yield imported_name(child, 2), child
 
 
-def _looked_up(call: Call, function: Global) -> Iterator[str]:
-    """Names that CALL of FUNCTION looks up and no checkpoint needs."""
+def _looked_up(call: Call, function: Global, *, is_used: bool) -> Iterator[str]:
+    """Names that CALL of FUNCTION looks up and no checkpoint needs. IS_USED: something is called with what it gives."""
     args = args_of(call)
     name = imported_name(function, 2)
-    names = args[1:2] if "getattr" in name else args if "attrgetter" in name else args[:1]
+    is_getattr = "getattr" in name
+    names = args[1:2] if is_getattr else args if "attrgetter" in name else args[:1]
     if not names:
         yield "what is computed"
+    base = _base_of(args[0]) if is_getattr and names else None
     for each in names:
         text = text_of(each)
+        words = text.split(".") if text is not None else []
         if text is None:
             yield "what is computed"
-        elif _is_way_out(text.split(".")):
+        elif not (is_getattr or is_used) and _INNARDS.isdisjoint(words):
+            continue
+        elif _is_way_out(words) or (base and _leads_to_danger(base[0], f"{base[1]}.{text}")):
             yield repr(text[:_LONGEST_SHOWN])
 
 
+def _base_of(value: Value) -> tuple[str, str] | None:
+    """Module and name of what VALUE is: a global, or what ``getattr`` gives of one."""
+    names: list[str] = []
+    while isinstance(value, Call) and (_name_of(value.callable) or "").endswith(_GETATTRS):
+        args = args_of(value)
+        text = text_of(args[1]) if len(args) > 1 else None
+        if text is None:
+            return None
+        names.append(text)
+        if len(names) == _DEEPEST:
+            return "", ".".join(reversed(names))
+        value = args[0]
+    if not isinstance(value, Global):
+        return None
+    module, name = imported_as(value, 2)
+    return module, ".".join([name, *reversed(names)])
+
+
+def _name_of(value: Value) -> str | None:
+    return imported_name(value, 2) if isinstance(value, Global) else None
+
+
 def _is_way_out(words: Iterable[str]) -> bool:
-    return any(word in _INNARDS or word in _MODULES for word in words)
+    return any(word in _INNARDS or word.lstrip("_") in _MODULES or word.lstrip("_") in _LENT for word in words)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ckptconv.dangers import is_dangerous, reaches
-from ckptconv.errors import InputError, LimitError
+from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.faults import Pickles
-from ckptconv.formats import plain_pickle
-from ckptconv.graph import Graph, Value
+from ckptconv.formats import plain_pickle, sharded, torch_legacy, torch_zip
+from ckptconv.formats.other_pickles import LOADER
+from ckptconv.formats.zip_archive import Archive
+from ckptconv.graph import Blob, ByteArray, Call, Graph, Py2String, Value, args_of, children, is_global, walk
 from ckptconv.limits import LIMITS
 from ckptconv.model import Checkpoint, Place
-from ckptconv.nested import Unjudged, byte_strings, length_of, pickles_from, pickles_in
+from ckptconv.nested import Encoded, Unjudged, byte_strings, is_pickle, length_of, opened, pickles_from, pickles_in
 from ckptconv.pickles.imports import imported_name
 from ckptconv.places import find_places
 from ckptconv.rebuild_calls import OtherDType
@@ -26,33 +28,48 @@ from ckptconv.sources import Readable
 from ckptconv.uses import Uses
 from ckptconv.vocabulary import every_place
 
-__all__ = ["Concern", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
+__all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
 
 #: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or because torch.load reads no such container.
 Level: TypeAlias = Literal[
     "holds no code", "loads with weights_only=True", "refused by weights_only=True, needs no code", "needs code", "dangerous"
 ]  # fmt: skip
 
+#: The worst first. ``unknown``: nobody can tell what is there.
+Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]
+_KINDS: tuple[Kind, ...] = ("dangerous", "unknown", "needs code")
+
 _NOT_LISTED = "others that are not listed"
 
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody can judge; where it stands first, and in how many more places."""
+    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody can judge; where it stands first, and in how many more places. INSIDE: in byte strings alone, which loading the file leaves as they are."""
 
     name: str
     path: str
-    dangerous: bool
+    kind: Kind
     more: int = 0
+    inside: bool = False
+
+    @property
+    def dangerous(self) -> bool:
+        """Whether no checkpoint needs it, and attacks do."""
+        return self.kind == "dangerous"
 
 
 def concerns(checkpoint: Checkpoint) -> list[Concern]:
-    """What is to be known of CHECKPOINT before it is loaded, the dangerous first."""
+    """What is to be known of CHECKPOINT before it is loaded, the worst first."""
     search = _Search()
     search.checkpoint(checkpoint, "")
     for name, other in checkpoint.beside.items():
         search.checkpoint(other, f"{name}: ")
-    return sorted(search.found.values(), key=lambda concern: not concern.dangerous)
+    for part in _parts(checkpoint):
+        search.members(part)
+    for graph in _around(checkpoint):
+        search.left = _left_for(graph)
+        search.graph(graph, _Where(graph, "around the object: "), checkpoint.source, 0)
+    return search.listed()
 
 
 def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
@@ -63,31 +80,50 @@ def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
         try:
             for inner in pickles_from(each.of, each.name, each.number, each.of.size):
                 if not isinstance(inner, int):
+                    inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
                     search.graph(inner.graph, _Where(inner.graph, ""), inner.of, 0)
         except (Unjudged, InputError):  # which was said when it was to be read
             continue
-    return sorted(search.found.values(), key=lambda concern: not concern.dangerous)
+    return search.listed()
 
 
-def dangers_carried(checkpoint: Checkpoint) -> list[Concern]:
-    """What is dangerous in CHECKPOINT, edited, and would be in all that is written of it but safetensors."""
+def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
+    """What is dangerous in CHECKPOINT, edited, or cannot be judged, and would be in all that is written of it but safetensors; the worst first. AS_ARCHIVE: what its own archive has besides comes along."""
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")
-    return [*search.found.values()]
+    if as_archive and checkpoint.script_classes is None:
+        search.members(checkpoint)
+    return search.listed()
 
 
 def level_of(checkpoint: Checkpoint, found: Iterable[Concern]) -> Level:
     """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing."""
-    dangerous = {concern.dangerous for concern in found}
-    if dangerous:
-        return "dangerous" if True in dangerous else "needs code"
-    graph = checkpoint.graph
-    if not graph.opcodes:
+    met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
+    if met:
+        return "dangerous" if "dangerous" in met else "needs code"
+    if not checkpoint.graph.opcodes:
         return "holds no code"
-    refused = (
-        refused_opcodes(graph) or next(obstacles(graph), None) is not None or checkpoint.format == plain_pickle.NAME
+    graphs = [checkpoint.graph, *_around(checkpoint)]
+    refused = checkpoint.format == plain_pickle.NAME or any(
+        refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in graphs
     )
     return "refused by weights_only=True, needs no code" if refused else "loads with weights_only=True"
+
+
+def _around(checkpoint: Checkpoint) -> list[Graph]:
+    """The pickles of a file of torch before 1.6 that stand around its object."""
+    containers = [part.container for part in _parts(checkpoint)]
+    return [graph for each in containers if isinstance(each, torch_legacy.LegacyFile) for graph in each.around]
+
+
+def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """The files of CHECKPOINT."""
+    container = checkpoint.container
+    return [shard.part for shard in container.shards] if isinstance(container, sharded.Container) else [checkpoint]
+
+
+def _left_for(graph: Graph) -> int:
+    return LIMITS.nested_pickles * sum(length_of(value) for value, _ in byte_strings(graph))
 
 
 class _Where:
@@ -123,67 +159,125 @@ def _places(graph: Graph) -> Iterator[Place]:
 
 
 class _Search:
-    """Collects concerns by their names. CARRIED: only what is dangerous, and only in byte strings that the graph still has."""
+    """Collects concerns by their names. CARRIED: only what is dangerous or cannot be judged, and only in byte strings that the graph still has."""
 
     def __init__(self, *, carried: bool = False) -> None:
         self.carried = carried
         self.found: dict[str, Concern] = {}
-        self.dangers = 0
+        self.urgent = 0  # concerns of a kind that is always listed
         self.left = 0  # bytes that may still be looked at inside byte strings
         self.inside = 0  # pickles that were found there
 
+    def listed(self) -> list[Concern]:
+        """What was found, the worst first."""
+        return sorted(self.found.values(), key=lambda concern: _KINDS.index(concern.kind))
+
     def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
         graph = checkpoint.graph
-        self.left = LIMITS.nested_pickles * sum(length_of(value) for value, _ in byte_strings(graph))
+        self.left = _left_for(graph)
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
+
+    def members(self, checkpoint: Checkpoint) -> None:
+        """Look at the pickles in the archive of CHECKPOINT that are not its own, which whoever knows them loads."""
+        archive = checkpoint.container
+        known = {torch_zip.PICKLE, *checkpoint.beside}
+        for name, member in archive.names().items() if isinstance(archive, Archive) else ():
+            if not is_pickle(name) or name in known:
+                continue
+            self.left = LIMITS.nested_pickles * member.size
+            try:
+                self.member(opened(checkpoint.source, member), name)
+            except Unjudged as why:
+                self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
+            except InputChangedError:
+                raise
+            except InputError:  # a fault of the archive's, which its checksums show
+                continue
+
+    def member(self, held: Readable, name: str) -> None:
+        """Look at the pickles in HELD, a member called NAME."""
+        for inner in pickles_from(held, name, LIMITS.pickles_inside, self.left):
+            if not isinstance(inner, int):
+                self.inside += 1
+                self.graph(inner.graph, _Where(inner.graph, f"{name}: "), inner.of, 1)
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
         """Look at what GRAPH names, and into its byte strings, of which the long ones are ranges of BLOBS."""
-        for name, named, dangerous in _named(graph):
-            self.add(name, where, named, dangerous=dangerous)
+        read_here = _storages_loaded(graph) if depth else set()
+        for name, named, kind in _named(graph):
+            if id(named) not in read_here:
+                self.add(name, where, named, kind, inside=depth > 0)
         for value, holder in byte_strings(graph):
             if self.inside > LIMITS.pickles_inside:
                 return
             try:
                 self.byte_string(value, holder, where, blobs, depth)
             except Unjudged as why:
-                self.add(str(why), where, holder, dangerous=False)
+                if self.has(holder, where, depth):
+                    self.add(str(why), where, holder, "unknown", inside=True)
 
-    def byte_string(self, value: Value, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
+    def has(self, holder: Value, where: _Where, depth: int) -> bool:
+        """Whether what HOLDER says is wanted."""
+        return not self.carried or depth > 0 or where.uses.has(holder)
+
+    def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
         """Look at the pickles in VALUE, which stands where HOLDER does."""
         for inner in pickles_in(value, blobs, self.left):
             if isinstance(inner, int):
                 self.left -= inner
             elif depth == LIMITS.nested_pickles:
                 raise Unjudged("pickles nested too deeply")
-            elif not self.carried or depth or where.uses.has(holder):
+            elif self.has(holder, where, depth):
                 self.inside += 1
                 if self.inside > LIMITS.pickles_inside:
                     raise Unjudged("more pickles inside than are looked into")
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
 
-    def add(self, name: str, where: _Where, value: Value, *, dangerous: bool) -> None:
+    def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
         """NAME is, or stands at, VALUE."""
-        if self.carried and not dangerous:
+        urgent = kind != "needs code"
+        if self.carried and not urgent:
             return
         known = self.found.get(name)
-        if known is None and len(self.found) >= LIMITS.concerns and not (dangerous and self.dangers < LIMITS.concerns):
+        if known is None and len(self.found) >= LIMITS.concerns and not (urgent and self.urgent < LIMITS.concerns):
             name, known = _NOT_LISTED, self.found.get(_NOT_LISTED)
-        self.dangers += dangerous and known is None
+        self.urgent += urgent and known is None
         if known is None:
             places = where.uses.of(value)
-            self.found[name] = Concern(name, where.path(places[0]), dangerous, len(places) - 1)
+            self.found[name] = Concern(name, where.path(places[0]), kind, len(places) - 1, inside)
         else:
             more = 1 if where.outer else len(where.uses.of(value))
-            self.found[name] = replace(known, more=known.more + more, dangerous=known.dangerous or dangerous)
+            worst = min(kind, known.kind, key=_KINDS.index)
+            self.found[name] = replace(known, more=known.more + more, kind=worst, inside=known.inside and inside)
 
 
-def _named(graph: Graph) -> Iterator[tuple[str, Value, bool]]:
-    """What GRAPH names that torch's safe loader refuses, where, and whether it is dangerous."""
+def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
+    """What GRAPH names that torch's safe loader refuses, where, and of what kind it is."""
     for node in graph.globals:
         dangerous = is_dangerous(node)
         if dangerous or not (is_allowed(node) or isinstance(node, OtherDType)):
-            yield imported_name(node, graph.protocol), node, dangerous
+            yield imported_name(node, graph.protocol), node, "dangerous" if dangerous else "needs code"
     for extension in graph.extensions:
-        yield f"extension code {extension.code}", extension, False
-    yield from ((what, node, True) for what, node in reaches(graph))
+        yield f"extension code {extension.code}", extension, "needs code"
+    yield from ((what, node, "dangerous") for what, node in reaches(graph))
+
+
+def _storages_loaded(graph: Graph) -> set[int]:
+    """The ids of what in GRAPH, a pickle inside a byte string, loads storages out of byte strings as plain pickles do, and nothing else: those are looked into in turn."""
+    loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
+    if not loaders:
+        return loaders
+    others = set()
+    for node in walk([graph.root, *graph.discarded]):
+        is_load = isinstance(node, Call) and id(node.callable) in loaders and _is_of_bytes(node)
+        others |= {id(child) for child in children(node) if not (is_load and id(child) in loaders)}
+    return loaders - others - {id(graph.root)}
+
+
+def _is_of_bytes(call: Call) -> bool:
+    """Whether CALL is one of a byte string, or of a text as Latin-1."""
+    (value, *more) = args_of(call) or [None]
+    if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
+        value = (*args_of(value), None)[0]
+        return isinstance(value, (str, Blob)) and not more
+    return isinstance(value, (bytes, ByteArray, Py2String, Blob)) and not more

@@ -83,7 +83,7 @@ def verify(
 ) -> Verdict:
     """Everything that is wrong with the checkpoint at PATH: a file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one.
 
-    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal digits of the whole file's, which is read for it.
+    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal digits of the whole file's, which is read for it. PROGRESS, called with the bytes that have a checksum, gives a context manager for what is called with those that are done.
     Raises :class:`~ckptconv.errors.InputError` where nothing can be opened at PATH, UsageError.
     """
     expected = _digits(expect_sha256)
@@ -164,9 +164,11 @@ def _of_error(error: CkptconvError) -> Finding:
 
 def _of_concern(concern: Concern, path: Path) -> Finding:
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
-    hint = "attacks are made of it: do not load it" if concern.dangerous else None
-    level: Level = "dangerous" if concern.dangerous else "needs code"
-    return Finding(level, f"{concern.name}{more}", str(path), hint=hint, path=concern.path)
+    hints = {
+        "dangerous": "attacks are made of it: do not load it",
+        "unknown": "it cannot be judged, so it may be an attack",
+    }
+    return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)
 
 
 def _notes(checkpoint: Checkpoint, records: list[Unread]) -> Iterator[Finding]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pickle
+import subprocess
+import sys
+import types
 
 import pytest
 
-from ckptconv.dangers import dangerous_globals
+from ckptconv.dangers import _MODULES, _NAMES, dangerous_globals, is_dangerous
+from ckptconv.graph import Global
 from ckptconv.pickles import parse
 
 
@@ -81,7 +86,8 @@ def test_what_pickle_itself_writes_is_not_dangerous() -> None:
         "code.InteractiveInterpreter.runcode", "test.support.script_helper.assert_python_ok", "operator.call", "functools.reduce", "timeit.timeit", "pkgutil.resolve_name",
         "asyncio.unix_events._UnixSubprocessTransport._start", "distutils.file_util.write_file", "pip.main", "numpy.f2py.crackfortran.getlincoef", "ctypes.CDLL", "pty.spawn",
         "bdb.Bdb.run", "pdb.run", "ssl.get_server_certificate", "imaplib.IMAP4_stream", "http.client.HTTPConnection", "io.open", "shutil.rmtree", "pathlib.Path.write_text",
-        "pickle.loads", "torch.load", "torch.storage._load_from_bytes", "yaml.unsafe_load", "builtins.exec", "types.CodeType", "importlib.import_module", "marshal.loads",
+        "torch.save", "numpy.savez_compressed", "logging.handlers.RotatingFileHandler", "tokenize._builtin_open", "types.LambdaType", "torch.fx.graph_module._forward_from_src",
+        "torch._utils._import_dotted_name", "pickle.loads", "torch.load", "torch.storage._load_from_bytes", "yaml.unsafe_load", "builtins.exec", "types.CodeType", "importlib.import_module", "marshal.loads",
     ],
 )  # fmt: skip
 def test_what_scanners_missed(name: str) -> None:
@@ -95,7 +101,8 @@ def test_what_scanners_missed(name: str) -> None:
     [
         ("torch.serialization", "os.system"), ("torch", "serialization.os.system"), ("torch.serialization", "os"), ("torch.serialization", "pickle.loads"), ("torch.storage", "torch.load"),
         ("torch.nn", "Module.__init__.__globals__"), ("collections", "OrderedDict.__subclasses__"), ("builtins", "object.__reduce_ex__"), ("functools", "partial.__builtins__"),
-        ("numpy", "builtins.eval"), ("mine.commands", "Net.__class__.__mro__"),
+        ("numpy", "builtins.eval"), ("mine.commands", "Net.__class__.__mro__"), ("random", "_os.system"), ("collections", "_sys.modules"), ("torch", "builtins"), ("torch.serialization", "pickle"),
+        ("enum", "bltns.eval"), ("torch.storage", "UntypedStorage.from_file"), ("torch.multiprocessing.reductions", "ForkingPickler.loads"), ("statistics", "reduce"),
     ],
 )  # fmt: skip
 def test_what_attributes_lead_to(module: str, name: str) -> None:
@@ -112,6 +119,7 @@ def test_what_attributes_lead_to(module: str, name: str) -> None:
         "pathlib.PosixPath", "functools.partial", "argparse.Namespace", "copyreg._reconstructor", "torch.hubert.Net", "torch.fx.graph_module.reduce_graph_module",
         "torch.distributed.checkpoint.metadata.Metadata", "omegaconf.dictconfig.DictConfig", "_io.BytesIO", "datetime.datetime", "types.SimpleNamespace", "operator.itemgetter",
         "torch.package_of_mine.Net", "sklearn.pipeline.Pipeline", "cloudpickle.cloudpickle._make_function",
+        "os.stat_result", "posix.stat_result", "os.terminal_size", "os.PathLike", "torch.distributed.reduce", "mine.Metric.reduce", "mine.Net.from_file",
     ],
 )  # fmt: skip
 def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
@@ -132,6 +140,15 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
         (b"coperator\nmethodcaller\nX\x0e\0\0\0__subclasses__\x85R.", "operator.methodcaller of '__subclasses__'"),
         (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, not called"),
         (b"(cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__o0N.", "builtins.getattr of '__globals__'"),
+        (b"cbuiltins\ngetattr\ncmine\nfiles\nX\x03\0\0\0_os\x86R.", "builtins.getattr of '_os'"),
+        (b"cbuiltins\ngetattr\nctorch.fx\ngraph_module\nX\x11\0\0\0_exec_with_source\x86R.", "builtins.getattr of '_exec_with_source'"),
+        (b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86RX\x11\0\0\0_exec_with_sourcetR.", "builtins.getattr of '_exec_with_source'"),
+        (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85R.", None),
+        (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85Rcmine\nNet\n\x85R.", "operator.attrgetter of 'sys'"),
+        (b"cmine\nNet\n](coperator\nattrgetter\nX\x03\0\0\0sys\x85Re\x85R.", "operator.attrgetter of 'sys'"),
+        (b"](cbuiltins\ngetattr\nK\x01e.", None),
+        (b"cmine\nNet\n](cbuiltins\ngetattr\nK\x01e\x85R.", "builtins.getattr, not called"),
+        (b"](cbuiltins\ngetattr\nK\x01eq\x00cmine\nNet\nh\x00\x85R\x86.", "builtins.getattr, not called"),
         (b"cbuiltins\ngetattr\ncmine\nNet\nX\x05\0\0\0Inner\x86R.", None),
         (b"cbuiltins\ngetattr\ncmine\nNet\nX\x04\0\0\0eval\x86R.", None),
     ],
@@ -139,3 +156,73 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
 def test_getattr(code: bytes, said: str | None) -> None:
     """pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is computed, or hands the function on, is dangerous."""
     assert dangers(b"\x80\x02" + code) == ([said] if said else [])
+
+
+@pytest.mark.parametrize("core", ["core", "_core"])
+def test_arrays_in_files(core: str) -> None:
+    """numpy rebuilds what was a memmap by its class, which opens a file if it is called, however that is done."""
+    rebuild = f"cnumpy.{core}.multiarray\n_reconstruct\n".encode()
+    memmap = b"cnumpy\nmemmap\n"
+    assert dangers(rebuild + b"(" + memmap + b"(K\x00tU\x01btR.") == []
+    assert dangers(memmap + b"(X\x01\0\0\0xtR.") == ["numpy.memmap"]
+    assert dangers(b"\x80\x02" + memmap + b"X\x01\0\0\0x\x85\x81.") == ["numpy.memmap"]
+    assert dangers(b"cfunctools\npartial\n(" + memmap + b"V1\ntp0\nR0" + rebuild + b"g0\nR.") == ["numpy.memmap"]
+    assert dangers(b"\x80\x02cfunctools\npartial\n" + memmap + b"X\x01\0\0\0x\x86R.") == ["numpy.memmap"]
+
+
+#: Functions of dangerous modules that others lend and nothing comes of, and what is called like one.
+HARMLESS = {
+    "Lock", "active_children", "allocate_lock", "current_process", "excepthook", "exit_thread", "fsdecode", "fsencode", "fspath", "get_ident", "get_native_id", "gethostname", "getpid", "getrefcount", "intern",
+    "iscoroutinefunction", "normcase", "parent_process", "path_normpath", "randombytes", "set_sentinel", "stack_size", "unquote", "urandom", "urljoin", "urlparse", "urlquote_from_bytes", "urlsplit", "urlunparse",
+}  # fmt: skip
+
+
+LENDERS = (
+    "argparse", "bz2", "collections", "enum", "gzip", "logging.handlers", "lzma", "mailbox", "pickletools", "random", "tempfile", "threading", "tokenize",
+    "tracemalloc", "turtle", "unittest.mock", "numpy", "torch",
+)  # fmt: skip
+
+
+def test_what_modules_lend() -> None:
+    """No module of Python, torch or numpy has a dangerous module or function under a name that is not found: all are asked that a fresh interpreter has loaded with torch."""
+    for module in LENDERS:
+        importlib.import_module(module)
+    code = f"import sys, {', '.join(LENDERS)}; print(*sys.modules)"  # others depend on the tests before this one
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    lent = {id(sys.modules[name]): name for name in sys.modules if _is_dangerous_module(name)}
+    lent |= {id(function): name for name in _NAMES if (function := _loaded(name)) is not None}
+    for name in [*sys.modules]:
+        if name.split(".")[0] in _MODULES:
+            for attribute, value in vars(sys.modules[name]).items():
+                if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and _is_dangerous_module(
+                    value.__module__ or ""
+                ):
+                    lent.setdefault(id(value), f"{name}.{attribute}")
+    missed = [
+        f"{name}.{attribute} is {lent[id(value)]}"
+        for name, module in [*sys.modules.items()]
+        if name in loaded
+        and name.split(".")[0] in sys.stdlib_module_names | {"torch", "numpy"}
+        and not name.startswith("__")
+        for attribute, value in [*getattr(module, "__dict__", {}).items()]
+        if id(value) in lent
+        and not attribute.startswith("@py_")
+        and attribute.strip("_") not in HARMLESS
+        and not is_dangerous(Global(name, attribute))
+    ]
+    assert len(lent) > 500 and not missed
+
+
+def _is_dangerous_module(name: str) -> bool:
+    return name.split(".")[0] in _MODULES or name in ("builtins", "pickle")
+
+
+def _loaded(name: str) -> object:
+    """What NAME is, if its module is loaded."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if ".".join(parts[:end]) in sys.modules:
+            return functools.reduce(
+                lambda of, word: getattr(of, word, None), parts[end:], sys.modules[".".join(parts[:end])]
+            )
+    return None

@@ -484,6 +484,7 @@ def test_a_dangerous_file_has_no_command() -> None:
     """Whatever else is wrong with it: do not load it."""
     with zipfile.ZipFile("m.pt", "w") as archive:
         archive.writestr("m/data.pkl", pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2))
+        archive.writestr("m/version", b"3\n")
     found = look("m.pt")
     assert kinds(found) == ["dangerous"]
     assert "builtins.eval" in found["findings"][0]["text"]

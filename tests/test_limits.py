@@ -110,9 +110,11 @@ def commented() -> bytes:
     """An archive in whose directory the first entry has a comment."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
-        for name, data in {"m/data.pkl": GOOD, "m/data/0": bytes(16)}.items():
+        for name, data in {"m/data.pkl": GOOD, "m/data/0": bytes(16), "m/version": b"3\n"}.items():
             info = zipfile.ZipInfo(name)
-            info.comment = b"c" * (3 * 100 * 2 - len("m/data.pkl" + "m/data/0")) if name == "m/data.pkl" else b""
+            info.comment = (
+                b"c" * (3 * 100 * 3 - len("m/data.pkl" + "m/data/0" + "m/version")) if name == "m/data.pkl" else b""
+            )
             made.writestr(info, data)
     return stream.getvalue()
 

@@ -146,6 +146,7 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
     obj = {"pairs": {(1, 2)}, "size": Reduced(torch.Size, (deep,))}
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("x/data.pkl", pickle.dumps(obj, 2))
+        archive.writestr("x/version", b"3\n")
     others = inspect(tmp_path / "x.pt")["others"]
     assert others["pairs"] == "object of __builtin__.set"
     assert others["pairs/(0)[0]"] == "(1, 2)"
@@ -230,6 +231,7 @@ def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
     pickled = pickle.dumps({"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}, 2)
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("x/data.pkl", pickled)
+        archive.writestr("x/version", b"3\n")
     found = inspect(tmp_path / "x.pt")
     assert found["user_devices"] == {}
     assert found["others"]["d"] == "object of torch.device"

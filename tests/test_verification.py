@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hostile import data_of, dict_of, integer, local_header, patched, saved, storage, tensor, text, torch_zip_of
+from hostile import data_of, dict_of, integer, local_header, patched, saved, storage, tensor, text, torch_zip_of, zip_of
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
@@ -537,3 +537,16 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     """Is an error: nobody wants to hear that nothing is wrong with nothing."""
     (tmp_path / "notes.txt").write_text("no checkpoint")
     assert run(tmp_path).exit_code == 1
+
+
+@pytest.mark.parametrize("version", [None, b"", b"three\n"])
+def test_a_zip_without_a_version(tmp_path: Path, version: bytes | None) -> None:
+    """Is one that torch does not read either."""
+    path = written(
+        tmp_path / "m.pt", zip_of({"m/data.pkl": b"\x80\x02N."} | ({} if version is None else {"m/version": version}))
+    )
+    with pytest.raises(RuntimeError):
+        torch.load(path, weights_only=True)
+    assert "says no version" in lines_of(verify(path))[0]
+    with pytest.raises(InputError, match="says no version"):
+        convert(path, tmp_path / "out.pt")

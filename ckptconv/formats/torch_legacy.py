@@ -86,6 +86,7 @@ MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in proto
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _VERSION = 1001
 _PICKLES = 5
+_WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
 _SIZE = 8  # bytes of the number of elements before each storage
 _TAR_BLOCK = 512
 #: What protocol 0 makes of a persistent id: its repr.
@@ -104,7 +105,7 @@ def looks_like(head: bytes) -> bool:
 
 @dataclass(eq=False)
 class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
+    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not the object, where they are not as torch writes them. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
 
     head: Span | None
     graph: Graph
@@ -112,6 +113,7 @@ class LegacyFile:
     spans: dict[str, Span]
     class_ids: dict[Global, PersistentId]
     notes: list[str]
+    around: list[Graph]
 
 
 def read(source: Source) -> Checkpoint:
@@ -128,7 +130,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
     source.faults.pickles(Pickles(where, Window(source, start, end - start), _PICKLES))
     try:
-        head, notes, at = _read_head(source, start, end, where)
+        head, notes, before, at = _read_head(source, start, end, where)
         graph, at = parse(source.read, end, where=where, offset=at)
         keys, at = parse(source.read, end, where=where, offset=at)
     except MalformedError as error:
@@ -141,14 +143,14 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, at, end, listed, ids, where)
     notes += _flatten_views(graph, ids, spans, where)
-    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes)
+    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, [*before, keys])
 
 
-def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span | None, list[str], int]:
-    """The pickles before the object, if torch's safe loader takes them; notes; and where the object starts."""
+def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span | None, list[str], list[Graph], int]:
+    """The pickles before the object, if torch's safe loader takes them and no byte strings are in them but torch's own words; notes; their graphs; and where the object starts."""
     usual = _head()
     if source.read(start, min(len(usual), end - start)) == usual:
-        return Span(source, start, len(usual)), [], start + len(usual)
+        return Span(source, start, len(usual)), [], [], start + len(usual)
     graphs, at = [], start
     for _ in range(3):
         graph, at = parse(source.read, end, where=where, offset=at)
@@ -160,12 +162,18 @@ def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span
     if version.root != _VERSION:
         raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
     note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
-    head = None if any(map(refused_opcodes, graphs)) else Span(source, start, at - start)
-    return head, [note] if _says_big_endian(sys_info.root) else [], at
+    is_usual = not any(refused_opcodes(each) or not _WORDS.issuperset(_texts(each)) for each in graphs)
+    head = Span(source, start, at - start) if is_usual else None
+    return head, [note] if _says_big_endian(sys_info.root) else [], graphs, at
+
+
+def _texts(graph: Graph) -> list[str | None]:
+    """The byte strings in GRAPH, those that are no texts as None."""
+    return [text_of(value) for value in graph.byte_strings]
 
 
 def _refuse_code(graph: Graph, where: str) -> None:
-    if graph.calls or graph.globals or graph.references:
+    if graph.calls or graph.globals or graph.references or graph.extensions:
         raise MalformedError(
             "there is code in the pickles around the object, which hold numbers and texts", where=where
         )
