@@ -16,7 +16,8 @@ from fuzz.seeds import SEEDS, seeds_of
 
 from ckptconv.formats import torch_zip
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about what the seeds are made with
+#: torch warns about what the seeds are made with; coverage would go over all modules again and again.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.no_cover]
 
 FINDINGS = sorted((Path(__file__).parent / "fuzz" / "findings").iterdir())
 _CHANGES = 40  # of each target, with no coverage to guide them

@@ -78,6 +78,8 @@ from ckptconv.cli import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.verification import Level, verify
 
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
+
 MIB = 1 << 20
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}
 

@@ -30,7 +30,10 @@ from ckptconv.model import Edits
 from ckptconv.sources import Source
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo"),
+    pytest.mark.no_cover,  # what goes over all modules again and again
+]
 
 Rule = Callable[[str, bool], str]
 #: What is asked for, and which tag that makes of a tag (True: of a generator's state).
