@@ -96,16 +96,18 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
     return search.listed()
 
 
-def level_of(checkpoint: Checkpoint, found: Iterable[Concern]) -> Level:
-    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing."""
+def level_of(checkpoint: Checkpoint, found: Iterable[Concern], *, refused: bool | None = None) -> Level:
+    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing. REFUSED: whether torch's safe loader refuses something in its graph, where that was asked before."""
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
         return "dangerous" if "dangerous" in met else "needs code"
     if not checkpoint.graph.opcodes:
         return "holds no code"
-    graphs = [checkpoint.graph, *_around(checkpoint)]
-    refused = checkpoint.format == plain_pickle.NAME or any(
-        refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in graphs
+    graphs = _around(checkpoint) if refused is not None else [checkpoint.graph, *_around(checkpoint)]
+    refused = (
+        refused
+        or checkpoint.format == plain_pickle.NAME
+        or any(refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in graphs)
     )
     return "refused by weights_only=True, needs no code" if refused else "loads with weights_only=True"
 

@@ -207,7 +207,7 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         rng_states=[info.path for info in customs.rng_states],
         weights_only=not refusals,
         obstacles=dict(refusals),
-        safety=level_of(checkpoint, concerned),
+        safety=level_of(checkpoint, concerned, refused=bool(refusals)),
         concerns=[
             ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
             for each in concerned
