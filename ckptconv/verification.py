@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ckptconv import formats
-from ckptconv.checksums import Sums, check_crc32, combined
+from ckptconv.checksums import Sums, check_crc32, combined, crc32_of
 from ckptconv.errors import CkptconvError, DangerousError, InputError, LimitError, UnsupportedError, UsageError, count
 from ckptconv.faults import Collected, Unread
 from ckptconv.finding import find
@@ -232,8 +232,7 @@ def _check_here(record: Unread) -> None:
         for _ in inflated(record.data):
             pass
         return
-    with Sums([record.data]) as sums:
-        check_crc32(record.data.crc32, sums.results()[0], record.name)
+    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
 
 
 def _pieces(data: Span | Inflate) -> Iterator[Span]:
