@@ -550,3 +550,12 @@ def test_a_zip_without_a_version(tmp_path: Path, version: bytes | None) -> None:
     assert "says no version" in lines_of(verify(path))[0]
     with pytest.raises(InputError, match="says no version"):
         convert(path, tmp_path / "out.pt")
+
+
+def test_a_damaged_plain_pickle_is_not_dangerous(tmp_path: Path) -> None:
+    """The call by which torch says each storage there is what every such file has."""
+    bytes_of = saved(torch.arange(4.0)._typed_storage())
+    bytes_of = flipped(bytes_of, bytes_of.index(torch.arange(4.0).numpy().tobytes()))
+    loaded = b"ctorch.storage\n_load_from_bytes\n(B" + struct.pack("<I", len(bytes_of)) + bytes_of + b"tR"
+    path = written(tmp_path / "m.pkl", dict_of(text("w"), tensor(loaded), protocol=4))
+    assert [finding.level for finding in verify(path).findings] == ["damaged"]

@@ -86,7 +86,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
     where = str(source.path)
-    source.faults.pickles(Pickles(where, source, 1))
+    source.faults.pickles(Pickles(where, source, 1, (LOADER,)))
     try:
         graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY, _LEGACY_TEXT))
     except InputError:
