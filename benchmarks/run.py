@@ -19,7 +19,7 @@ TENSORS = 300
 COPY = 'cp "$1" "$2" && sync "$2"'
 COPY_FOLDER = 'rm -rf "$2" && cp -r "$1" "$2" && sync -f "$2"'
 PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
-CKPTCONV = "import sys; from ckptconv.cli import main; assert main(sys.argv[1:]) == 0"
+CKPTCONV = "import sys; from ckptconv.cli.main import main; assert main(sys.argv[1:]) == 0"
 TORCH = """
 import os, sys, torch
 checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=sys.argv[3] == "mmap")

@@ -6,9 +6,12 @@ On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:
 
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.batches import convert_many, jobs_in, write_index
-from ckptconv.comparison import Difference, OnlyIn, OtherDifference, TensorDifference, ValueDifference, diff
-from ckptconv.conversion import convert
+from ckptconv.checkpoint.model import Changes, LeftBehind, NameChange, Report, TensorInfo
+from ckptconv.conversion.batches import convert_many, jobs_in, write_index
+from ckptconv.conversion.convert import convert
+from ckptconv.conversion.jobs import Job, Outcome
+from ckptconv.edits.devices import MapLocation
+from ckptconv.edits.in_memory import add_prefix, strip_prefix
 from ckptconv.errors import (
     CkptconvError,
     CollisionError,
@@ -25,13 +28,17 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptconv.files import CheckpointFile, load, open, save
-from ckptconv.jobs import Job, Outcome
-from ckptconv.locations import MapLocation
-from ckptconv.model import Changes, LeftBehind, NameChange, Report, TensorInfo
-from ckptconv.state_dicts import add_prefix, strip_prefix
-from ckptconv.summary import Summary, inspect
-from ckptconv.verification import Finding, Verdict, verify
+from ckptconv.inspection.comparison.diff import diff
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OnlyIn,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
+from ckptconv.inspection.summary import Summary, inspect
+from ckptconv.inspection.verification import Finding, Verdict, verify
+from ckptconv.tensors.files import CheckpointFile, load, open, save
 
 if TYPE_CHECKING:
     from ckptconv.tensors.moving import devices, remap

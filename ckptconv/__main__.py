@@ -2,6 +2,6 @@
 
 import sys
 
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 
 sys.exit(main())

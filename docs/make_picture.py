@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from ckptconv import formats, render
-from ckptconv.diagnosis import Machine
-from ckptconv.sources import Source
-from ckptconv.summary import summarize
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli import render
+from ckptconv.formats import opening
+from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.summary import summarize
 
 COLUMNS = 80
 #: rich's own frame without the font that it would fetch from the network.
@@ -71,7 +72,7 @@ def drawn() -> list[str]:
             torch.save(checkpoint(), path)
         with Source(path) as source:
             source.path = Path("gpt.pt")
-            summary = summarize(formats.read(source), Machine(cuda=0, mps=False))
+            summary = summarize(opening.read(source), Machine(cuda=0, mps=False))
     look = render.Look(width=COLUMNS, colour=True, unicode=True)
     lines = [
         *render.facts(summary, look, shown=len(summary["tensors"])),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import ckptconv
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 
 #: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot stands for all below it.
 FORBIDDEN = (

@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ckptconv.output import is_temporary
-from ckptconv.verification import checkpoints_in, verify
+from ckptconv.inspection.verification import checkpoints_in, verify
+from ckptconv.output.files import is_temporary
 
 #: What is in a file, or in the files of a folder; None where nothing stands.
 Content = bytes | dict[str, bytes] | None

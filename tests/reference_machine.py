@@ -9,9 +9,9 @@ import struct
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ckptconv.graph import Global
-from ckptconv.pickles.imports import imported_name
+from ckptconv.pickles.graph import Global
 from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["trace"]
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptconv.byteranges.kernels import assembling, gathering
+from ckptconv.byteranges.materialise import Pieces
+from ckptconv.byteranges.sources import Held, Readable
+from ckptconv.checkpoint.model import Assemble, Box, Chain, OutFile, Span
+from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
-from ckptconv.model import Assemble, Box, Chain, OutFile, Span
-from ckptconv.pieces import Pieces
-from ckptconv.sources import Held, Readable
-from ckptconv.tensor_calls import row_major
-from ckptconv.tensors import assembling, gathering
-from ckptconv.unwritten import Unwritten
+from ckptconv.output.virtual_file import Unwritten
 
 HERE = Path("here")
 DTYPES = [

@@ -23,10 +23,12 @@ import torch
 from killer import die, stall
 
 import ckptconv
-from ckptconv import Job, Outcome, cli, convert_many, jobs, jobs_in
-from ckptconv.batches import run_jobs
-from ckptconv.cli import main
-from ckptconv.engines import processes
+from ckptconv import Job, Outcome, convert_many, jobs_in
+from ckptconv.cli import main as cli
+from ckptconv.cli.main import main
+from ckptconv.conversion import jobs
+from ckptconv.conversion.batches import run_jobs
+from ckptconv.conversion.executors import processes
 from ckptconv.errors import TargetExistsError
 
 LARGE = 12 << 20  # bytes of a file that takes a while

@@ -21,10 +21,11 @@ import torch
 from judge import assert_same
 
 import ckptconv
-from ckptconv import checksums, formats
-from ckptconv.model import Span
-from ckptconv.sources import Source
-from ckptconv.verification import verify
+from ckptconv.byteranges import checksums
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Span
+from ckptconv.formats import opening
+from ckptconv.inspection.verification import verify
 
 #: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit of a byte has its turn.
 STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 61
@@ -140,7 +141,7 @@ def flips(data: bytes, path: Path, step: int = 1) -> Iterator[int]:
 def tensors_in(path: Path) -> list[tuple[Any, ...]]:
     """Each tensor as the reader sees it: path, dtype, shape, strides, offset, device, and the bytes of its storage."""
     with Source(path) as source:
-        found = formats.read(source)
+        found = opening.read(source)
         return [
             (place, info.dtype, info.shape, info.stride, info.offset, info.device, info.requires_grad, info.tied_to, _bytes_of(info))
             for place, info in found.tensors.items()
@@ -231,7 +232,7 @@ def test_flips_in_the_older_format(tmp_path: Path) -> None:
             pass
         ends.append(stream.tell())
     with Source(tmp_path / "older.pt") as source:
-        spans = [storage.data for storage in formats.read(source).storages.values()]
+        spans = [storage.data for storage in opening.read(source).storages.values()]
     numbers = {span.offset + i for span in spans if isinstance(span, Span) for i in range(span.length)}
     assert bits["found"] and bits["silent"]
     assert all(bit // 8 in numbers or ends[2] <= bit // 8 < ends[3] for bit in bits["silent"])

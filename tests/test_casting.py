@@ -10,9 +10,9 @@ from math import isfinite
 import pytest
 import torch
 
-from ckptconv.dtype_rules import FLOATS, INTEGERS, to_dtypes
-from ckptconv.model import Cast, Span
-from ckptconv.tensors.casting import CastBuffer
+from ckptconv.byteranges.kernels.casting import CastBuffer
+from ckptconv.checkpoint.model import Cast, Span
+from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOAT8 = sorted(name for name in FLOATS if name.startswith("float8"))

@@ -29,12 +29,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptconv
-from ckptconv import formats
-from ckptconv.dtype_rules import FLOATS, INTEGERS, to_dtypes
-from ckptconv.graph import Call, Global, List, children, walk
-from ckptconv.render import Look, report_lines
-from ckptconv.sources import Source
-from ckptconv.views import Views
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.render import Look, report_lines
+from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
+from ckptconv.edits.views import Views
+from ckptconv.formats import opening
+from ckptconv.pickles.graph import Call, Global, List, children, walk
 
 COMPLEX = {"complex32", "complex64", "complex128"}
 #: What a glob means; of this the strided floats are cast, and the rest is named.
@@ -750,7 +750,7 @@ def test_what_overflows_is_counted(tmp_path: Path) -> None:
 def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
     """It prints what would be cast and how large the file becomes, and torch is not imported."""
     torch.save(training(), tmp_path / "src.pt")
-    program = "import sys; from ckptconv.cli import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    program = "import sys; from ckptconv.cli.main import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
     command = [
         sys.executable,
         "-c",
@@ -874,7 +874,7 @@ def test_arguments_that_are_shared(tmp_path: Path) -> None:
     """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for the other call would see the change."""
     torch.save({"model": {"w": torch.arange(4.0)}, "x": [1]}, tmp_path / "src.pt")
     with Source(tmp_path / "src.pt") as source:
-        checkpoint = formats.read(source)
+        checkpoint = opening.read(source)
         (call,) = (node for node in checkpoint.graph.calls if str(node.callable) == "torch._utils._rebuild_tensor_v2")
         assert not Views(checkpoint).used_otherwise
         other = Call("REDUCE", Global("unknown", "function"), call.args)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv import checksums, output
-from ckptconv.checksums import Sums
+from ckptconv.byteranges import checksums
+from ckptconv.byteranges.checksums import Sums
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Late, OutFile, Span
 from ckptconv.errors import InputChangedError, MalformedError, OutputError
-from ckptconv.model import Late, OutFile, Span
-from ckptconv.sources import Source
+from ckptconv.output import files as output_files
 
 DATA = bytes(range(256)) * 20_000  # 5 MB
 
@@ -86,7 +87,7 @@ def test_what_is_damaged_is_no_output(source: Source, tmp_path: Path) -> None:
     target.write_bytes(b"old")
     whole = span(source, 0, len(DATA), zlib.crc32(DATA) ^ 1)
     with pytest.raises(MalformedError, match="damaged"):
-        output.write(OutFile(target, (whole,), len(DATA), (whole,)), source, replace=True, verify=False)
+        output_files.write(OutFile(target, (whole,), len(DATA), (whole,)), source, replace=True, verify=False)
     assert target.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 
@@ -101,7 +102,7 @@ def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) 
     size = 8 + 1000 + 3 + 3_999_995 + 4
     written: list[int] = []
     file = OutFile(target, (front, first, b"and", second, back), size, (first, second))
-    output.write(file, source, replace=False, verify=verify, progress=written.append)
+    output_files.write(file, source, replace=False, verify=verify, progress=written.append)
     one, two = zlib.crc32(DATA[:1000]), zlib.crc32(DATA[5:4_000_000])
     expected = one.to_bytes(4, "little") + two.to_bytes(4, "little") + DATA[:1000] + b"and" + DATA[5:4_000_000]
     assert target.read_bytes() == expected + two.to_bytes(4, "big")
@@ -112,7 +113,7 @@ def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path)
     """It would overwrite what follows it."""
     file = OutFile(tmp_path / "target", (Late(2, lambda sums: b"abc"), b"xyz"), 5)
     with pytest.raises(OutputError, match="bug"):
-        output.write(file, source, replace=False, verify=False)
+        output_files.write(file, source, replace=False, verify=False)
     assert not (tmp_path / "target").exists()
 
 

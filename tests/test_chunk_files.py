@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ckptconv.byteranges.sources import Held, Window
+from ckptconv.checkpoint.model import Span
 from ckptconv.errors import InputError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed import chunk_files
 from ckptconv.formats.distributed.chunk_files import ChunkFiles
-from ckptconv.model import Span
-from ckptconv.sources import Held, Window
 
 BEFORE = b"what stands before it"
 

@@ -14,8 +14,9 @@ import click
 import pytest
 import torch
 
-from ckptconv import __version__, cli, convert
-from ckptconv.cli import main
+from ckptconv import __version__, convert
+from ckptconv.cli import main as cli
+from ckptconv.cli.main import main
 from ckptconv.errors import UsageError
 
 
@@ -320,9 +321,9 @@ def run_python(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]
 def test_torch_is_not_imported(ddp: Path) -> None:
     """inspect, a device conversion and a prefix change leave torch (and rich, without a terminal) out of sys.modules."""
     code = f"""
-import sys, ckptconv, ckptconv.cli
-assert ckptconv.cli.main(["inspect", {str(ddp)!r}]) == 0
-assert ckptconv.cli.main(["convert", {str(ddp)!r}, {str(ddp.with_name("o.pt"))!r}, "--to", "cpu", "--strip-prefix", "module."]) == 0
+import sys, ckptconv, ckptconv.cli.main
+assert ckptconv.cli.main.main(["inspect", {str(ddp)!r}]) == 0
+assert ckptconv.cli.main.main(["convert", {str(ddp)!r}, {str(ddp.with_name("o.pt"))!r}, "--to", "cpu", "--strip-prefix", "module."]) == 0
 assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 """
     done = run_python("-c", code)

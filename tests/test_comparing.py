@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.comparison import ValueDifference
-from ckptconv.tensors.comparing import Comparer, comparable
+from ckptconv.byteranges.kernels.comparing import Comparer, comparable
+from ckptconv.inspection.comparison.differences import ValueDifference
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]

@@ -19,9 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckptconv
-from ckptconv import formats
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Span
+from ckptconv.checkpoint.rebuild_functions import STRIDED
+from ckptconv.edits.names import key_segment
 from ckptconv.errors import CkptconvError, RefusedError
-from ckptconv.graph import (
+from ckptconv.formats import opening
+from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
     Call,
@@ -35,11 +39,7 @@ from ckptconv.graph import (
     Value,
     children,
 )
-from ckptconv.model import Span
-from ckptconv.names import key_segment
-from ckptconv.pickles import parse
-from ckptconv.rebuild_calls import STRIDED
-from ckptconv.sources import Source
+from ckptconv.pickles.parser import parse
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
@@ -102,7 +102,7 @@ def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
     with Source(path) as source:
         return {
             place: (info.dtype, info.shape, info.stride, info.offset, info.device, info.requires_grad, source.read(data.offset, data.length))
-            for place, info in formats.read(source).tensors.items()
+            for place, info in opening.read(source).tensors.items()
             if info.storage and isinstance(data := info.storage.data, Span)
         }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_the_manifest_agrees(checkpoints: list[dict[str, str]], legacy: list[dic
     """Storages, tensors, tags and dtypes are as many as the manifest counts: one tag and one dtype for each storage."""
     for row in [*checkpoints, *legacy]:
         with Source(row["path"]) as source:
-            checkpoint = formats.read(source)
+            checkpoint = opening.read(source)
         storages = checkpoint.storages.values()
         kinds = {info.storage: info.dtype for info in checkpoint.tensors.values() if info.storage}
         rebuilt = {id(call) for call in checkpoint.graph.calls if str(call.callable) in STRIDED}
@@ -299,7 +299,7 @@ def at_path(value: Any, path: str) -> Any:
 def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
     """The tensors of STATE_DICT as views of the bytes that torch reads from the records of PATH."""
     with Source(path) as source:
-        infos = formats.read(source).tensors
+        infos = opening.read(source).tensors
     found = {}
     data = {key: bytearray(record) for key, record in records(Path(path)).items()}
     prefix = "" if state_dict == "." else state_dict + "/"

@@ -12,9 +12,9 @@ import types
 
 import pytest
 
-from ckptconv.dangers import _MODULES, _NAMES, dangerous_globals, is_dangerous
-from ckptconv.graph import Global
-from ckptconv.pickles import parse
+from ckptconv.checkpoint.dangerous_globals import _MODULES, _NAMES, dangerous_globals, is_dangerous
+from ckptconv.pickles.graph import Global
+from ckptconv.pickles.parser import parse
 
 
 def dangers(data: bytes) -> list[str]:

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
-from ckptconv.conversion import make_plan
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.checkpoint.model import Assemble, Cast, Chain, Checkpoint, Edits, Span
+from ckptconv.conversion.convert import make_plan
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed import dcp
-from ckptconv.model import Assemble, Cast, Chain, Checkpoint, Edits, Span
-from ckptconv.sources import SourceFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 

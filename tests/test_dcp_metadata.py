@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptconv.byteranges.sources import Held
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.formats.distributed.metadata import Metadata as Read
 from ckptconv.formats.distributed.metadata import Stored, TensorItem, read_metadata
-from ckptconv.sources import Held
 
 WHERE = Path("folder/.metadata")
 

@@ -20,12 +20,13 @@ import zoo
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckptconv import formats, summary
-from ckptconv.cli import main
-from ckptconv.diagnosis import Finding
-from ckptconv.diagnosis.machine import Machine
-from ckptconv.sources import Source
-from ckptconv.summary import Summary, inspect
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.main import main
+from ckptconv.formats import opening
+from ckptconv.inspection import summary
+from ckptconv.inspection.diagnosis.findings import Finding
+from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.summary import Summary, inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo")
 BARE = Machine()
@@ -34,7 +35,7 @@ TWO = Machine(2)
 
 def look(path: Path | str, machine: Machine = BARE) -> Summary:
     with Source(path) as source:
-        return summary.summarize(formats.read(source), machine)
+        return summary.summarize(opening.read(source), machine)
 
 
 def loads(path: Path | str) -> bool:

@@ -24,14 +24,20 @@ import zoo
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.cli import main
-from ckptconv.comparison import Difference, OtherDifference, TensorDifference, ValueDifference, compare
+from ckptconv.byteranges.kernels.comparing import comparable
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.model import Edits
+from ckptconv.cli.main import main
+from ckptconv.cli.render import Look, difference_lines
 from ckptconv.dtypes import BY_NAME
+from ckptconv.inspection.comparison.diff import compare
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
 from ckptconv.limits import LIMITS
-from ckptconv.model import Edits
-from ckptconv.render import Look, difference_lines
-from ckptconv.sources import Readable
-from ckptconv.tensors.comparing import comparable
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(
@@ -708,7 +714,7 @@ def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever goes wrong, 1 means that the files are different."""
     good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})
-    monkeypatch.setattr("ckptconv.cli.compare", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("ckptconv.cli.main.compare", lambda *args, **kwargs: 1 / 0)
     assert status(good, good) == 2
 
 
@@ -761,7 +767,9 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
     found = ckptconv.diff(files["a"], files["b"])
     assert len(found.differing) == (100 if step == 1 else 50)
     assert all(each.values and each.values.differing == 1 for each in found.differing)
-    monkeypatch.setattr("ckptconv.comparison.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10))
+    monkeypatch.setattr(
+        "ckptconv.inspection.comparison.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
+    )
     assert ckptconv.diff(files["a"], files["same"]).same
     with pytest.raises(ckptconv.LimitError, match="have too many elements for their storages"):
         ckptconv.diff(files["a"], files["b"])
@@ -804,7 +812,7 @@ def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.M
     a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), ring(n)]) for n in (61, 67))
     assert ckptconv.diff(a, b).same
     for limit in ("_STEPS", "_STEPS_EACH"):
-        monkeypatch.setattr(f"ckptconv.comparison.pairing.{limit}", 1)
+        monkeypatch.setattr(f"ckptconv.inspection.comparison.pairing.{limit}", 1)
     assert ckptconv.diff(a, a).same
     with pytest.raises(ckptconv.LimitError, match="would take too long"):
         ckptconv.diff(a, b)

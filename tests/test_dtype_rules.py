@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import _TYPES  # type: ignore[attr-defined]
 
-from ckptconv.cli import main
-from ckptconv.dtype_rules import FLOATS, INTEGERS, DTypeRule, to_dtypes
+from ckptconv.cli.main import main
+from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule, to_dtypes
 from ckptconv.errors import UsageError
 
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})

@@ -12,10 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv import errors
-from ckptconv.elements import length_of, part_of, piece_of, spooled, stored
-from ckptconv.model import Cast, Chain, Data, Gather, Inflate, Part, Piece, Span, Storage, TensorInfo
-from ckptconv.pieces import Pieces
-from ckptconv.sources import Source
+from ckptconv.byteranges.materialise import Pieces
+from ckptconv.byteranges.slicing import length_of, part_of, piece_of, spooled, stored
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import (
+    Cast,
+    Chain,
+    Data,
+    Gather,
+    Inflate,
+    Part,
+    Piece,
+    Span,
+    Storage,
+    TensorInfo,
+)
 
 NUMBERS = torch.arange(-60.0, 60).to(torch.float32)
 RAW = NUMBERS.numpy().tobytes()

@@ -16,8 +16,8 @@ import torch
 from injection import Conversion, not_durable
 
 from ckptconv import convert
+from ckptconv.conversion.targets import find_item
 from ckptconv.errors import OutputError
-from ckptconv.targets import find_item
 
 OLD = b"the old output"
 OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}

@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptconv
-from ckptconv import formats, ranges
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.sources import Source
+from ckptconv.edits.names import parse_path
 from ckptconv.errors import (
     DeviceUnavailable,
     InputChangedError,
@@ -35,11 +37,9 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptconv.formats import torch_zip
-from ckptconv.names import parse_path
-from ckptconv.sources import Source
+from ckptconv.formats import opening, torch_zip
+from ckptconv.output.virtual_file import Unwritten
 from ckptconv.tensors import loading
-from ckptconv.unwritten import Unwritten
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo")
@@ -657,7 +657,7 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
     """Seek and read at every place give what the file made of the same pieces has."""
     with Source(fixtures / "two_gpus.pt") as source:
-        stream = Unwritten(torch_zip.archived(formats.read(source)))
+        stream = Unwritten(torch_zip.archived(opening.read(source)))
         whole = stream.read()
         assert stream.read() == b""
         assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
@@ -678,9 +678,9 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
     with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    monkeypatch.setattr(ranges, "BUFFER", 1000)
+    monkeypatch.setattr(reading, "BUFFER", 1000)
     with Source(path) as source:
-        stream = Unwritten(torch_zip.archived(formats.read(source)))
+        stream = Unwritten(torch_zip.archived(opening.read(source)))
         whole = stream.read()
         for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
             stream.seek(at)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.conversion.discovery import find, find_in
 from ckptconv.errors import InputError
-from ckptconv.finding import find, find_in
 
 
 def fill(folder: Path, *names: str) -> None:

@@ -18,9 +18,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from ckptconv import convert
-from ckptconv.cli import cli
+from ckptconv.checkpoint.model import Report
+from ckptconv.cli.main import cli
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
-from ckptconv.model import Report
 
 SET = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]  # fmt: skip
 
@@ -250,7 +250,7 @@ def test_the_folder_that_we_are_in(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint beside the set that changes while the set is written leaves no output."""
-    from ckptconv import output_folders
+    from ckptconv.output import folders as output_folders
 
     real: Callable[..., Any] = output_folders.fill
 

@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptconv import folders, formats, inspect
-from ckptconv.cli import main
+from ckptconv import inspect
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.main import main
 from ckptconv.errors import InputError, UnsupportedError
+from ckptconv.formats import opening
+from ckptconv.formats.foreign import folders as foreign_folders
 from ckptconv.limits import Limits
-from ckptconv.sources import Source
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -194,7 +196,7 @@ def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
     assert "torch.distributed.checkpoint" in str(error)
     run(error, folder.parent)
     with Source(folder.parent / "out.pt") as source:
-        assert list(formats.read(source).tensors) == ["w"]
+        assert list(opening.read(source).tensors) == ["w"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -233,7 +235,7 @@ def test_the_command_for_an_unpacked_checkpoint_works(folder: Path, monkeypatch:
 
 def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of millions costs no more than one of thousands."""
-    monkeypatch.setattr(folders, "LIMITS", Limits(folder_names=10))
+    monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     fill(folder, *(f"{i}.txt" for i in range(30)))
     error = str(error_of(folder))
     assert "no checkpoint is among the first 10 names in it, but" in error
@@ -266,7 +268,7 @@ def test_names_that_everybody_knows_are_found_in_a_listing_that_was_cut(
 def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint, or several, among the first names."""
     fill(folder, "0.pt", *(f"{i}.txt" for i in range(10)))
-    monkeypatch.setattr(folders, "LIMITS", Limits(folder_names=11))
+    monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=11))
     assert "the checkpoint in it is 0.pt; give its path:" in str(error_of(folder))
     fill(folder, *(f"{i}.pt" for i in range(1, 11)))
     assert "among the first 11 names in it" in str(error_of(folder))
@@ -281,7 +283,7 @@ def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
         with scandir(path) as entries:
             yield iter(sorted(entries, key=lambda entry: not entry.name.endswith(".txt")))
 
-    monkeypatch.setattr(folders, "LIMITS", Limits(folder_names=10))
+    monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     monkeypatch.setattr(os, "scandir", ordered)
 
 

@@ -21,9 +21,9 @@ from judge import assert_same, tags_of
 from torch.utils._pytree import tree_flatten
 
 import ckptconv
-from ckptconv.cli import convert_command, main
-from ckptconv.summary import report_as_dict
-from ckptconv.wrappers import unwrapped
+from ckptconv.cli.main import convert_command, main
+from ckptconv.edits.wrappers import unwrapped
+from ckptconv.inspection.summary import report_as_dict
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 

@@ -26,9 +26,9 @@ from hostile import dict_of, storage, tensor, text, torch_zip_of
 from legacy_files import Old, legacy_file, storage_id
 
 import ckptconv
-from ckptconv import places
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.limits import LIMITS, Limits
+from ckptconv.pickles import paths
 
 
 class Case(NamedTuple):
@@ -78,7 +78,7 @@ def parameters(levels: int) -> bytes:
 def lengths_of_paths(path: Path) -> int:
     """All paths of a checkpoint together, in characters."""
     found = 0
-    real = places.find_places
+    real = paths.find_places
 
     def counted(*args: Any, **kwargs: Any) -> Iterator[Any]:
         nonlocal found
@@ -87,12 +87,12 @@ def lengths_of_paths(path: Path) -> int:
             yield place
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptconv.vocabulary.find_places", counted)
-        from ckptconv import formats
-        from ckptconv.sources import Source
+        patch.setattr("ckptconv.checkpoint.index.find_places", counted)
+        from ckptconv.byteranges.sources import Source
+        from ckptconv.formats import opening
 
         with Source(path) as source:
-            formats.read(source)
+            opening.read(source)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv import linux
+from ckptconv.output import linux
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptconv
+from ckptconv.edits.devices import FAMILIES, parse_target, to_devices
 from ckptconv.errors import UsageError
-from ckptconv.locations import FAMILIES, parse_target, to_devices
 
 TAGS = ("cpu", "cuda:0", "cuda:1", "cuda:7", "mps", "xpu:1", "hpu", "meta", "odd:3", "odd")
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptconv.diagnosis.machine import Machine, this_machine
+from ckptconv.inspection.diagnosis.host import Machine, this_machine
 
 UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-1111", "GPU-1fb42d6f-7d6b"]
 

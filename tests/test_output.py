@@ -21,7 +21,10 @@ import torch
 from judge import assert_same
 from safetensors.torch import save_file
 
-from ckptconv import convert, linux, output, ranges
+from ckptconv import convert
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Inflate, OutFile, Span
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -32,9 +35,9 @@ from ckptconv.errors import (
     TargetExistsError,
     UsageError,
 )
-from ckptconv.model import Inflate, OutFile, Span
-from ckptconv.sources import Source
-from ckptconv.transfer import Transfer
+from ckptconv.output import files as output_files
+from ckptconv.output import linux
+from ckptconv.output.transfer import Transfer
 
 OLD = b"the old output"
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES]
@@ -69,7 +72,7 @@ def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
 def write(source: Source, target: Path, **options: Any) -> bytes:
     """Write the plan; what the target should then hold."""
     file, written = plan(source, target)
-    output.write(file, source, **{"replace": True, "verify": False, **options})
+    output_files.write(file, source, **{"replace": True, "verify": False, **options})
     return written
 
 
@@ -372,9 +375,9 @@ def test_ctrl_c(source: Source, target: Path, verify: bool) -> None:
 KILLED = """
 import os, signal, sys
 from contextlib import nullcontext
-from ckptconv.conversion import run
-from ckptconv.locations import to_devices
-from ckptconv.model import Edits
+from ckptconv.conversion.convert import run
+from ckptconv.edits.devices import to_devices
+from ckptconv.checkpoint.model import Edits
 run(*sys.argv[1:], Edits(to_devices("cpu")), force=True, progress=lambda size: nullcontext(lambda n: os.kill(os.getpid(), signal.SIGKILL)))
 """
 
@@ -415,7 +418,7 @@ def test_where_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in small buffers too."""
-    monkeypatch.setattr(ranges, "BUFFER", 1000)
+    monkeypatch.setattr(reading, "BUFFER", 1000)
     monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
     assert write(source, target) == target.read_bytes()
     monkeypatch.delattr(os, "copy_file_range")
@@ -470,7 +473,7 @@ def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatc
     assert write(source, target) == target.read_bytes()
     monkeypatch.undo()
     monkeypatch.setattr(linux, "share_block", share)
-    output.write(OutFile(target, (b"short",), 5), source, replace=True, verify=False)
+    output_files.write(OutFile(target, (b"short",), 5), source, replace=True, verify=False)
     assert target.read_bytes() == b"short"
 
 
@@ -491,7 +494,7 @@ def test_only_the_cache_of_what_goes_is_given_back(
 def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
     """A plan whose pieces are not its size is a bug of ours, and costs the user nothing."""
     with pytest.raises(OutputError, match="bug in ckptconv"):
-        output.write(OutFile(target, (b"1234",), 5), source, replace=True, verify=False)
+        output_files.write(OutFile(target, (b"1234",), 5), source, replace=True, verify=False)
     assert_untouched(target)
 
 
@@ -531,16 +534,16 @@ def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
 def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any) -> None:
     with Source(source.path) as now:
         file = OutFile(target, (b"head", piece, b"end"), piece.length + 7)
-        output.write(file, now, replace=True, verify=True, **options)
+        output_files.write(file, now, replace=True, verify=True, **options)
 
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and still holds bytes."""
-    monkeypatch.setattr(ranges, "BUFFER", 1000)
+    monkeypatch.setattr(reading, "BUFFER", 1000)
     noise = source.path.read_bytes()
     for size in range(1, 6000, 7):
         for data in (bytes(size), noise[:size]):
-            assert b"".join(ranges.inflated(deflated(source, data))) == data
+            assert b"".join(reading.inflated(deflated(source, data))) == data
 
 
 def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
@@ -553,7 +556,7 @@ def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
 @pytest.mark.parametrize("wrong", ["longer", "shorter", "checksum", "truncated", "trailing", "trailing far", "damaged"])
 def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is not what the archive promises, however that is, is no output."""
-    monkeypatch.setattr(ranges, "BUFFER", 1000)
+    monkeypatch.setattr(reading, "BUFFER", 1000)
     data = bytes(5000)
     good = deflated(source, data)
     span, size = good.of, good.of.length

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from ckptconv import linux, output_folders
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import OutFile, Span
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.model import OutFile, Span
-from ckptconv.output_folders import write_folder
-from ckptconv.sources import Source
+from ckptconv.output import folders as output_folders
+from ckptconv.output import linux
+from ckptconv.output.folders import write_folder
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}
 #: All by which the state of a disk changes.

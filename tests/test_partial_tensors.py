@@ -16,9 +16,9 @@ from judge import assert_same, tags_of
 from two_ranks import parts
 
 import ckptconv
-from ckptconv import formats
+from ckptconv.byteranges.sources import Source
 from ckptconv.errors import LimitError, RefusedError
-from ckptconv.sources import Source
+from ckptconv.formats import opening
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
     """Storages and the tensors' own devices are; that of the mesh stays, as it does in ``torch.load(map_location=...)`` and ``DTensor.cpu()``."""
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
     with Source(tmp_path / "gpu.pt") as source:
-        checkpoint = formats.read(source)
+        checkpoint = opening.read(source)
     assert {storage.device for storage in checkpoint.storages.values()} == {"cuda:1"}
     assert [argument.device for argument in checkpoint.device_arguments] == ["cuda:1"] * 4
     ((path, device),) = ckptconv.inspect(tmp_path / "gpu.pt")["user_devices"].items()

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import ckptconv
-from ckptconv import formats
-from ckptconv.cli import main
-from ckptconv.customs import read_customs
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
-from ckptconv.sources import Source
-from ckptconv.summary import inspect
+from ckptconv.formats import opening
+from ckptconv.inspection.summary import inspect
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -239,7 +239,7 @@ def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
 def _opened(path: Path) -> set[str]:
     """The paths of what the state dict was made from."""
     with Source(path) as source:
-        checkpoint = formats.read(source)
+        checkpoint = opening.read(source)
         (module,) = read_customs(checkpoint).modules
         return {place.path for place in checkpoint.places if id(place.node) in module.opened}
 
@@ -288,7 +288,7 @@ def test_a_class_that_is_gone(tmp_path: Path) -> None:
         torch.load(tmp_path / "m.pt", weights_only=False)
     code = f"""
 import sys
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 assert main(["convert", "-q", {str(tmp_path / "m.pt")!r}, {str(tmp_path / "out.pt")!r}, "--state-dict"]) == 0
 assert main(["convert", "-q", {str(tmp_path / "m.pt")!r}, {str(tmp_path / "out.safetensors")!r}]) == 0
 assert "torch" not in sys.modules and "gone_models" not in sys.modules

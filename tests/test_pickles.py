@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
 import ckptconv.pickles.machine
+from ckptconv.checkpoint.safe_globals import ALLOWED, can_be_made_loadable, obstacles
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
-from ckptconv.graph import Blob, Global, Graph, walk
 from ckptconv.limits import LIMITS, Limits
-from ckptconv.pickles import emit, parse
-from ckptconv.pickles.imports import imported_name
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Blob, Global, Graph, walk
 from ckptconv.pickles.opcodes import CODES
-from ckptconv.safe_loader import ALLOWED, can_be_made_loadable, obstacles
+from ckptconv.pickles.parser import parse
+from ckptconv.pickles.python2_names import imported_name
 from tests.judge import assert_same
 from tests.reference_machine import trace
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptconv.checkpoint.model import Place
+from ckptconv.edits.names import parse_path
 from ckptconv.errors import LimitError
-from ckptconv.graph import Graph, Node
 from ckptconv.limits import LIMITS
-from ckptconv.model import Place
-from ckptconv.names import parse_path
-from ckptconv.pickles import parse
-from ckptconv.places import find_places
+from ckptconv.pickles.graph import Graph, Node
+from ckptconv.pickles.parser import parse
+from ckptconv.pickles.paths import find_places
 
 
 def graph_of(data: bytes) -> Graph:

@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from zoo import TAGS, ZOO, save, tagging
 
 import ckptconv
-from ckptconv import formats
-from ckptconv.cli import main
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Span
+from ckptconv.cli.main import main
 from ckptconv.errors import (
     CkptconvError,
     DangerousError,
@@ -34,13 +35,11 @@ from ckptconv.errors import (
     RefusedError,
     UnsupportedError,
 )
-from ckptconv.formats import plain_pickle
+from ckptconv.formats import opening, plain_pickle
 from ckptconv.formats.torch_legacy import storage_file_head
-from ckptconv.graph import Global
 from ckptconv.limits import Limits
-from ckptconv.model import Span
-from ckptconv.pickles import parse
-from ckptconv.sources import Source
+from ckptconv.pickles.graph import Global
+from ckptconv.pickles.parser import parse
 
 PROTOCOLS = range(6)
 #: What of the zoo has no tensor in it.
@@ -74,12 +73,12 @@ def unpickled(path: Path) -> Any:
 def tags(path: Path) -> list[str]:
     """The location tags in the nested files of the pickle at PATH, in their order."""
     with Source(path) as source:
-        return [reference.storage.device for reference in formats.read(source).references]
+        return [reference.storage.device for reference in opening.read(source).references]
 
 
 def error_of(path: Path) -> InputError:
     with pytest.raises(InputError) as caught, Source(path) as source:
-        formats.read(source)
+        opening.read(source)
     return caught.value
 
 
@@ -337,7 +336,7 @@ def test_small_and_large_storages_stay_in_the_file(write: Write) -> None:
     """Every one is a range of it, so memory grows with the pickle alone."""
     path = write(pickle.dumps([torch.ones(20), torch.ones(10_000), torch.ones(100_000)]))
     with Source(path) as source:
-        found = [storage.data for storage in formats.read(source).storages.values()]
+        found = [storage.data for storage in opening.read(source).storages.values()]
         assert all(isinstance(data, Span) and data.source is source for data in found)
         assert [data.length for data in found] == [80, 40_000, 400_000]
 
@@ -362,7 +361,7 @@ def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak < 8_000_000
     with Source(path) as source:
-        pieces = plain_pickle.layout(formats.read(source), tmp_path / "dst.pkl").files[0].pieces
+        pieces = plain_pickle.layout(opening.read(source), tmp_path / "dst.pkl").files[0].pieces
     assert [piece.length for piece in pieces if isinstance(piece, Span)] == [4 * numel]
 
 
@@ -379,7 +378,7 @@ def test_only_what_is_needed_of_a_file_is_read(write: Write) -> None:
             return read(offset, length)
 
         source.read = counted  # type: ignore[method-assign]
-        assert len(formats.read(source).tensors) == 50
+        assert len(opening.read(source).tensors) == 50
     assert amount < path.stat().st_size / 10
 
 
@@ -388,7 +387,7 @@ def test_storages_do_not_count_as_pickle(write: Write, monkeypatch: pytest.Monke
     path = write(pickle.dumps([torch.zeros(1000) for _ in range(50)]))
     monkeypatch.setattr("ckptconv.pickles.machine.LIMITS", Limits(pickle_bytes=10_000))
     with Source(path) as source:
-        assert len(formats.read(source).tensors) == 50
+        assert len(opening.read(source).tensors) == 50
 
 
 @pytest.mark.no_cover
@@ -738,7 +737,9 @@ def test_torch_is_not_imported(write: Write, tmp_path: Path) -> None:
     import subprocess
 
     path = write(tagged(WEIGHTS))
-    program = "import sys; from ckptconv.cli import main; main(sys.argv[1:]); raise SystemExit('torch' in sys.modules)"
+    program = (
+        "import sys; from ckptconv.cli.main import main; main(sys.argv[1:]); raise SystemExit('torch' in sys.modules)"
+    )
     for args in (["inspect", path], ["convert", path, tmp_path / "dst.pkl", "--to", "cpu"]):
         subprocess.run([sys.executable, "-c", program, *map(str, args)], check=True, capture_output=True)
 

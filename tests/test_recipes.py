@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptconv
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 RECIPES = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", (ROOT / "RECIPES.md").read_text(), re.MULTILINE))

@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptconv.commands import shell
-from ckptconv.model import Changes, NameChange, Report
-from ckptconv.render import Look, facts, report_lines, table_lines, tree_lines
-from ckptconv.render.folding import leaves, tree_of
-from ckptconv.render.renames import patterns
-from ckptconv.render.text import broken, cells, natural, wrapped
-from ckptconv.summary import Finding, Summary, TensorSummary, inspect
+from ckptconv.checkpoint.model import Changes, NameChange, Report
+from ckptconv.cli.render import Look, facts, report_lines, table_lines, tree_lines
+from ckptconv.cli.render.folding import leaves, tree_of
+from ckptconv.cli.render.renames import patterns
+from ckptconv.cli.render.text import broken, cells, natural, wrapped
+from ckptconv.hints import shell
+from ckptconv.inspection.summary import Finding, Summary, TensorSummary, inspect
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -636,7 +636,7 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
 def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
-        "import sys; from ckptconv.summary import inspect; from ckptconv.render import *\n"
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\n"
         f"s = inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Look(80)), *table_lines(s['tensors'], Look(80))])\n"
         "assert n > 20; assert 'rich' not in sys.modules"
     )

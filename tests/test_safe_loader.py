@@ -15,10 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
+from ckptconv.checkpoint.safe_globals import ALLOWED, can_be_made_loadable, obstacles, refused_opcodes
 from ckptconv.errors import MalformedError
-from ckptconv.graph import Graph
-from ckptconv.pickles import emit, parse
-from ckptconv.safe_loader import ALLOWED, can_be_made_loadable, obstacles, refused_opcodes
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Graph
+from ckptconv.pickles.parser import parse
 
 
 def graph_of(data: bytes) -> Graph:

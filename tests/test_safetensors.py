@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.serialization import config
 
 import ckptconv
-from ckptconv import selection
-from ckptconv.cli import main
+from ckptconv.byteranges.kernels import gathering
+from ckptconv.cli.main import main
+from ckptconv.edits import selection
 from ckptconv.errors import CollisionError, MalformedError, NoMatchError, RefusedError, UsageError
-from ckptconv.tensors import gathering
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(

@@ -17,12 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv import formats
+from ckptconv.byteranges.sources import Source
 from ckptconv.dtypes import BY_NAME, BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
-from ckptconv.formats import safetensors_header
+from ckptconv.formats import opening, safetensors_header
 from ckptconv.formats.safetensors_header import METADATA, Entry, Header, header_bytes, read_header
-from ckptconv.sources import Source
 
 DATA = bytes(range(1, 252))  # all different: a wrong range is other bytes
 ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a sound header, of four bytes of data
@@ -212,10 +211,10 @@ def test_more_dimensions_than_torch_has_are_a_limit(tmp_path: Path) -> None:
         assert seen_by_us(path, blob) == seen_by_library(path, blob) == (None, {"a": ("F32", [1] * rank, DATA[:4])})
         with Source(path) as source:
             if rank == 64:
-                assert formats.read(source).tensors["a"].shape == (1,) * rank
+                assert opening.read(source).tensors["a"].shape == (1,) * rank
             else:
                 with pytest.raises(LimitError, match=r"at a: .*expected at most 64, got 65"):
-                    formats.read(source)
+                    opening.read(source)
 
 
 def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

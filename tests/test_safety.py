@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from legacy_files import Old
 
 import ckptconv
-from ckptconv import formats, nested, safety
-from ckptconv.cli import main
+from ckptconv.byteranges.sources import open_input
+from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, DangerousError, InputError, UnsupportedError
+from ckptconv.formats import opening
 from ckptconv.limits import Limits
-from ckptconv.pickles import parse
-from ckptconv.safety import Concern, concerns, level_of
-from ckptconv.sources import open_input
+from ckptconv.pickles.parser import parse
+from ckptconv.safety import nested_pickles, scan
+from ckptconv.safety.scan import Concern, concerns, level_of
 
 ARGS = text("x") + b"\x85"
 CALL = ways.NAMINGS["REDUCE"]("os", "system", ARGS)
@@ -53,7 +54,7 @@ Write = Callable[..., Path]
 def judged(path: Path) -> tuple[list[Concern], str]:
     """The concerns of the checkpoint at PATH, and its level."""
     with open_input(path) as source:
-        checkpoint = formats.read(source)
+        checkpoint = opening.read(source)
         found = concerns(checkpoint)
         return found, level_of(checkpoint, found)
 
@@ -261,14 +262,14 @@ def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatc
     assert names(write(ways.checkpoint(archive))) == ["an archive that cannot be read at x"]
     bomb = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": bytes(10_000_000)}, 8))
     assert names(write(ways.checkpoint(bomb))) == ["a pickle too long to look into at x"]
-    monkeypatch.setattr(nested, "LIMITS", Limits(nested_opcodes=100))
+    monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
     long = ways.NESTS["BINBYTES"](b"N0" * 100 + INNER)
     assert names(write(ways.checkpoint(long))) == ["a pickle too long to look into at x"]
 
 
 def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand are looked into; that there are more is said."""
-    monkeypatch.setattr(safety, "LIMITS", Limits(pickles_inside=10))
+    monkeypatch.setattr(scan, "LIMITS", Limits(pickles_inside=10))
     found, level = judged(write(ways.checkpoint(b"(" + ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.") * 12 + b"t")))
     assert found == [
         Concern("more pickles inside than are looked into", "x[10]", "unknown", inside=True),
@@ -442,13 +443,13 @@ def test_a_pickled_module_inside(write: Write) -> None:
 def test_each_byte_string_is_looked_into_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the memo gives it, and however many calls encode one text: cost grows with the file."""
     seen: list[int] = []
-    glance = nested.glance
+    glance = nested_pickles.glance
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
         return glance(*args, **kwargs)
 
-    monkeypatch.setattr(nested, "glance", counted)
+    monkeypatch.setattr(nested_pickles, "glance", counted)
     again = ways.NESTS["BINBYTES"](INNER) + b"r\xf5\0\0\0" + b"j\xf5\0\0\0" * 1000
     assert names(write(ways.checkpoint(b"(" + again + b"t"))) and len(seen) == 1
     encoded = text(INNER.decode("latin-1")) + b"r\xf6\0\0\x000"
@@ -463,7 +464,7 @@ def test_memory(write: Write) -> None:
         inner = b"\x80\x04" + ways.NESTS["BINBYTES"](bytes(40_000_000)) + b"0" + CALL + b"."
         path = write(ways.checkpoint(ways.NESTS[nest](inner)))
         with open_input(path) as source:
-            checkpoint = formats.read(source)
+            checkpoint = opening.read(source)
             tracemalloc.start()
             found = concerns(checkpoint)
             peak = tracemalloc.get_traced_memory()[1]
@@ -643,7 +644,7 @@ def test_the_list_ends(write: Write) -> None:
 
 def test_storages_of_plain_pickles_are_not_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are files of torch inside byte strings, and were read as such."""
-    monkeypatch.setattr(nested, "glance", lambda *args, **kwargs: pytest.fail("it was"))
+    monkeypatch.setattr(nested_pickles, "glance", lambda *args, **kwargs: pytest.fail("it was"))
     for protocol in (2, 4):
         path = write(pickle.dumps({"w": torch.ones(2), "v": torch.ones(40_000)}, protocol))
         assert judged(path) == ([], REFUSED)

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptconv.byteranges.sources import Held
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, RefusedError, UsageError
-from ckptconv.formats.shard_index import (
+from ckptconv.formats.sharded.index import (
     Index,
     find_set,
     index_bytes,
@@ -28,9 +29,8 @@ from ckptconv.formats.shard_index import (
     shard_name,
     stem_for,
 )
-from ckptconv.formats.shard_planning import Weight, deal, parse_size
+from ckptconv.formats.sharded.planning import Weight, deal, parse_size
 from ckptconv.limits import LIMITS, Limits
-from ckptconv.sources import Held
 
 GOOD = {
     "metadata": {"total_size": 24},
@@ -342,7 +342,7 @@ def test_one_shard_needs_no_index() -> None:
 
 def test_more_shards_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The five digits of a name are not enough: refused before anything is made of it."""
-    monkeypatch.setattr("ckptconv.formats.shard_planning.LIMITS", Limits(shards=3))
+    monkeypatch.setattr("ckptconv.formats.sharded.planning.LIMITS", Limits(shards=3))
     with pytest.raises(UsageError, match="would take 4 shards"):
         deal({str(i): Weight(8, i) for i in range(4)}, 8, "model", ".bin")
 
@@ -358,7 +358,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planning_needs_no_torch() -> None:
     """The planner works on sizes: torch stays out of the process."""
     code = (
-        "import sys; from ckptconv.formats.shard_planning import Weight, deal;"
+        "import sys; from ckptconv.formats.sharded.planning import Weight, deal;"
         "deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

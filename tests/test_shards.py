@@ -20,8 +20,10 @@ from judge import assert_same, tags_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ckptconv import conversion, formats
-from ckptconv.errors import (  # fmt: skip
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.checkpoint.model import Report
+from ckptconv.conversion import convert as conversion
+from ckptconv.errors import (
     CollisionError,
     InputError,
     MalformedError,
@@ -30,9 +32,8 @@ from ckptconv.errors import (  # fmt: skip
     UnsupportedError,
     UsageError,
 )
-from ckptconv.formats import sharded
-from ckptconv.model import Report
-from ckptconv.sources import SourceFolder
+from ckptconv.formats import opening
+from ckptconv.formats.sharded import shards
 
 State = dict[str, torch.Tensor]
 
@@ -693,13 +694,13 @@ def test_nothing_to_deal(tmp_path: Path) -> None:
 def test_a_folder_that_changes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose shards go after they were seen says what it is then; one that cannot be listed has none."""
     with SourceFolder(saved) as folder:
-        assert sharded.looks_like(folder)
+        assert shards.looks_like(folder)
         for path in saved.iterdir():
             path.unlink()
         with pytest.raises(InputError, match="empty"):
-            sharded.read(folder, formats.read)
+            shards.read(folder, opening.read)
         monkeypatch.setattr(os, "listdir", lambda path: os.scandir(path / "nowhere"))
-        assert not sharded.looks_like(folder)
+        assert not shards.looks_like(folder)
 
 
 # Whatever there is

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.byteranges.sources import Source
 from ckptconv.errors import InputChangedError, InputError
-from ckptconv.sources import Source
 
 
 @pytest.fixture

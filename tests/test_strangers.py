@@ -31,10 +31,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_bytes
 
-from ckptconv import formats
-from ckptconv.cli import main
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError
-from ckptconv.sources import Source
+from ckptconv.formats import opening
 
 OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), "note": "x", "c": torch.zeros(3)}
 
@@ -42,7 +42,7 @@ OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), 
 def error_of(path: Path) -> InputError:
     """The error that reading PATH ends in, one printable line."""
     with pytest.raises(InputError) as caught, Source(path) as source:
-        formats.read(source)
+        opening.read(source)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -297,7 +297,7 @@ def command_of(error: InputError) -> str:
 def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
     """The out.pt in FOLDER is read here, and torch's safe loader gives EXPECTED."""
     with Source(folder / "out.pt") as source:
-        formats.read(source)
+        opening.read(source)
     loaded = torch.load(folder / "out.pt")
     assert list(loaded) == list(expected)
     for key, value in expected.items():
@@ -339,7 +339,7 @@ def test_the_command_for_a_checkpoint_in_a_zip_works(tmp_path: Path) -> None:
     (tmp_path / "m.zip").write_bytes(zip_of({"run 1/best.ckpt": torch_bytes()}))
     run(command_of(error_of(tmp_path / "m.zip")), tmp_path)
     with Source(tmp_path / "run 1/best.ckpt") as source:
-        assert len(formats.read(source).tensors) == 3
+        assert len(opening.read(source).tensors) == 3
 
 
 def test_the_command_for_records_without_their_folder_works(tmp_path: Path) -> None:
@@ -569,7 +569,7 @@ def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
     for path in sorted(path for path in corpus.rglob("*") if path.is_file()):
         try:
             with Source(path) as source:
-                formats.read(source)
+                opening.read(source)
         except UnsupportedError as caught:
             error = caught
         else:
@@ -684,7 +684,7 @@ def test_any_bytes_end_in_a_typed_error(
     path.write_bytes(head + data)
     try:
         with Source(path) as source:
-            formats.read(source)
+            opening.read(source)
     except CkptconvError as error:
         line = str(error)
     else:
@@ -717,5 +717,5 @@ def test_torch_is_not_imported_to_say_it(tmp_path: Path) -> None:
     """Nor anything else that a command names."""
     path = tmp_path / "m.pt"
     path.write_bytes(torch_bytes(zipped=False))
-    program = "import sys; from ckptconv.cli import main; main(['inspect', sys.argv[1]]); raise SystemExit('torch' in sys.modules)"
+    program = "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); raise SystemExit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True)

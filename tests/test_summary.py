@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv import summary
-from ckptconv.model import Changes, LeftBehind, Report
-from ckptconv.render import Look, report_lines, size, tree_lines
-from ckptconv.summary import inspect
+from ckptconv.checkpoint.model import Changes, LeftBehind, Report
+from ckptconv.cli.render import Look, report_lines, size, tree_lines
+from ckptconv.inspection import summary
+from ckptconv.inspection.summary import inspect
 
 
 def saved(path: Path, obj: object, **kwargs: Any) -> Path:
@@ -198,7 +198,7 @@ def test_report_lines_group_names() -> None:
 
 
 def summary_change(path: str, old: str, new: str) -> Any:
-    from ckptconv.model import NameChange
+    from ckptconv.checkpoint.model import NameChange
 
     return NameChange(path, old, new)
 

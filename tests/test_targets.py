@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptconv.conversion.targets import find_item, find_target, list_items, usual_format
 from ckptconv.errors import InputError, RefusedError, UsageError
-from ckptconv.targets import find_item, find_target, list_items, usual_format
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ from hostile import (
 from judge import assert_same
 
 import ckptconv
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
-from ckptconv.verification import Level, verify
+from ckptconv.inspection.verification import Level, verify
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 

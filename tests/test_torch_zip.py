@@ -20,12 +20,12 @@ from hostile import integer, pickle_of, storage, tensor, text, torch_zip_of
 from judge import assert_same, tags_of
 
 import ckptconv
-from ckptconv import formats
-from ckptconv.conversion import make_plan
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Checkpoint, Edits, Span, TensorInfo
+from ckptconv.conversion.convert import make_plan
+from ckptconv.edits.devices import to_devices
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
-from ckptconv.locations import to_devices
-from ckptconv.model import Checkpoint, Edits, Span, TensorInfo
-from ckptconv.sources import Source
+from ckptconv.formats import opening
 
 LAYOUT_RECORDS = {".format_version", ".storage_alignment", ".data/serialization_id"}
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8), "note": "x"}
@@ -55,7 +55,7 @@ def saved(tmp_path: Path) -> Path:
 
 def read(path: Path) -> Checkpoint:
     with Source(path) as source:
-        return formats.read(source)
+        return opening.read(source)
 
 
 def infos(path: Path) -> list[TensorInfo]:
@@ -161,7 +161,7 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(tmp_path: Path, devices: 
     path = tmp_path / "m.pt"
     torch.save({f"w{i}": torch.full((100 * i,), float(i)) for i in range(30)}, path)
     with Source(path) as source:
-        file = make_plan(formats.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).files[0]
+        file = make_plan(opening.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).files[0]
     head, tail, directory = file.pieces
     assert isinstance(head, bytes) and isinstance(tail, Span) and isinstance(directory, bytes)
     assert (len(head) - tail.offset) % 4096 == 0
@@ -376,9 +376,9 @@ def test_planning_twice_gives_the_same_pieces(make: Make) -> None:
     """The renumbering edits the graph; doing it again changes nothing."""
     path = make(pickle_of(tensor(storage("5"))), {"data/5": bytes(16), "data/6": b""})
     with Source(path) as source:
-        checkpoint = formats.read(source)
-        first, second = (formats.torch_zip.layout(checkpoint, path).files[0] for _ in range(2))
-        fresh = formats.torch_zip.layout(formats.read(source), path).files[0]
+        checkpoint = opening.read(source)
+        first, second = (opening.torch_zip.layout(checkpoint, path).files[0] for _ in range(2))
+        fresh = opening.torch_zip.layout(opening.read(source), path).files[0]
     assert first == second == fresh
 
 

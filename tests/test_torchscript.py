@@ -21,16 +21,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ckptconv
-from ckptconv import formats
-from ckptconv.cli import main
+from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.checkpoint.model import Checkpoint, Place, TensorInfo
+from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
+from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
-from ckptconv.formats import torchscript
+from ckptconv.formats import opening, torchscript
 from ckptconv.formats.zip_archive import Archive
-from ckptconv.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Place, TensorInfo
-from ckptconv.pickled_modules import PickledModule, read_modules
-from ckptconv.sources import Readable, Source
+from ckptconv.pickles.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -137,7 +136,7 @@ def state_dict_of(path: Path) -> dict[str, Tensor]:
 
 def read(path: Path) -> Checkpoint:
     with Source(path) as source:
-        return formats.read(source)
+        return opening.read(source)
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
@@ -382,7 +381,7 @@ def test_torch_is_not_imported(save: Save, tmp_path: Path) -> None:
 
     path = save(nn.Linear(2, 2))
     program = (
-        "import sys; from ckptconv.cli import main; main(['inspect', sys.argv[1]]); "
+        "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); "
         "main(['convert', sys.argv[1], sys.argv[2], '--state-dict']); raise SystemExit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(path), str(tmp_path / "o.pt")], check=True, capture_output=True)

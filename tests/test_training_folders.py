@@ -13,7 +13,7 @@ from judge import assert_same, tags_of
 from torch import nn
 
 import ckptconv
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:

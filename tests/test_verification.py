@@ -23,7 +23,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 from ckptconv import InputError, UsageError, Verdict, convert, verify
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 from ckptconv.limits import LIMITS
 
 STATE = {f"w{i}": torch.arange(12.0).reshape(3, 4) + i for i in range(4)}
@@ -309,9 +309,9 @@ def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.
     """A file cannot fill the screen, and is not sound because nobody counts on."""
     from dataclasses import replace
 
-    from ckptconv import faults
+    from ckptconv.byteranges import fault_sink
 
-    monkeypatch.setattr(faults, "LIMITS", replace(LIMITS, findings=2))
+    monkeypatch.setattr(fault_sink, "LIMITS", replace(LIMITS, findings=2))
     items = [part for i in range(5) for part in (text(str(i)), tensor(shape=(5,)))]
     path = written(tmp_path / "m.pt", torch_zip_of(dict_of(*items)))
     verdict = verify(path)
@@ -329,7 +329,8 @@ def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("fast", [True, False])
 def test_large_records_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     """Several pieces give the checksum of the whole, with zlib and with what is faster."""
-    from ckptconv import checksums, verification
+    from ckptconv.byteranges import checksums
+    from ckptconv.inspection import verification
 
     if fast:
         fast_crc32 = pytest.importorskip("zlib_ng.zlib_ng").crc32
@@ -345,7 +346,7 @@ def test_without_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """zlib's own is taken."""
     import importlib
 
-    from ckptconv import checksums
+    from ckptconv.byteranges import checksums
 
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zlib_ng", None)
@@ -374,7 +375,7 @@ def test_what_cannot_be_read_is_a_finding(sound: Path, monkeypatch: pytest.Monke
 
 def test_a_file_that_changes_meanwhile(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compared may not be what is there."""
-    from ckptconv import verification
+    from ckptconv.inspection import verification
 
     def check(*args: object) -> None:
         with sound.open("ab") as file:

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptconv
-from ckptconv import ranges, transfer, workers
-from ckptconv.checksums import combined
-from ckptconv.conversion import edits_from, run
-from ckptconv.sources import Source
-from ckptconv.tensors.casting import CastBuffer
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.checksums import combined
+from ckptconv.byteranges.kernels.casting import CastBuffer
+from ckptconv.byteranges.sources import Source
+from ckptconv.conversion.convert import edits_from, run
+from ckptconv.output import cast_threads, transfer
 
 OLD = b"the old output"
 
@@ -77,10 +78,10 @@ def test_blocks_and_threads_do_not_matter(
         (4 << 20, 1, 1 << 40, 4096),
         (65_536, 3, 8, 888),
     ):
-        monkeypatch.setattr(workers, "BLOCK", block)
-        monkeypatch.setattr(workers, "_MOST_THREADS", threads)
+        monkeypatch.setattr(cast_threads, "BLOCK", block)
+        monkeypatch.setattr(cast_threads, "_MOST_THREADS", threads)
         monkeypatch.setattr(transfer, "_WORTH_A_THREAD", worth)
-        monkeypatch.setattr(ranges, "BUFFER", max(buffer, 64))
+        monkeypatch.setattr(reading, "BUFFER", max(buffer, 64))
         report = ckptconv.convert(src, tmp_path / name, dtype=RULES, force=True, verify=True)
         found.add(((tmp_path / name).read_bytes(), tuple(sorted(report.overflowed.items()))))
     assert len(found) == 1
@@ -114,7 +115,7 @@ def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: 
                 raise RuntimeError("can't start new thread")
             start(thread)
 
-        monkeypatch.setattr(workers, "BLOCK", 10_000)
+        monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES, force=True)
         assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
@@ -160,7 +161,7 @@ def test_an_error_in_a_thread(
 ) -> None:
     """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
     threads = threading.active_count()
-    monkeypatch.setattr(workers, "BLOCK", 10_000)
+    monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
     with pytest.raises(raised):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -170,7 +171,7 @@ def test_an_error_in_a_thread(
 def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends them, though most of their work is still to be done."""
     threads = threading.active_count()
-    cast = workers.Workers._cast
+    cast = cast_threads.Workers._cast
     begun = threading.Event()
     done: list[int] = []
     copy = transfer._copy
@@ -186,8 +187,8 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
             return copy(*args)
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(workers, "BLOCK", 64)
-    monkeypatch.setattr(workers.Workers, "_cast", slow)
+    monkeypatch.setattr(cast_threads, "BLOCK", 64)
+    monkeypatch.setattr(cast_threads.Workers, "_cast", slow)
     monkeypatch.setattr(transfer, "_copy", fail)
     with pytest.raises(ckptconv.OutputError, match="quota"):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -197,7 +198,7 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has begun, for the file is closed next."""
-    start, block, close = threading.Thread.start, workers.Workers._cast_block, os.close
+    start, block, close = threading.Thread.start, cast_threads.Workers._cast_block, os.close
     events: list[str] = []
     begun = threading.Event()
 
@@ -219,7 +220,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
         close(fd)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    monkeypatch.setattr(workers.Workers, "_cast_block", slow)
+    monkeypatch.setattr(cast_threads.Workers, "_cast_block", slow)
     monkeypatch.setattr(os, "close", closed)
     threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -234,7 +235,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
 def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
     threads = threading.active_count()
-    cast = workers.Workers._cast
+    cast = cast_threads.Workers._cast
 
     def interrupting(*args: Any) -> Any:
         if not interrupted.is_set():
@@ -243,8 +244,8 @@ def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -
         return cast(*args)
 
     interrupted = threading.Event()
-    monkeypatch.setattr(workers, "BLOCK", 1000)
-    monkeypatch.setattr(workers.Workers, "_cast", interrupting)
+    monkeypatch.setattr(cast_threads, "BLOCK", 1000)
+    monkeypatch.setattr(cast_threads.Workers, "_cast", interrupting)
     with pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
     assert_untouched(target, threads)
@@ -260,7 +261,7 @@ def test_a_wrong_checksum_of_the_source(
     data[data.index(raw) + 300_001] ^= 0x10
     damaged = src.with_name("damaged.pt")
     damaged.write_bytes(data)
-    monkeypatch.setattr(workers, "BLOCK", 10_000)
+    monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
     with pytest.raises(ckptconv.MalformedError, match="checksum"):
         ckptconv.convert(damaged, target, dtype="bf16", force=True)
     assert_untouched(target, threads)
@@ -269,9 +270,9 @@ def test_a_wrong_checksum_of_the_source(
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none of it."""
     begun: list[int] = []
-    begin = workers.Workers.begin
+    begin = cast_threads.Workers.begin
     monkeypatch.setattr(
-        workers.Workers, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
+        cast_threads.Workers, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
     )
     ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES)
     assert sorted(begun) == sorted([2 * 50_000, 2 * 73_454, 2 * 77_777, 2 * 90_300])

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptconv
+from ckptconv.edits.wrappers import unwrapped
 from ckptconv.errors import CollisionError, NoMatchError
-from ckptconv.wrappers import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what torch.compile imports
 

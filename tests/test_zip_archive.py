@@ -16,10 +16,10 @@ from hostile import central_entry, data_of, end_of, local_header, number, patche
 from judge import assert_same
 
 import ckptconv
+from ckptconv.byteranges.sources import Source
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError
 from ckptconv.formats import zip_archive
 from ckptconv.formats.zip_archive import DEFLATED, Archive, read_archive
-from ckptconv.sources import Source
 
 LOCAL_FIELDS = {
     "flags": (6, "<H"),

@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
 import ckptconv
-from ckptconv import dtypes, formats
-from ckptconv.edits import apply
-from ckptconv.formats import torch_zip
-from ckptconv.locations import to_devices
-from ckptconv.model import Edits
-from ckptconv.sources import Source
+from ckptconv import dtypes
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Edits
+from ckptconv.edits.apply import apply
+from ckptconv.edits.devices import to_devices
+from ckptconv.formats import opening, torch_zip
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
 pytestmark = [
@@ -220,7 +220,7 @@ def test_tensors_are_what_torch_says(name: str, tmp_path: Path) -> None:
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
     loaded = torch.load(tmp_path / "src.pt", map_location="cpu", weights_only=False)
     with Source(tmp_path / "src.pt") as source:
-        tensors = formats.read(source).tensors
+        tensors = opening.read(source).tensors
     items = loaded.items() if isinstance(loaded, dict) else ((f"[{i}]", tensor) for i, tensor in enumerate(loaded))
     checked = 0
     for key, tensor in items:
@@ -392,7 +392,7 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
     writer.write_record("data/2", last.numpy().tobytes(), 40)
     writer.write_end_of_file()
     with Source(src) as source, dst.open("wb") as file:
-        checkpoint = formats.read(source)
+        checkpoint = opening.read(source)
         apply(checkpoint, Edits(to_devices("cpu")))
         plan = torch_zip.layout(checkpoint, dst).files[0]
         at = 0
@@ -412,7 +412,7 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
         assert archive.read("src/data.pkl") == record(dst)
     assert all(offset % 64 == 0 for key, offset in data_offsets(dst).items() if key.startswith("data/"))
     with Source(dst) as output:  # our own reader is stricter than either
-        assert formats.read(output).storages["1"].nbytes == size
+        assert opening.read(output).storages["1"].nbytes == size
     found, tags = tags_of(dst, mmap=True)
     assert tags == ["cpu"] * 3
     assert found["big"].shape == (size,)

@@ -21,14 +21,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ckptconv.dangers import dangerous_globals
+from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.sources import Held, Readable, Source, Window
+from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.index import checkpoint_of
+from ckptconv.checkpoint.legacy_python import modernise, text_of
+from ckptconv.checkpoint.model import Checkpoint, Layout, Piece, Span, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import DangerousError, InputError, MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.faults import Pickles
+from ckptconv.errors import (
+    DangerousError,
+    InputError,
+    MalformedError,
+    RefusedError,
+    UnsupportedError,
+    some,
+)
 from ckptconv.formats import torch_legacy, torch_zip
-from ckptconv.formats.joined import file_of
-from ckptconv.formats.other_pickles import LOADER, pickle_error
-from ckptconv.formats.writing import (
+from ckptconv.formats.foreign.pickles import LOADER, pickle_error
+from ckptconv.formats.layout import file_of
+from ckptconv.formats.torch_writing import (
     blob_bytes,
     little_endian,
     refuse_unknown_dtypes,
@@ -37,7 +48,8 @@ from ckptconv.formats.writing import (
     storage_classes,
     texts_left_behind,
 )
-from ckptconv.graph import (
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
     Call,
@@ -54,11 +66,7 @@ from ckptconv.graph import (
     replace_nodes,
     walk,
 )
-from ckptconv.model import Checkpoint, Layout, Piece, Span, Storage
-from ckptconv.old_spellings import modernise, text_of
-from ckptconv.pickles import emit, parse
-from ckptconv.sources import Held, Readable, Source, Window
-from ckptconv.vocabulary import checkpoint_of
+from ckptconv.pickles.parser import parse
 
 __all__ = ["NAME", "Decoded", "layout", "looks_like", "read"]
 

@@ -13,20 +13,20 @@ from collections.abc import Container as Container_
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptconv.byteranges.slicing import piece_of, stored
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.index import attributes, checkpoint_of, places_in
+from ckptconv.checkpoint.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo
+from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
-from ckptconv.elements import piece_of, stored
+from ckptconv.edits.selection import cannot_hold, left_behind_at
 from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.joined import file_of
+from ckptconv.formats.layout import file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
-from ckptconv.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo
-from ckptconv.places import is_item, is_repeated
-from ckptconv.selection import cannot_hold, left_behind_at
-from ckptconv.sources import Source
-from ckptconv.tensor_calls import TensorCalls, empty_graph
-from ckptconv.vocabulary import attributes, checkpoint_of, places_in
+from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
+from ckptconv.pickles.paths import is_item, is_repeated
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 

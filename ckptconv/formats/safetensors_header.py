@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import BLOCK
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS
-from ckptconv.model import BLOCK
-from ckptconv.sources import Source
 
 __all__ = ["Entry", "Header", "header_bytes", "is_text", "read_header"]
 

@@ -25,11 +25,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.sources import Readable, Source, Window
+from ckptconv.checkpoint.index import checkpoint_of
+from ckptconv.checkpoint.legacy_python import modernise, text_of
+from ckptconv.checkpoint.model import Checkpoint, Layout, Piece, Span
+from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of, is_count
+from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.faults import Pickles
-from ckptconv.formats.joined import file_of
-from ckptconv.formats.writing import (
+from ckptconv.formats.layout import file_of
+from ckptconv.formats.torch_writing import (
     little_endian,
     pickle_pieces,
     refuse_unknown_dtypes,
@@ -39,7 +45,9 @@ from ckptconv.formats.writing import (
     storage_classes,
     texts_left_behind,
 )
-from ckptconv.graph import (
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import (
     AT_ONCE,
     Call,
     Dict,
@@ -57,14 +65,7 @@ from ckptconv.graph import (
     set_items,
     walk,
 )
-from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Layout, Piece, Span
-from ckptconv.old_spellings import modernise, text_of
-from ckptconv.pickles import emit, parse
-from ckptconv.rebuild_calls import STRIDED, ints_of, is_count
-from ckptconv.safe_loader import refused_opcodes
-from ckptconv.sources import Readable, Source, Window
-from ckptconv.vocabulary import checkpoint_of
+from ckptconv.pickles.parser import parse
 
 __all__ = [
     "MAGIC_BYTES",
@@ -105,7 +106,7 @@ def looks_like(head: bytes) -> bool:
 
 @dataclass(eq=False)
 class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not the object, where they are not as torch writes them. ``class_ids``: see :class:`~ckptconv.model.Checkpoint`."""
+    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not the object, where they are not as torch writes them. ``class_ids``: see :class:`~ckptconv.checkpoint.model.Checkpoint`."""
 
     head: Span | None
     graph: Graph

@@ -24,13 +24,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptconv.checksums import check_crc32, crc32_of
-from ckptconv.elements import crc32_known, length_of, with_checksums
+from ckptconv.byteranges.checksums import check_crc32, crc32_of
+from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.reading import inflated
+from ckptconv.byteranges.slicing import crc32_known, length_of, with_checksums
+from ckptconv.byteranges.sources import Held, Readable, Window
+from ckptconv.checkpoint.index import checkpoint_of
+from ckptconv.checkpoint.legacy_python import modernise
+from ckptconv.checkpoint.model import (
+    BLOCK,
+    Assemble,
+    Cast,
+    Chain,
+    Checkpoint,
+    Data,
+    Inflate,
+    Late,
+    Layout,
+    LeftBehind,
+    OutFile,
+    Piece,
+    Span,
+)
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.faults import Pickles
-from ckptconv.formats.joined import joined
-from ckptconv.formats.other_zips import cut_short, refuse_other_zips
-from ckptconv.formats.writing import (
+from ckptconv.formats.foreign.zips import cut_short, refuse_other_zips
+from ckptconv.formats.layout import joined
+from ckptconv.formats.torch_writing import (
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
@@ -48,28 +67,9 @@ from ckptconv.formats.zip_archive import (
     local_header,
     read_archive,
 )
-from ckptconv.graph import Graph
 from ckptconv.limits import LIMITS
-from ckptconv.model import (
-    BLOCK,
-    Assemble,
-    Cast,
-    Chain,
-    Checkpoint,
-    Data,
-    Inflate,
-    Late,
-    Layout,
-    LeftBehind,
-    OutFile,
-    Piece,
-    Span,
-)
-from ckptconv.old_spellings import modernise
-from ckptconv.pickles import parse
-from ckptconv.ranges import inflated
-from ckptconv.sources import Held, Readable, Window
-from ckptconv.vocabulary import checkpoint_of
+from ckptconv.pickles.graph import Graph
+from ckptconv.pickles.parser import parse
 
 __all__ = ["NAME", "PICKLE", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
 

@@ -27,15 +27,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ckptconv.commands import literal
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.index import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, Inflate, LeftBehind, Span
+from ckptconv.checkpoint.pickled_modules import read_modules
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
+from ckptconv.hints import literal
 from ckptconv.limits import LIMITS
-from ckptconv.model import Checkpoint, Inflate, LeftBehind, Span
-from ckptconv.pickled_modules import read_modules
-from ckptconv.sources import Source
-from ckptconv.vocabulary import checkpoint_of
 
 __all__ = ["NAME", "is_program", "read_program", "refuse"]
 

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptconv.byteranges.fault_sink import Unread
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.model import Inflate, Span
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
-from ckptconv.faults import Unread
 from ckptconv.limits import LIMITS
-from ckptconv.model import Inflate, Span
-from ckptconv.sources import Readable
 
 __all__ = ["Archive", "EndMissing", "Member", "central_directory", "first_member", "local_header", "read_archive"]
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ckptconv.graph import (
+from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
     Call,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
-from ckptconv.graph import (
+from ckptconv.pickles.graph import (
     Blob,
     Call,
     Effect,

@@ -13,8 +13,20 @@ from itertools import compress
 from typing import NoReturn, TypeAlias
 
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.graph import Call, Effect, Extension, Global, Graph, Node, Object, PersistentId, Tuple, Value, walk
 from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Call,
+    Effect,
+    Extension,
+    Global,
+    Graph,
+    Node,
+    Object,
+    PersistentId,
+    Tuple,
+    Value,
+    walk,
+)
 from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["Machine", "Operation", "kind_of"]

@@ -1,6 +1,6 @@
 """Parse a pickle into its graph: what each opcode does to pickle's machine, which makes nodes where pickle's own makes objects.
 
-A text or bytes object above ``LIMITS.inline_bytes`` never enters memory: it becomes a :class:`~ckptconv.graph.Blob`.
+A text or bytes object above ``LIMITS.inline_bytes`` never enters memory: it becomes a :class:`~ckptconv.pickles.graph.Blob`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import struct
 from collections.abc import Callable, Mapping
 
 from ckptconv.errors import LimitError, UnsupportedError
-from ckptconv.graph import (
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
     Dict,
@@ -27,7 +28,6 @@ from ckptconv.graph import (
     Tuple,
     Value,
 )
-from ckptconv.limits import LIMITS
 from ckptconv.pickles.machine import Machine, Operation, kind_of
 from ckptconv.pickles.opcodes import CODES
 

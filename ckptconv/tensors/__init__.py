@@ -1,1 +1,4 @@
-"""Where numbers change and real tensors are handed out: the only package that imports torch, and only its modules do."""
+"""Real tensors in memory: load, save and move them. The only package, beside ``byteranges.kernels``, that imports torch.
+
+May import: ``inspection`` and what stands below it. Start with ``files``.
+"""

@@ -1,6 +1,6 @@
 """Make real tensors of a checkpoint, by torch's own safe loader: what it is given is an archive that nobody has written.
 
-torch reads the graph's pickle, emitted again, and the storages' bytes where they stand (:mod:`ckptconv.unwritten`). So a part of a file, a safetensors file, and a pickle
+torch reads the graph's pickle, emitted again, and the storages' bytes where they stand (:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle
 that torch refuses for its protocol alone load in one way.
 """
 
@@ -14,19 +14,19 @@ from typing import IO, Any, TypeAlias, cast
 
 import torch
 
-from ckptconv.customs import read_customs
-from ckptconv.diagnosis.refusals import Refused
-from ckptconv.edits import retag
+from ckptconv.checkpoint.model import Changes, Checkpoint
+from ckptconv.checkpoint.rebuild_functions import OtherDType
+from ckptconv.checkpoint.safe_globals import obstacles
+from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.edits.apply import retag
+from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
-from ckptconv.graph import Global
-from ckptconv.locations import Devices, MapLocation, parse_target, to_devices
-from ckptconv.model import Changes, Checkpoint
-from ckptconv.pickles.imports import imported_name
-from ckptconv.rebuild_calls import OtherDType
-from ckptconv.safe_loader import obstacles
+from ckptconv.inspection.diagnosis.refusals import Refused
+from ckptconv.output.virtual_file import Unwritten
+from ckptconv.pickles.graph import Global
+from ckptconv.pickles.python2_names import imported_name
 from ckptconv.tensors import devices_here
-from ckptconv.unwritten import Unwritten
 
 __all__ = ["LoadLocation", "load_checkpoint"]
 

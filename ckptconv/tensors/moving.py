@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptconv.locations import Devices, MapLocation, Target, to_devices
+from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
 from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Place, attributes, is_wrapper, set_attributes
 from ckptconv.tensors.random_states import random_states

@@ -1,4 +1,4 @@
-"""Which tensors in memory are states of random generators: the rules of :mod:`ckptconv.customs`, for objects instead of a file's graph."""
+"""Which tensors in memory are states of random generators: the rules of :mod:`ckptconv.checkpoint.state_dicts`, for objects instead of a file's graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptconv.customs import CPU_RNG_BYTES, has_rng_word
+from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, has_rng_word
 from ckptconv.tensors.containers import Place
 
 __all__ = ["random_states"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from ckptconv.byteranges.sources import Held, Readable
+from ckptconv.checkpoint.index import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, Span
 from ckptconv.dtypes import BY_NAME, UNTYPED, DType
 from ckptconv.errors import RefusedError
-from ckptconv.model import Checkpoint, Span
-from ckptconv.pickles import parse
-from ckptconv.sources import Held, Readable
-from ckptconv.vocabulary import checkpoint_of
+from ckptconv.pickles.parser import parse
 
 __all__ = ["checkpoint_of_object"]
 

@@ -99,11 +99,11 @@ def measured(command: str, path: Path) -> Cost:
 def _measure(command: str, path: Path) -> None:
     """Do COMMAND here, and print what it cost."""
     import ckptconv
+    from ckptconv.byteranges.sources import Source
     from ckptconv.errors import CkptconvError
     from ckptconv.formats.torch_zip import read_pickle
     from ckptconv.formats.zip_archive import read_archive
-    from ckptconv.graph import uncollected
-    from ckptconv.sources import Source
+    from ckptconv.pickles.graph import uncollected
 
     (path.parent / "warm.pt").write_bytes(file_of("None", 10)[0])
     for each in (path.parent / "warm.pt", path):

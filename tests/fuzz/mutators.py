@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from ckptconv.dtypes import BY_STORAGE_CLASS, BY_WORD
 from ckptconv.errors import CkptconvError
-from ckptconv.graph import Global, Tuple
-from ckptconv.pickles import parse
+from ckptconv.pickles.graph import Global, Tuple
+from ckptconv.pickles.parser import parse
 from fuzz import json_changes, opcodes
 from fuzz.archives import Record, archive, records_of
 from fuzz.folders import pack, unpack

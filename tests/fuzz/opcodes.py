@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from random import Random
 
-from ckptconv.safe_loader import ALLOWED
+from ckptconv.checkpoint.safe_globals import ALLOWED
 
 __all__ = ["Change", "changed", "split"]
 

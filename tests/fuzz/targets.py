@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 
 from reference_machine import trace
 
-from ckptconv import formats
-from ckptconv.conversion import edits_from, make_plan, write
-from ckptconv.diagnosis.machine import Machine
+from ckptconv.byteranges.sources import open_input
+from ckptconv.checkpoint.model import Assemble, Cast, Edits, Gather, Plan
+from ckptconv.checkpoint.safe_globals import can_be_made_loadable
+from ckptconv.cli.render import Look, facts, table_lines, tree_lines
+from ckptconv.conversion.convert import edits_from, make_plan, write
 from ckptconv.errors import CkptconvError, MalformedError
-from ckptconv.graph import Blob, Graph, uncollected
-from ckptconv.model import Assemble, Cast, Edits, Gather, Plan
-from ckptconv.pickles import emit, parse
-from ckptconv.render import Look, facts, table_lines, tree_lines
-from ckptconv.safe_loader import can_be_made_loadable
-from ckptconv.sources import open_input
-from ckptconv.summary import Summary, summarize
-from ckptconv.verification import verify
+from ckptconv.formats import opening
+from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.summary import Summary, summarize
+from ckptconv.inspection.verification import verify
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Blob, Graph, uncollected
+from ckptconv.pickles.parser import parse
 from fuzz import folders
 
 __all__ = ["TARGETS", "Target", "run"]
@@ -137,7 +138,7 @@ def _verified(path: Path) -> bool:
 
 def _inspected(path: Path) -> Summary:
     with open_input(path) as source, uncollected():
-        return summarize(formats.read(source), _MACHINE)
+        return summarize(opening.read(source), _MACHINE)
 
 
 def _check_line(error: CkptconvError) -> None:
@@ -201,7 +202,7 @@ def _convert_somehow(path: Path, choice: int, *, sound: bool) -> None:
 def _converted(path: Path, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> bool:
     """Write PATH, edited, to TARGET in FORMAT, unless torch is needed for that; then it is only planned."""
     with open_input(path) as source:
-        plan = make_plan(formats.read(source), target, edits, format=format, copy_tied=copy_tied, allow_unsafe=True)
+        plan = make_plan(opening.read(source), target, edits, format=format, copy_tied=copy_tied, allow_unsafe=True)
         if _needs_torch(plan):
             return False
         write(plan, source, replace=True, verify=False)

@@ -17,10 +17,10 @@ import torch
 from injection import Content, content_of, put
 
 from ckptconv import convert
-from ckptconv.conversion import run
+from ckptconv.checkpoint.model import Edits
+from ckptconv.conversion.convert import run
+from ckptconv.edits.devices import to_devices
 from ckptconv.errors import OutputError
-from ckptconv.locations import to_devices
-from ckptconv.model import Edits
 
 PAGE = 4096
 SIZES = 20

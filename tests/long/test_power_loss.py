@@ -23,7 +23,7 @@ import torch
 from injection import Content, content_of
 from recorded_disk import History
 
-from ckptconv.output import is_temporary
+from ckptconv.output.files import is_temporary
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
@@ -33,7 +33,7 @@ FILESYSTEMS = {
     "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
     "xfs": (["mkfs.xfs", "-q"], "noatime", 320 << 20),
 }
-_NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli import main\nimport sys\nsys.exit(main())\n"
+_NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli.main import main\nimport sys\nsys.exit(main())\n"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.
 #: Starts a process for each command, all ready before the first goes on; prints what became of each: exit status and what it said.
 _CROWD = """
 import json, os, sys, tempfile
-from ckptconv.cli import main
+from ckptconv.cli.main import main
 from ckptconv import conversion, output_folders, formats
 reader, writer = os.pipe()
 children = []

@@ -99,7 +99,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
     """Print where two recordings differ; 1 if they do."""
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     for key in differing:
-        lines = [json.dumps(each.get(key), indent=1, sort_keys=True).replace("\\n", "\n").split("\n") for each in (old, new)]
+        lines = [
+            json.dumps(each.get(key), indent=1, sort_keys=True).replace("\\n", "\n").split("\n") for each in (old, new)
+        ]
         print(f"== ckptconv {key}", *difflib.unified_diff(*lines, "old", "new", lineterm="", n=0), sep="\n")
     print(f"{len(new)} commands, {len(differing)} differ")
     return 1 if differing else 0
@@ -170,7 +172,9 @@ def record_one(job: tuple[Path, str]) -> tuple[str, dict[str, Any]]:
             run(words.split(), work, streams)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         said = [stream.read_bytes().decode("utf-8", "replace") for stream in streams]
-        written = {str(path.relative_to(work)): described(path) for path in sorted(work.rglob("*")) if path not in streams}
+        written = {
+            str(path.relative_to(work)): described(path) for path in sorted(work.rglob("*")) if path not in streams
+        }
         del written["in"]
     return words, {"exit": status, "stdout": untimed(said[0]), "stderr": untimed(said[1]), "written": written}
 

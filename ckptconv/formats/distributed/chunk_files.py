@@ -8,14 +8,14 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
-from ckptconv.dangers import is_dangerous
+from ckptconv.byteranges.fault_sink import Unread
+from ckptconv.byteranges.sources import Window
+from ckptconv.checkpoint.dangerous_globals import is_dangerous
+from ckptconv.checkpoint.model import Checkpoint, Data, Inflate, Span, TensorInfo
+from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.errors import DangerousError, UnsupportedError, some
-from ckptconv.faults import Unread
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
-from ckptconv.model import Checkpoint, Data, Inflate, Span, TensorInfo
-from ckptconv.safe_loader import is_allowed
-from ckptconv.sources import Window
 
 __all__ = ["ChunkFile", "ChunkFiles", "in_file"]
 

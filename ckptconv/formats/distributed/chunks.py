@@ -9,10 +9,10 @@ from pathlib import Path
 from random import SystemRandom
 from typing import NamedTuple
 
+from ckptconv.byteranges.sources import Held
+from ckptconv.checkpoint.model import Assemble, Box, Chain, Span
+from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import MalformedError
-from ckptconv.model import Assemble, Box, Chain, Span
-from ckptconv.sources import Held
-from ckptconv.tensor_calls import row_major
 
 __all__ = ["Chunk", "assembled", "check_cover"]
 

@@ -21,18 +21,18 @@ from itertools import count, pairwise
 from math import prod
 from typing import TypeAlias
 
+from ckptconv.byteranges.sources import Source, SourceFolder, Window
+from ckptconv.checkpoint.merging import Merger
+from ckptconv.checkpoint.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
+from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.metadata import Metadata, Path, Stored, TensorItem, read_metadata
-from ckptconv.graph import AT_ONCE, Dict, Effect, List, Value, set_items
 from ckptconv.limits import LIMITS
-from ckptconv.merging import Merger
-from ckptconv.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
-from ckptconv.sources import Source, SourceFolder, Window
-from ckptconv.tensor_calls import row_major
+from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Value, set_items
 
 __all__ = ["NAME", "looks_like", "read"]
 

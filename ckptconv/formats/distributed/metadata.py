@@ -20,16 +20,16 @@ from math import prod
 from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from ckptconv.dangers import dangerous_globals
+from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.rebuild_functions import is_count
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
-from ckptconv.faults import Pickles
 from ckptconv.formats.distributed.chunks import Chunk
-from ckptconv.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
 from ckptconv.limits import LIMITS
-from ckptconv.pickles import parse
-from ckptconv.rebuild_calls import is_count
-from ckptconv.sources import Readable
+from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
+from ckptconv.pickles.parser import parse
 
 __all__ = ["Metadata", "Stored", "TensorItem", "read_metadata"]
 

@@ -14,16 +14,16 @@ import re
 from collections.abc import Callable
 from math import prod
 
+from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.checkpoint.merging import Merger
+from ckptconv.checkpoint.model import Box, Checkpoint, Span
+from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, saved_offsets
 from ckptconv.formats.safetensors_header import Entry, read_header
-from ckptconv.graph import Dict, Value, set_items
-from ckptconv.merging import Merger
-from ckptconv.model import Box, Checkpoint, Span
-from ckptconv.sources import Source, SourceFolder
-from ckptconv.tensor_calls import row_major
+from ckptconv.pickles.graph import Dict, Value, set_items
 
 __all__ = ["NAME", "looks_like", "read"]
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptconv.commands import shell
+from ckptconv.checkpoint.rebuild_functions import is_count
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.safetensors_header import Header
-from ckptconv.rebuild_calls import is_count
+from ckptconv.hints import shell
 
 __all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
 

@@ -1,0 +1,155 @@
+"""CRC-32 of ranges of files, computed in threads beside whatever else is being done (zlib and reading let go of the interpreter)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from types import TracebackType
+
+from ckptconv.checkpoint.model import Chain, Span
+from ckptconv.errors import InputError, MalformedError
+
+try:  # the extra ``fast``: the same numbers, several times as fast
+    from zlib_ng.zlib_ng import crc32 as checksum
+except ImportError:
+    from zlib import crc32 as checksum
+
+__all__ = ["Sums", "check_crc32", "checksum", "combined", "crc32_of"]
+
+_CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
+_MOST_THREADS = 4
+
+
+class Sums:
+    """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not.
+
+    KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place of the span, whose checksum is 0 then.
+    """
+
+    def __init__(self, spans: Sequence[Span | Chain], *, keep_going: bool = False) -> None:
+        self.errors: dict[int, InputError] = {}
+        self._keep_going = keep_going
+        self._spans = spans
+        self._results = [0] * len(spans)
+        self._next = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._error: BaseException | None = None
+        count = min(_MOST_THREADS, os.cpu_count() or 1, len(spans))
+        self._threads = [threading.Thread(target=self._run, name="ckptconv-sums", daemon=True) for _ in range(count)]
+
+    def __enter__(self) -> Sums:
+        for i, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: who asks for the results computes them
+                del self._threads[i:]
+                break
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong so far: MalformedError where a range is not what its checksum says, or what reading raised."""
+        if self._error is not None:
+            raise self._error
+
+    def results(self) -> Sequence[int]:
+        """All checksums, in the order of the spans; helps to compute what is left. Raises as :meth:`check` does."""
+        if self._next < len(self._spans):
+            self._run()
+        for thread in self._threads:
+            thread.join()
+        self.check()
+        return self._results
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(_CHUNK))
+        try:
+            while (i := self._take()) is not None:
+                try:
+                    self._results[i] = self._sum(self._spans[i], buffer)
+                except InputError as error:
+                    if not self._keep_going:
+                        raise
+                    self.errors[i] = error
+        except BaseException as error:  # handed to the thread that asks
+            self._error = error
+            self._stopped = True
+
+    def _take(self) -> int | None:
+        """The index of a span that nobody has taken."""
+        with self._lock:
+            i = self._next
+            self._next += 1
+        return i if i < len(self._spans) and not self._stopped else None
+
+    def _sum(self, data: Span | Chain, buffer: memoryview) -> int:
+        found = 0
+        for span in data.parts if isinstance(data, Chain) else (data,):
+            for at in range(0, span.length, _CHUNK):
+                if self._stopped:
+                    return 0
+                chunk = buffer[: min(_CHUNK, span.length - at)]
+                span.source.read_into(span.offset + at, chunk)
+                found = checksum(chunk, found)
+        if isinstance(data, Span):
+            check_crc32(data.crc32, found, f"{data.source.path} at byte {data.offset}")
+        return found
+
+
+def crc32_of(span: Span, start: int = 0) -> int:
+    """The CRC-32 of SPAN, continued from START, here and now."""
+    for at in range(0, span.length, _CHUNK):
+        start = checksum(span.source.read(span.offset + at, min(_CHUNK, span.length - at)), start)
+    return start
+
+
+def check_crc32(expected: int | None, found: int, where: str) -> None:
+    """Raise MalformedError unless a checksum is what it should be, where that is known."""
+    if expected is not None and found != expected:
+        raise MalformedError(
+            "the record is damaged: its checksum is wrong", where=where, expected=f"{expected:08x}", got=f"{found:08x}",
+            hint="download or copy it again",
+        )  # fmt: skip
+
+
+# CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
+
+_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
+_ONE = 1 << 31
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two parts, one behind the other: of the FIRST, and of the SECOND, which has LENGTH bytes."""
+    return _times(first, _power(8 * length)) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache
+def _power(exponent: int) -> int:
+    """x to the EXPONENT."""
+    square, power = _ONE >> 1, _ONE
+    while exponent:
+        if exponent & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        exponent >>= 1
+    return power

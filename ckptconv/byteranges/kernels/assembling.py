@@ -1,0 +1,49 @@
+"""Put tensors that were saved in boxes together, in row-major order, in bounded memory: the columns of a weight that several processes shared, each with its own rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from ckptconv.byteranges.kernels.gathering import WORDS, Region, Tiles, halved
+from ckptconv.checkpoint.model import Assemble, Box, Gather
+
+__all__ = ["assemble"]
+
+_BLOCK = 16 << 20  # bytes of output that are held at once
+
+
+def assemble(piece: Assemble) -> Iterator[memoryview]:
+    """The elements of PIECE, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    room = memoryview(bytearray(min(piece.length, _BLOCK)))
+    tiles = Tiles()
+    for region in halved(piece.shape, _BLOCK // piece.itemsize):
+        out = room[: prod(region[1]) * piece.itemsize]
+        block = torch.frombuffer(out, dtype=WORDS[piece.itemsize]).view(region[1])
+        for box in piece.boxes:
+            shared = _shared(region, box)
+            if shared:
+                view = Gather(box.of, piece.itemsize, box.sizes, box.stride, 0, box.of.length)
+                tiles.fill(block[_slices(shared, region[0])], view, box.of, _moved(shared, box.offsets))
+        yield out
+
+
+def _shared(region: Region, box: Box) -> Region | None:
+    """What of REGION is in BOX."""
+    starts = tuple(map(max, region[0], box.offsets))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], box.offsets, box.sizes, strict=True))
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _moved(region: Region, origin: tuple[int, ...]) -> Region:
+    """REGION, counted from ORIGIN."""
+    return tuple(start - first for start, first in zip(region[0], origin, strict=True)), region[1]
+
+
+def _slices(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """REGION as an index into what begins at ORIGIN."""
+    starts, sizes = _moved(region, origin)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -1,0 +1,139 @@
+"""Elements done over, as torch does it: rounded to another dtype, conj and neg resolved, their bytes turned round.
+
+Where torch's answer depends on the processor, or on where in a vector a number stands, one of its answers is given: NaNs become bfloat16 as in its plain code (vector instructions lose sign and
+payload in ways of their own), and float32 from float16 as in its vectors (its plain code loses both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from ckptconv.checkpoint.model import Cast
+
+__all__ = ["CastBuffer"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT64 = torch.iinfo(torch.int64)
+_NAN = 0x7FC0  # of bfloat16: c10/util/BFloat16.h, round_to_nearest_even
+_QUIET = 0x7FC00000  # the bits of float32 that every NaN has that comes from arithmetic,
+_PAYLOAD = 0x007FE000  # and those that float16 has as well
+
+
+class CastBuffer:
+    """Room for so many bytes of what PIECE is made of, at most MOST, and for what they become. Not for several threads at once."""
+
+    def __init__(self, piece: Cast, most: int) -> None:
+        self._piece = piece
+        self._old: torch.dtype = getattr(torch, piece.old)
+        self._new: torch.dtype = getattr(torch, piece.new)
+        of = piece.length // self._new.itemsize * self._old.itemsize
+        elements = min(of, most) // self._old.itemsize
+        #: To be filled with bytes to cast.
+        self.room = memoryview(bytearray(elements * self._old.itemsize))
+        self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
+
+    def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
+        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among them were too large.
+
+        They stand AT that byte of what the piece is made of, in which those elements count that are SHOWN, or all.
+        """
+        data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
+        piece, overflowed = self._piece, 0
+        if piece.swapped_in:
+            _turn_round(data, self._old)
+        if piece.conj or piece.neg:
+            _flip_signs(data, self._old, conj=piece.conj, neg=piece.neg)
+        if self._old != self._new:
+            numbers = torch.frombuffer(data, dtype=self._old)
+            rounded = torch.frombuffer(out, dtype=self._new)
+            rounded.copy_(numbers)
+            too_large = _mend(numbers, rounded)
+            if too_large is not None:
+                overflowed = _count(too_large, at // self._old.itemsize, shown)
+        if piece.swapped_out:
+            _turn_round(out, self._new)
+        return out, overflowed
+
+
+def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
+    """How many are TOO_LARGE of elements, the first of which has the number FIRST, or of those that are SHOWN."""
+    if not shown:
+        return int(too_large.sum())
+    last = first + len(too_large)
+    inside = [(max(start - first, 0), stop - first) for start, stop in shown if start < last and stop > first]
+    return sum(int(too_large[start:stop].sum()) for start, stop in inside)
+
+
+def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
+    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in it are made the same on all machines."""
+    if not rounded.is_floating_point():
+        return _outside(numbers, torch.iinfo(rounded.dtype))
+    if rounded.dtype == torch.float64:
+        return None
+    if (numbers.dtype, rounded.dtype) == (torch.float16, torch.float32):
+        _keep_nans(numbers, rounded)
+        return None
+    finite = None
+    if numbers.dtype == torch.float64 and rounded.dtype != torch.float32:
+        finite = numbers.isfinite()  # torch rounds twice, by way of float32
+    if finite is not None or numbers.dtype.itemsize == 1 or not numbers.is_floating_point():
+        numbers = numbers.float()  # torch has no order for float8 and some integers
+    low, high = torch.aminmax(numbers)  # which are NaN where there is one
+    largest = torch.finfo(rounded.dtype).max
+    if low >= -largest and high <= largest:
+        return None
+    if rounded.dtype == torch.bfloat16:
+        rounded.view(torch.int16)[numbers.isnan()] = _NAN
+    most = _most(rounded.dtype)
+    too_large = numbers.abs() > most if rounded.dtype == torch.float8_e4m3fn else numbers.abs() >= most
+    return too_large & (numbers.isfinite() if finite is None else finite)
+
+
+def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
+    """Let the NaNs among HALVES have in FLOATS the sign and the payload that they had."""
+    if floats.aminmax().min.isnan():  # which is quicker than to ask each
+        is_nan = halves.isnan()
+        bits = halves.view(torch.int16)[is_nan].to(torch.int32)
+        sign = torch.iinfo(torch.int32).min
+        floats.view(torch.int32)[is_nan] = (bits & sign) | _QUIET | (bits << 13 & _PAYLOAD)
+
+
+def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
+    """Which integers among NUMBERS a dtype of integers, which INFO describes, cannot say."""
+    if numbers.dtype == torch.uint64:
+        wide = numbers.view(torch.int64)  # where the largest half is negative
+        return None if info.max > _INT64.max else (wide < 0) | (wide > info.max)
+    wide = numbers.to(torch.int64)
+    return (wide < info.min) | (wide > min(info.max, _INT64.max))
+
+
+@cache
+def _most(dtype: torch.dtype) -> float:
+    """The largest number of DTYPE and half of the step to it: what is larger is rounded to more than it has, and so is this number, but in float8_e4m3fn, whose largest number is even."""
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
+    before = (largest.view(_WORDS[dtype.itemsize]) - 1).view(dtype)
+    return float(largest.double() + (largest.double() - before.double()) / 2)
+
+
+def _turn_round(data: memoryview, dtype: torch.dtype) -> None:
+    """Let the bytes of each number in DATA stand the other way round."""
+    numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, _width(dtype))
+    numbers.copy_(numbers.flip(1))
+
+
+def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) -> None:
+    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some places of a vector and not in others."""
+    words = torch.frombuffer(data, dtype=_WORDS[_width(dtype)])
+    sign = torch.iinfo(words.dtype).min
+    if neg:
+        words ^= sign
+    if conj:
+        words[1::2] ^= sign
+
+
+def _width(dtype: torch.dtype) -> int:
+    """The bytes of one real number of DTYPE."""
+    return dtype.itemsize // (2 if dtype.is_complex else 1)

@@ -1,0 +1,125 @@
+"""Write strided views out in row-major order, in bounded memory.
+
+A view's rows can lie far apart (a transposed weight's elements are a row of the storage
+away from one another), so each block of the output is filled from tiles: stretches of the storage that are read at once, because what lies
+between their elements costs less to read than another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+import torch
+
+from ckptconv.checkpoint.model import Gather, Span
+
+__all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
+
+_BLOCK = 16 << 20  # bytes of output that are held at once
+_TILE = (
+    16 << 20
+)  # bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
+_GAP = 4096  # bytes that are read and thrown away rather than read around
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
+
+
+def gather(view: Gather, storage: Span) -> Iterator[memoryview]:
+    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    itemsize = view.itemsize
+    room = memoryview(bytearray(min(view.length, _BLOCK)))
+    tiles = Tiles()
+    for region in halved(view.shape, _BLOCK // itemsize):
+        out = room[: prod(region[1]) * itemsize]
+        tiles.fill(torch.frombuffer(out, dtype=WORDS[itemsize]).view(region[1]), view, storage, region)
+        yield out
+
+
+class Tiles:
+    """Fills blocks with what is read in tiles, into room of its own."""
+
+    def __init__(self) -> None:
+        self._room = memoryview(b"")
+
+    def fill(self, block: torch.Tensor, view: Gather, storage: Span, region: Region) -> None:
+        """Let _BLOCK have the elements of REGION of VIEW on STORAGE."""
+        for starts, sizes in _tiles(region, view.stride, view.itemsize):
+            need = _packed(sizes, view.stride, view.itemsize)
+            if len(self._room) < need:
+                self._room = memoryview(bytearray(need))
+            inside = tuple(
+                slice(start - first, start - first + size)
+                for start, size, first in zip(starts, sizes, region[0], strict=True)
+            )
+            block[inside].copy_(_read_tile(view, storage, (starts, sizes), self._room))
+
+
+def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
+    """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut: row-major order stays."""
+    todo: list[Region] = [((0,) * len(shape), shape)]
+    while todo:
+        starts, sizes = todo.pop()
+        if prod(sizes) <= most:
+            yield starts, sizes
+            continue
+        dimension = next(d for d, size in enumerate(sizes) if size > 1)
+        todo += _cut(starts, sizes, dimension)[::-1]
+
+
+def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> list[Region]:
+    half = sizes[dimension] // 2
+    first = (*sizes[:dimension], half, *sizes[dimension + 1 :])
+    second = (*sizes[:dimension], sizes[dimension] - half, *sizes[dimension + 1 :])
+    return [(starts, first), ((*starts[:dimension], starts[dimension] + half, *starts[dimension + 1 :]), second)]
+
+
+def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
+    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches farthest."""
+    todo = [region]
+    while todo:
+        starts, sizes = todo.pop()
+        if _packed(sizes, stride, itemsize) <= _TILE:
+            yield starts, sizes
+            continue
+        dimension = max((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: (sizes[d] - 1) * stride[d])
+        todo += _cut(starts, sizes, dimension)[::-1]
+
+
+def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+    """The bytes of all stretches of a tile."""
+    span, apart = _stretch(sizes, stride, itemsize)
+    return span * prod(sizes[d] for d in apart) * itemsize
+
+
+def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
+    """The elements of storage that are read at once, and the dimensions along which such stretches lie apart, the nearest first."""
+    span = 1
+    dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
+    for i, d in enumerate(dimensions):
+        if (stride[d] - span) * itemsize > _GAP:
+            apart = dimensions[i:]
+            whole = span + sum((sizes[d] - 1) * stride[d] for d in apart)
+            dense = whole * itemsize <= prod(sizes[d] for d in apart) * _GAP  # as where dimensions overlap
+            return (whole, []) if dense else (span, apart)
+        span += (sizes[d] - 1) * stride[d]
+    return span, []
+
+
+def _read_tile(view: Gather, storage: Span, tile: Region, scratch: memoryview) -> torch.Tensor:
+    """The elements of TILE as a view of what was read into SCRATCH: stretch by stretch, packed."""
+    starts, sizes = tile
+    itemsize = view.itemsize
+    span, apart = _stretch(sizes, view.stride, itemsize)
+    strides = list(view.stride)
+    packed = span
+    for d in apart:
+        strides[d] = packed
+        packed *= sizes[d]
+    first = view.offset + sum(start * step for start, step in zip(starts, view.stride, strict=True))
+    steps = [range(0, sizes[d] * view.stride[d], view.stride[d]) for d in reversed(apart)]
+    for i, offsets in enumerate(product(*steps)):
+        at = storage.offset + (first + sum(offsets)) * itemsize
+        storage.source.read_into(at, scratch[i * span * itemsize : (i + 1) * span * itemsize])
+    return torch.frombuffer(scratch, dtype=WORDS[itemsize]).as_strided(sizes, strides)

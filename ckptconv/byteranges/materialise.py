@@ -1,0 +1,186 @@
+"""The bytes of pieces, a buffer at a time, whatever they are made of."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NamedTuple, Protocol
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.checksums import check_crc32, checksum
+from ckptconv.byteranges.slicing import spooled
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.model import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
+from ckptconv.errors import OutputError
+
+__all__ = ["CastBuffer", "Pieces", "fillings"]
+
+
+class CastBuffer(Protocol):
+    """What :mod:`ckptconv.byteranges.kernels.casting` has, with room for bytes to cast."""
+
+    room: memoryview
+
+    def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]: ...
+
+
+class Pieces:
+    """Reads EVERY piece, any number of times. A context manager: leaving it forgets what was inflated, for a while, into files without a name in FOLDER (else where the system has such)."""
+
+    def __init__(self, every: Iterable[Piece], folder: Path | None = None) -> None:
+        every = list(every)
+        self._folder = folder
+        self._inflated: dict[int, Span] = {}
+        needed = any(isinstance(piece, (Gather, Assemble, Cast)) for piece in every)
+        self._tensors = _modules() if needed else None
+        #: Bytes that are needed in FOLDER for a while.
+        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
+        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show were too large for their new dtype.
+        self.overflowed: dict[tuple[str, ...], int] = {}
+
+    def __enter__(self) -> Pieces:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for span in self._inflated.values():
+            os.close(span.source.fd)
+
+    def chunks(self, piece: Span | Inflate | Part | Chain | Gather | Assemble | Cast) -> Iterator[bytes | memoryview]:
+        """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
+        if isinstance(piece, Span):
+            yield from reading.read(piece)
+        elif isinstance(piece, Inflate):
+            yield from reading.inflated(piece)
+        elif isinstance(piece, Part):
+            yield from reading.read(self.part(piece))
+        elif isinstance(piece, Chain):
+            for part in piece.parts:
+                yield from reading.read(part)
+        elif isinstance(piece, Gather):
+            assert self._tensors is not None
+            yield from self._tensors.gathering.gather(piece, self._whole(piece.of))
+        elif isinstance(piece, Assemble):
+            assert self._tensors is not None
+            yield from self._tensors.assembling.assemble(piece)
+        else:
+            yield from self._cast(piece)
+
+    def part(self, part: Part) -> Span:
+        """Where PART can be read."""
+        whole = self._whole(part.of)
+        return Span(whole.source, whole.offset + part.offset, part.length)
+
+    def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
+        """What casts PIECE, at most so many bytes of what it is made of at once."""
+        assert self._tensors is not None
+        buffer: CastBuffer = self._tensors.casting.CastBuffer(piece, most)
+        return buffer
+
+    def count_overflow(self, piece: Cast, numbers: int) -> None:
+        """Remember that so many NUMBERS of PIECE were too large."""
+        if numbers:
+            self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + numbers
+
+    def _cast(self, piece: Cast) -> Iterator[memoryview]:
+        """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum. Raises MalformedError."""
+        buffer = self.buffer_for(piece, reading.BUFFER)
+        at = 0
+        for filled in fillings(self._checked(piece.of), buffer.room):
+            result, overflowed = buffer.cast(filled, at, piece.shown)
+            self.count_overflow(piece, overflowed)
+            at += filled
+            yield result
+
+    def _checked(self, piece: Span | Inflate | Part | Chain | Gather | Assemble) -> Iterator[bytes | memoryview]:
+        """The bytes of PIECE, compared with its checksum where it has one when all of them are given."""
+        expected = piece.crc32 if isinstance(piece, Span) else None
+        if expected is None or not isinstance(piece, Span):
+            yield from self.chunks(piece)
+            return
+        crc32 = 0
+        for chunk in self.chunks(piece):
+            crc32 = checksum(chunk, crc32)
+            yield chunk
+        check_crc32(expected, crc32, f"{piece.source.path} at byte {piece.offset}")
+
+    def _whole(self, data: Span | Inflate) -> Span:
+        """DATA where it can be read at any place: what is deflated is inflated once."""
+        if isinstance(data, Span):
+            return data
+        if id(data) not in self._inflated:
+            import tempfile  # which costs every other conversion a megabyte
+
+            spool = Readable()
+            spool.path = data.of.source.path
+            try:
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    spool.fd = os.dup(file.fileno())
+                    self._inflated[id(data)] = Span(spool, 0, data.length)
+                    for chunk in reading.inflated(data):
+                        file.write(chunk)
+            except OSError as error:
+                raise self._no_room(f"a deflated part of {spool.path} cannot be inflated there", data.length, error.strerror or error) from error  # fmt: skip
+        return self._inflated[id(data)]
+
+    def check_space(self) -> None:
+        """Raise OutputError where what is deflated is larger, inflated, than what is free for it."""
+        if self.spooled_bytes:
+            try:
+                space = os.statvfs(self._spool_folder())
+            except OSError as error:
+                raise self._no_room("what is deflated cannot be inflated there", self.spooled_bytes, error.strerror or error) from error  # fmt: skip
+            free = space.f_bavail * space.f_frsize
+            if free < self.spooled_bytes:
+                raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")
+
+    def _no_room(self, what: str, needed: int, got: object) -> OutputError:
+        try:
+            where: object = self._spool_folder()
+        except OSError:
+            where = "temporary files"
+        hint = "set TMPDIR to a folder that has room" if self._folder is None else None
+        return OutputError(what, where=where, expected=f"{needed:,} bytes for a while", got=got, hint=hint)
+
+    def _spool_folder(self) -> str | Path:
+        import tempfile
+
+        return self._folder or tempfile.gettempdir()
+
+
+def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
+    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each time that it is full, and at the end."""
+    filled = 0
+    for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            length = min(len(left), len(room) - filled)
+            room[filled : filled + length] = left[:length]
+            filled, left = filled + length, left[length:]
+            if filled == len(room):
+                yield filled
+                filled = 0
+    if filled:
+        yield filled
+
+
+class _Modules(NamedTuple):
+    """What needs torch."""
+
+    assembling: ModuleType
+    casting: ModuleType
+    gathering: ModuleType
+
+
+def _modules() -> _Modules:
+    """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        from ckptconv.byteranges.kernels import assembling, casting, gathering
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _Modules(assembling, casting, gathering)

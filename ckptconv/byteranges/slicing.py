@@ -1,0 +1,135 @@
+"""Pieces of a storage: a range of its bytes, and the elements of a tensor in row-major order, whatever the storage is made of."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from ckptconv.byteranges.checksums import combined
+from ckptconv.checkpoint.model import (
+    Assemble,
+    Cast,
+    Chain,
+    Data,
+    Gather,
+    Inflate,
+    Part,
+    Piece,
+    Span,
+    TensorInfo,
+)
+from ckptconv.dtypes import BY_NAME, dtype_called
+
+__all__ = ["crc32_known", "length_of", "part_of", "piece_of", "spooled", "stored", "with_checksums"]
+
+
+def length_of(piece: Piece) -> int:
+    """The bytes of PIECE."""
+    return len(piece) if isinstance(piece, bytes) else piece.length
+
+
+def stored(data: Piece) -> Span | None:
+    """The whole range of the source that DATA is made of, if it stands there as it is: what has the checksum."""
+    if isinstance(data, Cast):
+        return stored(data.of)
+    return data.whole if isinstance(data, Chain) else data if isinstance(data, Span) else None
+
+
+def crc32_known(data: Piece) -> int | None:
+    """The checksum that DATA should have, where its source says it: that of a chain of whole records follows from theirs."""
+    if isinstance(data, (Span, Inflate)):
+        return data.crc32
+    if not isinstance(data, Chain) or data.whole is not None:
+        return None
+    crc32 = 0
+    for part in data.parts:
+        if part.crc32 is None:
+            return None
+        crc32 = combined(crc32, part.crc32, part.length)
+    return crc32
+
+
+def with_checksums(data: Piece) -> tuple[Span, ...]:
+    """The ranges that DATA is made of whose checksums say whether it is what it should be."""
+    of = data.of if isinstance(data, Cast) else data
+    spans: tuple[Span, ...] = ()
+    if isinstance(of, Span):
+        spans = (of,)
+    elif isinstance(of, Chain):
+        spans = (of.whole,) if of.whole else of.parts
+    elif isinstance(of, Assemble):
+        spans = tuple(box.of for box in of.boxes)
+    return tuple(span for span in spans if span.crc32 is not None)
+
+
+def spooled(piece: Piece) -> Inflate | None:
+    """What has to be inflated into a file of its own for PIECE, because it is read at any place."""
+    if isinstance(piece, Cast):
+        return spooled(piece.of)
+    return piece.of if isinstance(piece, (Part, Gather)) and isinstance(piece.of, Inflate) else None
+
+
+def part_of(data: Data, offset: int, length: int) -> Span | Inflate | Part | Chain | Assemble | Cast:
+    """LENGTH bytes at OFFSET of DATA, which are whole elements if it is a :class:`Cast`."""
+    if (offset, length) == (0, data.length):
+        return data
+    assert not isinstance(data, Assemble)  # one tensor, which shows all of it
+    if isinstance(data, Span):
+        return Span(data.source, data.offset + offset, length)
+    if isinstance(data, Inflate):
+        return Part(data, offset, length)
+    if isinstance(data, Chain):
+        return Chain(tuple(_within(data, offset, length)), data.whole, length)
+    old, new = BY_NAME[data.old].itemsize, BY_NAME[data.new].itemsize
+    assert not isinstance(data.of, (Part, Gather))
+    inner = part_of(data.of, offset // new * old, length // new * old)
+    assert not isinstance(inner, Cast)
+    return replace(data, of=inner, length=length, shown=())
+
+
+def _within(chain: Chain, offset: int, length: int) -> Iterator[Span]:
+    """LENGTH bytes at OFFSET of CHAIN."""
+    starts = [0, *accumulate(part.length for part in chain.parts)]
+    i = bisect_right(starts, offset) - 1
+    while length:
+        part = chain.parts[i]
+        skipped = offset - starts[i]
+        done = min(part.length - skipped, length)
+        yield Span(part.source, part.offset + skipped, done)
+        offset, length, i = offset + done, length - done, i + 1
+
+
+def _part_around(chain: Chain, offset: int) -> tuple[Span, int]:
+    """The part of CHAIN that has the byte at OFFSET, and where in it that is. A view lies within one part, because parts are made of what views reach over."""
+    i = bisect_right(starts := [0, *accumulate(part.length for part in chain.parts)], offset) - 1
+    return chain.parts[i], offset - starts[i]
+
+
+def piece_of(info: TensorInfo, byteorder: str) -> Piece:
+    """The elements of INFO, a strided tensor, in row-major order, little-endian; its storage's numbers stand in BYTEORDER."""
+    assert info.storage is not None
+    data = info.storage.data
+    dtype, cast = dtype_called(info.dtype), data if isinstance(data, Cast) else None
+    of = cast.of if cast else data
+    old = dtype_called(cast.old) if cast else dtype
+    assert isinstance(of, (Span, Inflate, Chain, Assemble))
+    elements: Span | Inflate | Part | Chain | Gather | Assemble
+    if info.contiguous:
+        part = part_of(of, info.offset * old.itemsize, info.nbytes // dtype.itemsize * old.itemsize)
+        assert not isinstance(part, Cast)
+        elements = part
+    else:
+        assert not isinstance(of, Assemble)
+        whole, offset = (
+            _part_around(of, info.offset * old.itemsize) if isinstance(of, Chain) else (of, info.offset * old.itemsize)
+        )
+        length = info.nbytes // dtype.itemsize * old.itemsize
+        elements = Gather(whole, old.itemsize, info.shape, info.stride, offset // old.itemsize, length)
+    swapped = byteorder == "big" and old.itemsize > 1 and old.name in BY_NAME
+    if not (cast or swapped or info.conj or info.neg):
+        return elements
+    return Cast(
+        elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
+    )  # fmt: skip

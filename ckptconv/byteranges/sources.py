@@ -1,0 +1,275 @@
+"""The input: files opened once and read by position, so that nothing that happens to them can kill or mislead the process.
+
+Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import stat
+from bisect import bisect_right
+from pathlib import Path
+from types import TracebackType
+
+from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.errors import InputChangedError, InputError
+from ckptconv.formats.foreign.folders import folder_error, name_like
+from ckptconv.hints import shell
+
+__all__ = ["INDEX_SUFFIX", "Held", "Readable", "Source", "SourceFolder", "Window", "is_index", "open_input"]
+
+#: What the name of a sharded set's index ends with, there where no variant follows (``model.safetensors.index.fp16.json``).
+INDEX_SUFFIX = ".index.json"
+_SPARE = 64  # open files that the rest of the process may need
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+class Readable:
+    """An open file, read by position. ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what readers find wrong with it."""
+
+    path: Path
+    fd: int
+    size: int
+    faults: Faults = RAISED
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        parts = []
+        while length:
+            try:
+                part = os.pread(self.fd, length, offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not part:
+                raise self._too_short(offset + length)
+            parts.append(part)
+            offset += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        while buffer:
+            try:
+                done = os.preadv(self.fd, [buffer], offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not done:
+                raise self._too_short(offset + len(buffer))
+            offset += done
+            buffer = buffer[done:]
+
+    def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - what is in memory alone is no file
+        """Whether OTHER is this very file, under whatever name."""
+        return False
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if it is not what it was when it was opened."""
+
+    def _unreadable(self, error: OSError, offset: int) -> InputError:
+        return InputError(f"cannot be read: {error.strerror}", where=f"{self.path} at byte {offset}")
+
+    def _too_short(self, expected: int) -> InputChangedError:
+        return InputChangedError(
+            "the file became shorter while it was read", where=self.path, expected=f"{expected} bytes"
+        )
+
+
+class Held(Readable):
+    """DATA, in memory. PATH is for messages."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.path, self.fd, self.size = path, -1, len(data)
+        self._data = data
+
+    def read(self, offset: int, length: int) -> bytes:
+        """LENGTH bytes at OFFSET."""
+        return self._data[offset : offset + length]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET."""
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+
+class Window(Readable):
+    """LENGTH bytes at OFFSET of OF, as if they were a file of their own."""
+
+    def __init__(self, of: Readable, offset: int, length: int) -> None:
+        self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
+        self.of, self.offset = of, offset
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        return self.of.read(self.offset + offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        self.of.read_into(self.offset + offset, buffer)
+
+
+class Source(Readable):
+    """A regular file, open for reading. A context manager; closing twice is harmless."""
+
+    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
+        """Open PATH. Raises InputError where it cannot be read or is no regular file."""
+        self.faults = faults
+        if not os.fspath(path):  # pathlib takes it for the folder that we are in
+            raise InputError("no path given: it is empty")
+        self.path = Path(os.fsdecode(path))
+        try:
+            mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
+            if stat.S_ISDIR(mode):
+                raise folder_error(self.path)
+            if not stat.S_ISREG(mode):
+                raise InputError(f"{_kind(mode)} and not a file", where=self.path)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            near = name_like(self.path) if isinstance(error, FileNotFoundError) else None
+            hint = f"is it {shell(near)}?" if near else None
+            if error.errno == errno.EMFILE:
+                hint = "ulimit -n says how many files may be open, and lets more be"
+            raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
+        except ValueError as error:  # a NUL in the path
+            raise InputError("no such path can exist", where=self.path) from error
+        self._stat = os.fstat(self.fd)
+        if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
+            self.close()
+            raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
+        self.size = self._stat.st_size
+        _leave_spare(self.fd)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):  # of what was only read nothing is lost
+                os.close(self.fd)
+            self.fd = -1
+
+    def is_same_file(self, other: os.stat_result) -> bool:
+        """Whether OTHER is this very file, under whatever name."""
+        return (self._stat.st_dev, self._stat.st_ino) == (other.st_dev, other.st_ino)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if the file is not what it was when it was opened."""
+        now = os.fstat(self.fd)
+        for what in ("st_size", "st_mtime_ns", "st_ino"):
+            before, after = getattr(self._stat, what), getattr(now, what)
+            if before != after:
+                raise InputChangedError(
+                    f"the file changed while it was read: {what[3:]}", where=self.path, expected=before, got=after
+                )
+
+
+class SourceFolder(Readable):
+    """Files that are one checkpoint: PATH is the folder that they stand in, or the index that names them. Its bytes are those of its parts, one behind another.
+
+    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
+        self.path = Path(os.fsdecode(path))
+        self.faults = faults
+        self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.fd = -1
+        self.size = 0
+        self.parts: list[Readable] = []
+        self._starts: list[int] = []
+        self._start_of: dict[int, int] = {}  # by the id of the part
+        self._open: dict[str, Source] = {}
+
+    def open(self, name: str) -> Source:
+        """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
+        if name not in self._open:
+            self._open[name] = Source(self.folder / name, self.faults)
+            self.add(self._open[name])
+        return self._open[name]
+
+    def add(self, part: Readable) -> int:
+        """Make PART one of the parts; where its bytes begin."""
+        self.parts.append(part)
+        self._start_of[id(part)] = self.size
+        self._starts.append(self.size)
+        self.size += part.size
+        return self._starts[-1]
+
+    def start_of(self, part: Readable) -> int:
+        """Where the bytes of PART begin; it becomes a part unless it is one."""
+        if id(part) not in self._start_of:
+            self.add(part)
+        return self._start_of[id(part)]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly LENGTH bytes at OFFSET, of one part. Raises InputChangedError where its file has become shorter."""
+        part, start = self._part_at(offset)
+        return part.read(offset - start, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill BUFFER with what stands at OFFSET of one part. Raises as :meth:`read` does."""
+        part, start = self._part_at(offset)
+        part.read_into(offset - start, buffer)
+
+    def _part_at(self, offset: int) -> tuple[Readable, int]:
+        i = bisect_right(self._starts, offset) - 1
+        return self.parts[i], self._starts[i]
+
+    def is_same_file(self, other: os.stat_result) -> bool:
+        """Whether OTHER is one of the files."""
+        return any(part.is_same_file(other) for part in self.parts)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if one of the files is not what it was when it was opened."""
+        for part in self.parts:
+            part.check_unchanged()
+
+    def __enter__(self) -> SourceFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the files go."""
+        for source in self._open.values():
+            source.close()
+
+
+def open_input(path: str | os.PathLike[str], faults: Faults = RAISED) -> Source | SourceFolder:
+    """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
+    name = os.fsdecode(path)
+    if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
+        return SourceFolder(name, faults)
+    return Source(path, faults)
+
+
+def is_index(name: str) -> bool:
+    """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
+    return name.endswith(INDEX_SUFFIX) or (INDEX_SUFFIX.removesuffix("json") in name and name.endswith(".json"))
+
+
+def _leave_spare(fd: int) -> None:
+    """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as many as it may: a set can have more shards than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
+        more = 2 * soft + _SPARE
+        with contextlib.suppress(OSError, ValueError):  # then opening will say so
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard)
+            )
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a device")

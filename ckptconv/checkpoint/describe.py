@@ -1,0 +1,118 @@
+"""A line for anything that is no tensor, which costs little whatever it is."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from ckptconv.checkpoint.rebuild_functions import torch_device
+from ckptconv.pickles.graph import (
+    SET_CLASSES,
+    Blob,
+    ByteArray,
+    Call,
+    Dict,
+    Extension,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    PersistentId,
+    Py2String,
+    Set,
+    Tuple,
+    Value,
+    is_global,
+)
+
+__all__ = ["glimpse", "is_flat", "members_of"]
+
+_LONGEST = 60  # characters
+_LOOKED_AT = 64  # members of what a call makes
+
+
+def is_flat(node: Value) -> bool:
+    """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
+    members = members_of(node)
+    if members is not None:
+        return not any(isinstance(item, Node) for item in members)
+    if isinstance(node, Call) and (torch_device(node) is not None or is_global(node.callable, "torch.Size")):
+        return True
+    return isinstance(node, Dict) and not node.effects
+
+
+def members_of(node: Value) -> list[Value] | None:
+    """What is in a sequence or set, None if NODE is neither.
+
+    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls can have the same one.
+    """
+    if isinstance(node, (Tuple, FrozenSet)):
+        return list(node.items)
+    if isinstance(node, (List, Set)):
+        return list(node.elements())
+    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
+        match node.args:
+            case Tuple(items=[]):
+                return []
+            case Tuple(items=[Tuple() as inner]):
+                return inner.items[:_LOOKED_AT]
+            case Tuple(items=[List() as inner]):
+                return list(islice(inner.elements(), _LOOKED_AT))
+    return None
+
+
+def glimpse(node: Value) -> str:
+    """A line for NODE that costs little whatever it is."""
+    members = members_of(node)
+    if members is not None and is_flat(node):
+        return _short_sequence(node, members)
+    if isinstance(node, Dict):
+        return "{}"
+    if isinstance(node, Call):
+        return _short_call(node)
+    if isinstance(node, Global):
+        return str(node)
+    if isinstance(node, Blob):
+        return f"{node.kind} of {node.length:,} bytes"
+    if isinstance(node, (Py2String, ByteArray)):
+        return _cut(repr(node.data[:_LONGEST]))
+    if isinstance(node, PersistentId):
+        return "storage"
+    if isinstance(node, Extension):
+        return f"extension {node.code}"
+    if isinstance(node, (str, bytes)):
+        return _cut(repr(node[:_LONGEST]))
+    if isinstance(node, int) and node.bit_length() > 200:
+        return f"int of {node.bit_length():,} bits"
+    return _cut(repr(node))
+
+
+def _short_call(node: Call) -> str:
+    device = torch_device(node)
+    if device is not None:
+        return f"torch.device({device!r})"
+    if (
+        is_global(node.callable, "torch.Size")
+        and isinstance(node.args, Tuple)
+        and node.args.items
+        and isinstance(size := node.args.items[0], Tuple)
+        and len(size.items) <= _LOOKED_AT
+        and is_flat(size)
+    ):
+        return f"torch.Size({glimpse(size)})"
+    return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
+
+
+def _short_sequence(node: Value, items: list[Value]) -> str:
+    """NODE, in which ITEMS are, as Python writes it, but that a frozenset looks like a set."""
+    opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
+    if not items and opening == "{":
+        return "set()"
+    shown = ", ".join(glimpse(item) for item in items[:8])
+    if len(items) > 8:
+        number = "" if isinstance(node, Call) else f" {len(items):,} items"
+        return f"{_cut(opening + shown)}, …{closing}{number}"
+    return _cut(f"{opening}{shown}{',' if opening == '(' and len(items) == 1 else ''}{closing}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

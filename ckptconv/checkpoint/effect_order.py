@@ -1,0 +1,74 @@
+"""Whether a pickle's order of effects can be forgotten: where everything that is called is torch's own and has all it needs before it is called.
+
+For a part of a checkpoint, some of whose objects were made where they stood first, outside of it: said in the source's order, it would need opcodes that torch's ``weights_only``
+unpickler refuses.
+"""
+
+from __future__ import annotations
+
+from ckptconv.checkpoint.safe_globals import obstacles
+from ckptconv.pickles.graph import (
+    Call,
+    FrozenSet,
+    Graph,
+    Node,
+    Object,
+    PersistentId,
+    Value,
+    children,
+    walk,
+)
+
+__all__ = ["forget_order"]
+
+
+def forget_order(graph: Graph) -> None:
+    """Forget the order of GRAPH's effects if no reader can tell: each call and each state is complete before it is used, and torch's safe loader knows every call."""
+    if graph.discarded or next(obstacles(graph), None) is not None:
+        return
+    latest = _latest(graph.root)
+    nodes = list(walk([graph.root]))
+    if latest is None or not all(_is_settled(node, latest) for node in nodes):
+        return
+    for node in nodes:
+        if isinstance(node, (Call, PersistentId, FrozenSet)):
+            node.order = None
+        if isinstance(node, Object):
+            for effect in node.effects:
+                effect.order = None
+
+
+def _is_settled(node: Node, latest: dict[int, int]) -> bool:
+    """Whether what NODE is called with, and the states it is given, were complete by then."""
+    if isinstance(node, Call) and not _before([node.callable, node.args, node.kwargs], node.order, latest):
+        return False
+    effects = node.effects if isinstance(node, Object) else []
+    return all(_before(effect.values, effect.order, latest) for effect in effects if effect.opcode == "BUILD")
+
+
+def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> bool:
+    return order is None or all(latest.get(id(value), 0) < order for value in values if isinstance(value, Node))
+
+
+def _latest(root: Value) -> dict[int, int] | None:
+    """For each node below ROOT, by id, the number of the last effect in it and in what it is made of; None where something stands in itself."""
+    latest: dict[int, int] = {}
+    open_: set[int] = set()
+    todo: list[tuple[Value, bool]] = [(root, False)]
+    while todo:
+        node, entered = todo.pop()
+        if not isinstance(node, Node) or id(node) in latest:
+            continue
+        if entered:
+            open_.discard(id(node))
+            own = [getattr(node, "order", None) or 0]
+            if isinstance(node, Object):
+                own += [effect.order or 0 for effect in node.effects]
+            latest[id(node)] = max(own + [latest[id(child)] for child in children(node) if isinstance(child, Node)])
+        elif id(node) in open_:
+            return None
+        else:
+            open_.add(id(node))
+            todo.append((node, True))
+            todo += [(child, False) for child in children(node)]
+    return latest

@@ -1,0 +1,123 @@
+"""What Python 2 and torch before 0.4 wrote, said as it is said today: a loader gives the same objects, and everything here knows one spelling.
+
+    a key of a mapping that is Python 2's ``str``   text, where it is UTF-8, as torch's loader decodes it
+    ``OrderedDict([[key, value], ...])``            an OrderedDict on which the items are set
+    ``torch.cuda.FloatTensor()`` and its state      ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
+    ``Parameter(tensor, ...)`` and its state        ``_rebuild_parameter(tensor, requires_grad, hooks)``
+
+Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still knows the old states.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptconv.pickles.graph import (
+    Call,
+    Effect,
+    Global,
+    Graph,
+    List,
+    Object,
+    Py2String,
+    Tuple,
+    Value,
+    args_of,
+    is_global,
+    walk,
+)
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["modernise", "text_of"]
+
+_PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
+_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
+_PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
+
+
+def text_of(value: Value) -> str | None:
+    """A text, in Python 3's way or in Python 2's; None for anything else."""
+    if isinstance(value, Py2String):
+        try:
+            return value.data.decode()
+        except UnicodeDecodeError:
+            return None
+    return value if isinstance(value, str) else None
+
+
+def modernise(graph: Graph) -> None:
+    """Say everything in GRAPH as today's torch and Python do."""
+    if not _PYTHON_2.isdisjoint(graph.used):
+        for call in graph.calls:
+            if is_global(call.callable, "collections.OrderedDict"):
+                _set_items(call, graph)
+        _modernise_keys(graph)
+    names = {str(node) for node in graph.globals}
+    if not names.isdisjoint(_PARAMETERS) or any(map(_TENSOR_CLASS.fullmatch, names)):
+        _modernise_tensors(graph)
+
+
+def _modernise_tensors(graph: Graph) -> None:
+    rebuild_tensor = Global("torch._utils", "_rebuild_tensor")
+    rebuild_parameter = Global("torch._utils", "_rebuild_parameter")
+    for call in graph.calls:
+        if is_global(call.callable, *_PARAMETERS):
+            args = _parameter(call)
+            if args:
+                _become(call, rebuild_parameter, args)
+        elif _TENSOR_CLASS.fullmatch(str(call.callable)) and not args_of(call):
+            state = _state(call)
+            if state and len(state.items) == 4:
+                _become(call, rebuild_tensor, state)
+
+
+def _modernise_keys(graph: Graph) -> None:
+    """Make text of mappings' keys; one text of one string that is used several times."""
+    texts: dict[Py2String, str] = {}
+    for node in walk([graph.root, *graph.discarded]):
+        for effect, i in node.pairs() if isinstance(node, Object) else ():
+            key = effect.values[i]
+            if isinstance(key, Py2String) and (text := text_of(key)) is not None:
+                effect.values[i] = texts.setdefault(key, text)
+
+
+def _set_items(call: Call, graph: Graph) -> None:
+    """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else has that list."""
+    pairs = args_of(call)[0] if len(args_of(call)) == 1 else None
+    if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
+        return
+    items: list[Value] = []
+    for pair in pairs.elements():
+        parts = list(pair.elements()) if isinstance(pair, List) else pair.items if isinstance(pair, Tuple) else []
+        if len(parts) != 2 or pair in graph.shared:
+            return
+        items += parts
+    order, call.order, call.args = call.order, None, Tuple([])
+    call.effects = [*([Effect("SETITEMS", items, order)] if items else []), *call.effects]
+
+
+def _state(call: Call) -> Tuple | None:
+    """The one thing that is done to what CALL gives, if it is a state that is a tuple."""
+    if call.kind != "REDUCE" or len(call.effects) != 1 or call.effects[0].opcode != "BUILD":
+        return None
+    state = call.effects[0].values[0]
+    return state if isinstance(state, Tuple) else None
+
+
+def _parameter(call: Call) -> Tuple | None:
+    """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor, requires_grad)``, before that ``Parameter(tensor)`` and a state."""
+    args, state = args_of(call), _state(call)
+    if call.kind != "REDUCE" or len(args) not in (1, 2):
+        return None
+    requires_grad, _, hooks = state.items if state and len(state.items) == 3 else ((*args, True)[1], None, None)
+    if not isinstance(requires_grad, bool) or (call.effects and not state):
+        return None
+    return Tuple([args[0], requires_grad, hooks])
+
+
+def _become(call: Call, function: Global, args: Tuple) -> None:
+    """Make of CALL and its state, if it has one, one call, which comes when the state came."""
+    call.callable, call.args = function, args
+    if call.effects:
+        call.order = call.effects[0].order
+        call.effects = []

@@ -1,0 +1,135 @@
+"""Several checkpoints as one, and one as several: graphs put together under another root, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.checkpoint.effect_order import forget_order
+from ckptconv.checkpoint.index import checkpoint_of, index_again
+from ckptconv.checkpoint.model import Checkpoint, Data, Reference
+from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
+from ckptconv.errors import UnsupportedError
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    FrozenSet,
+    Object,
+    PersistentId,
+    Tuple,
+    Value,
+    subgraph,
+    walk,
+)
+
+__all__ = ["Merger", "split"]
+
+
+class Merger:
+    """Puts checkpoints whose bytes are parts of SOURCE together, and tensors that are made here."""
+
+    def __init__(self, source: SourceFolder) -> None:
+        self.source = source
+        self._graph = empty_graph()
+        self._latest = 0  # of the orders so far
+        self._parts: list[Checkpoint] = []
+        #: The bytes of each storage, by its key; who makes tensors adds theirs.
+        self.records: dict[str, Data] = {}
+        #: Makes tensors.
+        self.calls = TensorCalls(self._graph)
+
+    def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
+        """PART's root, which belongs to the whole from now on. IN_ORDER: it will stand behind all that was taken before, so the order of its effects can stay."""
+        if self._parts and part.byteorder != self._parts[0].byteorder:
+            raise UnsupportedError(
+                "the parts of one checkpoint have numbers in different byte orders", where=part.source.path,
+                expected=f"{self._parts[0].byteorder}-endian, as in {self._parts[0].source.path}", got=f"{part.byteorder}-endian",
+            )  # fmt: skip
+        prefix = f"{len(self._parts)}/"
+        self._parts.append(part)
+        for reference in part.references:
+            assert isinstance(reference.node.id, Tuple)
+            kind, cls, _, tag, numel = reference.node.id.items
+            reference.node.id = Tuple([kind, cls, prefix + reference.storage.key, tag, numel])
+        self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
+        if part.graph.opcodes:
+            if not in_order:
+                forget_order(part.graph)
+            self._move(part)
+        graph = self._graph
+        graph.globals += part.graph.globals
+        graph.calls += part.graph.calls
+        graph.references += part.graph.references
+        graph.discarded += part.graph.discarded
+        graph.shared |= part.graph.shared
+        graph.byte_strings += part.graph.byte_strings
+        graph.extensions += part.graph.extensions
+        graph.protocol = max(graph.protocol, part.graph.protocol)
+        graph.opcodes += part.graph.opcodes
+        graph.used |= part.graph.used
+        return part.graph.root
+
+    def _move(self, part: Checkpoint) -> None:
+        """Put PART's effects behind those of all others, and its long texts where the whole source has them."""
+        before = self._latest
+        for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
+            if isinstance(node, Blob):
+                node.offset += self.source.start_of(part.blobs or part.source)
+            elif isinstance(node, (Call, PersistentId, FrozenSet)):
+                node.order = self._later(node.order, before)
+            if isinstance(node, Object):
+                for effect in node.effects:
+                    effect.order = self._later(effect.order, before)
+
+    def _later(self, order: int | None, before: int) -> int | None:
+        if order is not None:
+            order += before
+            self._latest = max(self._latest, order)
+        return order
+
+    def checkpoint(self, name: str, root: Value, container: object = None) -> Checkpoint:
+        """All that ROOT leads to, as a checkpoint in the format NAME. Raises MalformedError, LimitError."""
+        self._graph.root = root
+        graph = subgraph(self._graph, root)
+        reached = set(graph.globals)
+        graph.globals += [node for node in self._graph.globals if node not in reached]  # what parts name and throw away
+        source, known = self.source, self.source.faults.again()
+        checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
+        for part in self._parts:
+            checkpoint.byteorder = part.byteorder
+            checkpoint.class_ids |= part.class_ids
+            checkpoint.unused += part.unused
+            checkpoint.notes += (note for note in part.notes if note not in checkpoint.notes)
+        return checkpoint
+
+
+def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None]]) -> Iterator[Checkpoint]:
+    """A checkpoint for each root of PARTS, on the same nodes; to be laid out before the next is asked for.
+
+    Beside a root stands the one that :class:`Merger` took there, if it is to stay in the container that it came in.
+    """
+    storages = {id(each.node): each.storage for each in checkpoint.references}
+    for root, like in parts:
+        graph = subgraph(checkpoint.graph, root)
+        references = [Reference(node, storages[id(node)]) for node in graph.references]
+        if like is not None:
+            _own_keys(references)
+        part = replace(
+            checkpoint, graph=graph, references=references, container=like.container if like else None, source=like.source if like else checkpoint.source,
+            blobs=checkpoint.blobs or checkpoint.source, storages={each.storage.key: each.storage for each in references},
+            device_arguments=[], unused=[], notes=[], format=like.format if like else checkpoint.format, is_state_dict=True,
+        )  # fmt: skip
+        index_again(part)
+        yield part
+
+
+def _own_keys(references: list[Reference]) -> None:
+    """Give storages the keys that they had in the part that they came in."""
+    for reference in references:
+        storage, node = reference.storage, reference.node
+        assert isinstance(node.id, Tuple)
+        kind, cls, key, tag, numel = node.id.items
+        assert isinstance(key, str)
+        storage.key = key.partition("/")[2]
+        node.id = Tuple([kind, cls, storage.key, tag, numel])

@@ -1,0 +1,400 @@
+"""Whole modules in a checkpoint, as ``torch.save(model, ...)`` pickles them, and the state dict that each would give.
+
+``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters, persistent buffers, then the modules inside, None left out, each tensor
+detached. No class is needed, so what only a class's own code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules (``scale``). ``_metadata`` is not made up either:
+it says the version of each class, which no pickle has. Without it torch takes a module's oldest version; torch's own modules still take their tensors then, because what they lack is added only where it is missing
+(``BatchNorm``'s counter). Quantized modules are the exception: they have read tuples since their versions were counted.
+
+The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class says, which stands in the archive's code
+(:mod:`ckptconv.formats.torchscript`).
+
+Packed weights of quantized modules are objects of torch's C++. ``state_dict()`` gives them as tuples or as objects, which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias`` where
+linear layers packed them, ``NAME`` where there is one tensor, else ``NAME.0`` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckptconv.checkpoint.model import Checkpoint, Place
+from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, STRIDED
+from ckptconv.pickles.graph import (
+    SET_CLASSES,
+    Call,
+    Dict,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    Object,
+    Set,
+    Tuple,
+    Value,
+    args_of,
+    children,
+    is_global,
+)
+
+__all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
+
+PARTS = ("_parameters", "_buffers", "_modules")
+_FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
+_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile gives: a call with the module
+_MADE_BY_A_CALL = (_FX, _COMPILED.rpartition(".")[0])
+_PACKED_LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
+_OLD_CLASS = ("copyreg._reconstructor", "copy_reg._reconstructor")  # of protocols 0 and 1, the class as an argument
+#: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in ``torch/ao/nn/quantized/modules/conv.py``.
+_CONV_STATE = {"weight": 10, "bias": 11}
+_CONV_LENGTH = 15
+_NOT_PERSISTENT = "_non_persistent_buffers_set"
+#: What torch gives every module for its own use: the attributes of ``Module.__init__``, torch 0.1 to 2.13.
+_BOOKKEEPING = {
+    _NOT_PERSISTENT, "training", "_backend", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+}  # fmt: skip
+#: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a third twice, and so on.
+_ROOM, _ROOM_EACH = 1_000_000, 100
+
+
+@dataclass(frozen=True, eq=False)
+class PickledModule:
+    """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in ``state_dict()``'s order.
+
+    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something that is no tensor of torch's and no module. ``opened`` are the nodes (by id) that the module
+    itself is made of, ``modules`` those of them that are modules, ``holders`` those that tensors were taken from. ``trouble``: why it gives no state dict.
+    """
+
+    path: str
+    place: Place
+    cls: str
+    tensors: dict[str, Node] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    unknown: dict[str, Value] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
+    modules: set[int] = field(default_factory=set)
+    holders: set[int] = field(default_factory=set)
+    trouble: str | None = None
+
+    def names(self) -> list[str]:
+        """The names of its state dict, in order."""
+        return list(self.tensors)
+
+    def items(self) -> Iterable[tuple[Value, Value]]:
+        """Its names and tensors."""
+        return self.tensors.items()
+
+    def is_bookkeeping(self, place: Place) -> bool:
+        """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of the model's is in it."""
+        is_inside = place.parent is not None and id(place.parent.node) in self.modules
+        if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
+            return False
+        return place.key == _NOT_PERSISTENT or _is_empty(place.node)
+
+
+def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
+    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things. A TorchScript archive is its root or none."""
+    reader = _Reader(checkpoint)
+    places = checkpoint.places if checkpoint.script_classes is None else checkpoint.places[:1]
+    nodes = {id(place.node) for place in places if reader.is_module(place.node)}
+    outermost: dict[int, Place] = {}
+    for place in places if nodes else ():
+        if id(place.node) in nodes and not _stands_in(place, nodes):
+            known = outermost.setdefault(id(place.node), place)
+            if place.depth < known.depth:
+                outermost[id(place.node)] = place
+    if outermost:
+        reader.find_tensors()
+    return [reader.module_at(place) for place in outermost.values()]
+
+
+def _stands_in(place: Place, nodes: set[int]) -> bool:
+    return any(id(above.node) in nodes for above in place.upwards() if above is not place)
+
+
+@dataclass(eq=False)
+class _Level:
+    """What one module has of its own: the tensors as (name, holder, key there, node), the modules in it, what is neither; see :class:`PickledModule` for the rest."""
+
+    tensors: list[tuple[str, Node, str | None, Node]] = field(default_factory=list)
+    modules: list[tuple[str, Call]] = field(default_factory=list)
+    unknown: list[tuple[str, Value]] = field(default_factory=list)
+    opened: list[Node] = field(default_factory=list)
+
+
+class _Reader:
+    """Reads each module once, however often it stands in others."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tensors = checkpoint.tensor_nodes
+        self.scripts = checkpoint.script_classes or {}
+        self.room = _ROOM + _ROOM_EACH * checkpoint.graph.opcodes
+        self.modules: dict[int, bool] = {}
+        self.items: dict[int, dict[str, Value]] = {}
+        self.sets: dict[int, frozenset[str]] = {}
+        self.levels: dict[int, _Level] = {}
+        self.packed: dict[int, tuple[list[tuple[Node, Node]], list[Node]]] = {}
+        self.standing: dict[tuple[int, str | None, int], Place] = {}
+
+    def find_tensors(self) -> None:
+        """Remember where each tensor stands, by what it stands in and its key there."""
+        for place in self.checkpoint.places:
+            if id(place.node) in self.tensors and place.parent is not None:
+                self.standing.setdefault((id(place.parent.node), place.key, id(place.node)), place)
+
+    # What is a module
+
+    def is_module(self, node: Value) -> bool:
+        if not isinstance(node, Call):
+            return False
+        made = isinstance(node.callable, Global) and node.callable.module in _MADE_BY_A_CALL
+        if not (node.effects or made or self.scripts):  # as most calls
+            return False
+        if id(node) not in self.modules:
+            inner: Value = node
+            while isinstance(inner, Call) and is_global(inner.callable, _COMPILED):
+                inner = next(iter(args_of(inner)), None)
+            self.modules[id(node)] = isinstance(inner, Call) and id(inner) not in self.tensors and self.has_parts(inner)
+        return self.modules[id(node)]
+
+    def has_parts(self, node: Call) -> bool:
+        if self.scripts:
+            return _class_of(node) in self.scripts
+        if _conv_state(node) is not None:
+            return True
+        return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in PARTS)
+
+    def attribute(self, node: Call, name: str) -> Value:
+        """The attribute NAME of the object NODE: the last that a state gives it."""
+        for state in reversed(_states(node)):
+            value = self.strings(state).get(name)
+            if value is not None:
+                return value
+        return None
+
+    def strings(self, mapping: Value) -> dict[str, Value]:
+        """MAPPING's string keys and their values, the last of each."""
+        if not isinstance(mapping, Object):
+            return {}
+        if id(mapping) not in self.items:  # once: any number of modules can share it
+            pairs = ((effect.values[i], effect.values[i + 1]) for effect, i in mapping.pairs())
+            self.items[id(mapping)] = {key: value for key, value in pairs if isinstance(key, str)}
+        return self.items[id(mapping)]
+
+    def members(self, node: Value) -> frozenset[str]:
+        """The strings in the set NODE."""
+        if id(node) not in self.sets:  # once: any number of modules can share it too
+            self.sets[id(node)] = frozenset(_members(node))
+        return self.sets[id(node)]
+
+    # What is in one
+
+    def level(self, node: Call) -> _Level:
+        if id(node) not in self.levels:
+            self.levels[id(node)] = level = _Level(opened=[node])
+            conv = _conv_state(node)
+            if self.scripts:
+                self.read_script(node, level)
+            elif is_global(node.callable, _COMPILED):
+                inner = args_of(node)[0]
+                assert isinstance(inner, Call)
+                level.modules.append(("_orig_mod", inner))
+            elif conv is not None:
+                level.opened.append(conv)
+                for name, index in _CONV_STATE.items():
+                    self.add(level, name, conv, None, conv.items[index])
+            else:
+                self.read(node, level)
+        return self.levels[id(node)]
+
+    def read(self, node: Call, level: _Level) -> None:
+        """The parts of a module that has attributes."""
+        states = _states(node)
+        level.opened += states
+        level.opened += [state for state in _built(node) if isinstance(state, Tuple)]
+        parameters, buffers, modules = (self.attribute(node, part) for part in PARTS)
+        passing = self.members(self.attribute(node, _NOT_PERSISTENT))
+        for mapping, left_out in ((parameters, frozenset[str]()), (buffers, passing)):
+            assert isinstance(mapping, Object)
+            level.opened.append(mapping)
+            for name, value in self.strings(mapping).items():
+                if name not in left_out:
+                    self.add(level, name, mapping, name, value)
+        for state in states:
+            for name, value in self.strings(state).items():
+                if isinstance(value, Call) and is_global(value.callable, "torch.ScriptObject", "torch._C.ScriptObject"):
+                    self.add_packed(level, name, value)
+        assert isinstance(modules, Object)
+        level.opened.append(modules)
+        self.room -= sum(len(self.strings(each)) for each in (*states, parameters, buffers, modules))
+        for name, value in self.strings(modules).items():
+            if self.is_module(value):
+                assert isinstance(value, Call)
+                level.modules.append((name, value))
+            elif value is not None:
+                level.unknown.append((name, value))
+
+    def read_script(self, node: Call, level: _Level) -> None:
+        """The parts of a module of TorchScript, in the order of its attributes, as torch has it."""
+        attributes: dict[str, Value] = {}
+        for state in _states(node):
+            attributes |= self.strings(state)
+        self.room -= len(attributes)
+        for names in map(frozenset, self.scripts[_class_of(node)]):
+            found = [(name, attributes[name]) for name in attributes if name in names]
+            level.tensors += [
+                (n, node, n, value) for n, value in found if isinstance(value, Node) and id(value) in self.tensors
+            ]
+        level.modules += [
+            (n, value) for n, value in attributes.items() if isinstance(value, Call) and self.is_module(value)
+        ]
+
+    def add(self, level: _Level, name: str, holder: Node, key: str | None, value: Value) -> None:
+        if isinstance(value, Node) and id(value) in self.tensors:
+            level.tensors.append((name, holder, key, value))
+        elif value is not None:
+            level.unknown.append((name, value))
+
+    def add_packed(self, level: _Level, name: str, packed: Call) -> None:
+        """The tensors of a C++ object that is the attribute NAME."""
+        if id(packed) not in self.packed:
+            self.packed[id(packed)] = self.tensors_below(packed)
+        found, opened = self.packed[id(packed)]
+        self.room -= len(opened)
+        level.opened += opened
+        state = next(iter(_built(packed)), None)
+        if isinstance(state, Tuple) and state.items[1:] == [_PACKED_LINEAR] and len(found) <= 2:
+            names = ["weight", "bias"]
+        else:
+            names = [name] if len(found) == 1 else [f"{name}.{i}" for i in range(len(found))]
+        level.tensors += [(each, holder, None, node) for each, (holder, node) in zip(names, found, strict=False)]
+
+    def tensors_below(self, packed: Call) -> tuple[list[tuple[Node, Node]], list[Node]]:
+        """The tensors in PACKED, each with what it stands in, and what they stand in altogether."""
+        found: list[tuple[Node, Node]] = []
+        opened: dict[int, Node] = {id(packed): packed}
+        todo: list[tuple[Node, Value]] = [(packed, child) for child in reversed(children(packed))]
+        while todo:
+            holder, node = todo.pop()
+            if not isinstance(node, (Object, Tuple)) or id(node) in opened:
+                continue
+            if id(node) in self.tensors:
+                found.append((holder, node))
+            else:
+                opened[id(node)] = node
+                todo += [(node, child) for child in reversed(children(node))]
+        return found, list(opened.values())
+
+    # The whole
+
+    def module_at(self, place: Place) -> PickledModule:
+        node = place.node
+        assert isinstance(node, Call)
+        module = PickledModule(place.path, place, _class_of(node))
+        above: set[int] = set()
+        todo: list[tuple[str, Call | None]] = [("", node)]
+        way: list[Call] = []
+        while todo:
+            prefix, inner = todo.pop()
+            if inner is None:
+                above.discard(id(way.pop()))
+                continue
+            level = self.level(inner)
+            self.room -= sum(len(prefix) + len(each[0]) + 50 for each in level.tensors) + 50 + len(prefix)
+            self.room -= len(level.modules) + len(level.unknown) + len(level.opened)
+            trouble = _trouble(id(inner) in above, prefix, self.room)
+            if trouble:
+                return PickledModule(module.path, place, module.cls, opened={id(node)}, trouble=trouble)
+            above.add(id(inner))
+            way.append(inner)
+            module.modules.add(id(inner))
+            self.take(module, prefix, level)
+            todo.append((prefix, None))
+            todo += [(f"{prefix}{name}.", each) for name, each in reversed(level.modules)]
+        return module
+
+    def take(self, module: PickledModule, prefix: str, level: _Level) -> None:
+        """Add the names of LEVEL, behind PREFIX."""
+        module.opened.update(map(id, level.opened))
+        for name, holder, key, node in level.tensors:
+            module.tensors[prefix + name] = node
+            module.holders.add(id(holder))
+            standing = self.standing.get((id(holder), key, id(node)))
+            if standing is not None:
+                module.places[prefix + name] = standing
+        module.unknown.update((prefix + name, value) for name, value in level.unknown)
+
+
+def _trouble(again: bool, prefix: str, room: int) -> str | None:
+    if again:
+        return f"a module stands in itself, at {prefix[:-1]}"
+    return "its modules stand in one another so often that the names are too many" if room < 0 else None
+
+
+def _built(node: Call) -> list[Value]:
+    """The states that the object NODE is given."""
+    return [effect.values[0] for effect in node.effects if effect.opcode == "BUILD"]
+
+
+def _states(node: Call) -> list[Dict]:
+    """What gives the object NODE its attributes, in order. An object with slots has a pair: its attributes, its slots."""
+    found: list[Value] = []
+    if isinstance(node.callable, Global) and node.callable.module == _FX:
+        found += args_of(node)[:1]
+    for state in _built(node):
+        found += state.items if isinstance(state, Tuple) and len(state.items) == 2 else [state]
+    return [state for state in found if isinstance(state, Dict)]
+
+
+def _conv_state(node: Call) -> Tuple | None:
+    """The state of NODE, if it is a quantized convolution."""
+    cls = node.callable
+    if not isinstance(cls, Global) or "quantized" not in cls.module or "Conv" not in cls.name:
+        return None
+    state = next(iter(_built(node)), None)
+    return state if isinstance(state, Tuple) and len(state.items) == _CONV_LENGTH else None
+
+
+def _class_of(node: Call) -> str:
+    cls: Value = node.callable
+    if is_global(cls, *_OLD_CLASS) and args_of(node):
+        cls = args_of(node)[0]
+    return str(cls) if isinstance(cls, Global) else "?"
+
+
+def _members(node: Value) -> Iterable[str]:
+    """The strings in a set, which before protocol 4 is a call of its class with a list."""
+    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES):
+        node = next(iter(args_of(node)), None)
+    if isinstance(node, (Tuple, FrozenSet)):
+        values = node.items
+    else:
+        values = list(node.elements()) if isinstance(node, (List, Set)) else []
+    return (value for value in values if isinstance(value, str))
+
+
+def _is_empty(node: Value) -> bool:
+    """Whether NODE is an atom, a mapping without items, or what a call without arguments gives."""
+    if not isinstance(node, Object):
+        return not isinstance(node, Node)
+    return not node.effects and not (isinstance(node, Call) and children(node.args))
+
+
+def detached(node: Node) -> Node:
+    """What ``detach()`` makes of the tensor NODE, as ``state_dict()`` does: a plain tensor without gradient and attributes. A tensor of another class stays what it is."""
+    while isinstance(node, Call):
+        name, args = str(node.callable), args_of(node)
+        if name in PARAMETER and args and isinstance(args[0], Call):
+            node = args[0]
+        elif name in FROM_TYPE and str(args[0]) in STRIDED and is_global(args[1], "torch.Tensor"):
+            node = Call("REDUCE", args[0], args[2])
+        else:
+            break
+    if not isinstance(node, Call) or str(node.callable) not in STRIDED:
+        return node
+    args, at = args_of(node), 5 if str(node.callable).endswith("_qtensor") else 4
+    if not node.effects and (len(args) <= at or args[at] is not True):
+        return node
+    return Call("REDUCE", node.callable, Tuple([*args[:at], False, *args[at + 1 :]]))

@@ -1,0 +1,419 @@
+"""torch's calls over the graph: which tensors ``_rebuild_*`` make, and on which devices.
+
+Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their arguments) and ``torch/_tensor.py`` (``_reduce_ex_internal``, which writes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import TypeGuard
+
+from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.checkpoint.model import DeviceArgument, Place, Storage, TensorInfo
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
+from ckptconv.errors import LimitError, MalformedError, some
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Global,
+    List,
+    Node,
+    PersistentId,
+    Tuple,
+    Value,
+    args_of,
+    is_global,
+)
+
+__all__ = [
+    "FROM_TYPE",
+    "PARAMETER",
+    "STRIDED",
+    "OtherDType",
+    "TensorReader",
+    "device_arguments",
+    "ints_of",
+    "is_count",
+    "is_word",
+    "partial_notes",
+    "strided_part",
+    "torch_device",
+]
+
+#: The position of the device among the arguments of those rebuild functions that have one.
+_DEVICE_ARGUMENT = {
+    "torch._utils._rebuild_device_tensor_from_numpy": 2,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": 2,
+    "torch._utils._rebuild_xla_tensor": 2,
+    "torch._utils._rebuild_wrapper_subclass": 6,
+}
+FROM_TYPE = (
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.tensor._rebuild_from_type_v2",
+    "torch._tensor._rebuild_from_type",
+    "torch.tensor._rebuild_from_type",
+)
+_WITH_DEVICE = frozenset((*_DEVICE_ARGUMENT, *FROM_TYPE))
+PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+STRIDED = (
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_qtensor",
+)
+_SHOWN = 3  # paths in a note
+#: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that is spread over many.
+_PARTIAL = ("DTensor", "ShardedTensor")
+_REBUILDERS = frozenset(
+    {
+        *_DEVICE_ARGUMENT, *FROM_TYPE, *PARAMETER, *STRIDED,
+        "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
+    }
+)  # fmt: skip
+
+
+class OtherDType(Global):
+    """A dtype that safetensors has and torch has not. No pickle can say it: the parser makes plain globals."""
+
+    __slots__ = ()
+
+
+def is_count(value: Value) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < LIMITS.elements
+
+
+# Devices as arguments
+
+
+def torch_device(node: Value) -> str | None:
+    """The device that NODE says: a call of ``torch.device``, or a string."""
+    if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
+        parts = node.args.items
+        if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
+            return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
+        return None
+    return node if isinstance(node, str) else None
+
+
+def device_arguments(call: Call) -> list[DeviceArgument]:
+    function, args = call.callable, call.args
+    name = str(function) if isinstance(function, Global) else ""
+    if name not in _WITH_DEVICE:
+        return []
+    nested = name in FROM_TYPE
+    if nested and isinstance(args, Tuple) and len(args.items) >= 3:
+        function, args = args.items[0], args.items[2]
+    index = _DEVICE_ARGUMENT.get(str(function)) if isinstance(function, Global) else None
+    if index is None or not isinstance(args, Tuple) or len(args.items) <= index:
+        return []
+    device = torch_device(args.items[index])
+    return [] if device is None else [DeviceArgument(call, nested, index, device)]
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class StridedPart:
+    """What makes a strided tensor inside a call: the FUNCTION, by its name and as it stands there, and its arguments; NESTED in the arguments of one that gives it a class."""
+
+    function: str
+    callable: Value
+    args: Tuple
+    nested: bool
+
+
+def strided_part(call: Call) -> StridedPart | None:
+    """The part of CALL that makes a strided tensor, if it does."""
+    function, args, nested = call.callable, call.args, str(call.callable) in FROM_TYPE
+    if nested:
+        outer = [*args_of(call), None, None, None]
+        function, args = outer[0], outer[2]
+    if is_global(function, *STRIDED) and isinstance(args, Tuple) and args.items:
+        return StridedPart(str(function), function, args, nested)
+    return None
+
+
+class _Bad(Exception):
+    """The arguments of a rebuild call do not describe a tensor."""
+
+    def __init__(self, what: str, expected: object = None, got: object = None) -> None:
+        super().__init__(what)
+        self.what, self.expected, self.got = what, expected, got
+
+
+class TensorReader:
+    """Reads rebuild calls; remembers the tensors, each under every path at which it stands."""
+
+    def __init__(self, storages: dict[int, Storage], where: str, faults: Faults = RAISED) -> None:
+        self.storages = storages
+        self.where = where
+        self.faults = faults
+        self.nodes: dict[int, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.same: dict[tuple[object, ...], str] = {}
+        self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
+        self.depth = 0
+
+    def visit(self, place: Place) -> None:
+        """Remember the tensor at PLACE, if there is one."""
+        node = place.node
+        function = _rebuilder(node)
+        if not isinstance(node, Call) or (function is None and not _is_partial(node.callable)):
+            return
+        info = self.nodes.get(id(node))
+        try:
+            if info is None:
+                info = self.read(function, args_of(node)) if function else self.sharded_object(node)
+                if any(effect.opcode != "BUILD" for effect in node.effects):
+                    raise _Bad("items are set on a tensor")
+        except LimitError as error:
+            error.where = f"{self.where}: at {place.path}"
+            self.faults.found(error)
+        except _Bad as bad:
+            fault = MalformedError(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
+            fault.__suppress_context__ = True
+            self.faults.found(fault)
+        if info is None:
+            return
+        if id(node) in self.nodes:
+            info = replace(info)  # the same tensor in another place
+        info.path, info.name = place.path, place.key
+        info.tied_to = self.first_of(info, node, info.path)
+        self.nodes.setdefault(id(node), info)
+        self.tensors[info.path] = info
+
+    def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
+        """The path of an earlier tensor that is the same: the same storage, offset, shape, stride and dtype."""
+        key = info.view if info.storage is not None and info.nbytes else (id(node),)
+        first = self.same.setdefault(key, path)
+        return None if first == path else first
+
+    def read(self, function: str, args: list[Value]) -> TensorInfo | None:
+        """The tensor that FUNCTION makes of ARGS; None where something inside it is unknown."""
+        if self.depth == LIMITS.nested_calls:
+            raise LimitError(
+                "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
+            )
+        self.depth += 1
+        info = self.of_call(function, args)
+        self.depth -= 1
+        return info
+
+    def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
+        if function in STRIDED:
+            return self.strided(function, args)
+        if function in PARAMETER:
+            inner = self.inner(args, 0)
+            return inner and replace(inner, requires_grad=_at(args, 1) is True, is_parameter=True)
+        if function in FROM_TYPE:
+            name, inside = _at(args, 0), _at(args, 2)
+            if not is_global(name, *_REBUILDERS) or not isinstance(inside, Tuple):
+                return None
+            return self.read(str(name), inside.items)
+        if function == "torch._utils._rebuild_meta_tensor_no_storage":
+            return self.described("meta", args, 0, 1, 2, "meta", 3)
+        if function == "torch._utils._rebuild_wrapper_subclass":
+            kind = "partial" if _is_partial(_at(args, 0)) else "wrapper"
+            return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)) or "unknown", 7)
+        if function == "torch._utils._rebuild_sparse_tensor":
+            return self.sparse(args)
+        inner = self.inner(args, 0)
+        if function == "torch._utils._rebuild_nested_tensor":
+            return inner and replace(inner, kind="nested")
+        return self.from_array(args, inner)
+
+    def inner(self, args: list[Value], index: int) -> TensorInfo | None:
+        node = _at(args, index)
+        function = _rebuilder(node)
+        if not isinstance(node, Call) or function is None:
+            return None
+        if id(node) not in self.inside:  # once: it can stand in any number of calls
+            self.inside[id(node)] = self.nodes.get(id(node)) or self.read(function, args_of(node))
+        return self.inside[id(node)]
+
+    def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
+        """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
+        node = _at(args, 0)
+        storage = self.storages.get(id(node))
+        if storage is None or not isinstance(node, PersistentId):
+            return None
+        assert isinstance(node.id, Tuple) and isinstance(node.id.items[1], Global)
+        dtype = BY_STORAGE_CLASS[node.id.items[1].name]
+        metadata = _at(args, 6)
+        if function.endswith("_v3"):
+            dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
+        offset = _count(_at(args, 1))
+        shape, stride = _sizes(_at(args, 2), _at(args, 3))
+        quantized = function.endswith("_rebuild_qtensor")
+        _check_bounds(storage, dtype, offset, shape, stride)
+        return TensorInfo(
+            "", None, "quantized" if quantized else "strided", dtype.name, shape, stride, offset, storage.device,
+            dtype.bytes_of(prod(shape)), storage, _at(args, 5 if quantized else 4) is True, False, _is_contiguous(shape, stride),
+            conj=_has_bit(metadata, "conj"), neg=_has_bit(metadata, "neg"),
+        )  # fmt: skip
+
+    def strided_or_none(self, function: str, args: list[Value]) -> TensorInfo | None:
+        """The strided tensor, None where there is none to be had."""
+        try:
+            return self.strided(function, args)
+        except (_Bad, LimitError):
+            return None
+
+    def described(
+        self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str, requires_grad: int
+    ) -> TensorInfo:
+        """A tensor without a storage of its own, which its arguments describe."""
+        shape, strides = _sizes(_at(args, size), _at(args, stride))
+        name = _dtype(_at(args, dtype)).name
+        return TensorInfo(
+            "", None, kind, name, shape, strides, 0, device, 0, None,
+            _at(args, requires_grad) is True, False, _is_contiguous(shape, strides),
+        )  # fmt: skip
+
+    def sparse(self, args: list[Value]) -> TensorInfo | None:
+        """``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values, size))``."""
+        data = _at(args, 1)
+        parts = data.items[:4] if isinstance(data, Tuple) else []
+        tensors = [self.inner(parts, i) for i in range(len(parts))]
+        inner = [tensor for tensor in tensors if tensor]
+        sizes = [ints_of(part) for part, tensor in zip(parts, tensors, strict=True) if tensor is None]
+        shape = next((size for size in sizes if size is not None), None)
+        if len(inner) < 2 or shape is None:
+            return None
+        return replace(
+            inner[-1], kind="sparse", shape=shape, stride=(), offset=0, storage=None, contiguous=False,
+            nbytes=sum(tensor.nbytes for tensor in inner),
+        )  # fmt: skip
+
+    def sharded_object(self, call: Call) -> TensorInfo | None:
+        """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata, ...)``. None where that is not so."""
+        state = _built(call)
+        parts = state.items if isinstance(state, Tuple) else []
+        shards, metadata = _at(parts, 0), _built(_at(parts, 1))
+        shard = _built(_at(shards.effects[0].values, 0)) if isinstance(shards, List) and shards.effects else None
+        slots = _at(shard.items, 1) if isinstance(shard, Tuple) else None
+        local = self.inner([_item(slots, "tensor")], 0)
+        size = _at(metadata.items, 1) if isinstance(metadata, Tuple) else _item(metadata, "size")
+        shape = ints_of(size)
+        if local is None or shape is None:
+            return None
+        return TensorInfo("", None, "partial", local.dtype, shape, (), 0, local.device, 0, None, False, False, False)
+
+    def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
+        """``(data, dtype, device, requires_grad)``, where data is a CPU tensor or a numpy array."""
+        device = torch_device(_at(args, 2)) or "unknown"
+        shape, nbytes = (inner.shape, inner.nbytes) if inner else ((), 0)
+        name = _dtype(_at(args, 1)).name
+        return TensorInfo(
+            "", None, "device", name, shape, (), 0, device, nbytes, None, _at(args, 3) is True, False, True
+        )
+
+
+def _rebuilder(node: Value) -> str | None:
+    """The name of the rebuild function that NODE calls, if it calls one."""
+    if isinstance(node, Call) and isinstance(node.callable, Global) and isinstance(node.args, Tuple):
+        name = f"{node.callable.module}.{node.callable.name}"
+        return name if name in _REBUILDERS else None
+    return None
+
+
+def is_word(node: Node) -> bool:
+    """Whether NODE is one of torch's small words, which nothing of interest stands in."""
+    return isinstance(node, Call) and is_global(
+        node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout"
+    )
+
+
+def _at(args: list[Value], index: int) -> Value:
+    if index < len(args):
+        return args[index]
+    return None
+
+
+def _dtype(node: Value) -> DType:
+    if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
+        return BY_NAME[node.name]
+    if isinstance(node, OtherDType):
+        return BY_WORD[node.name]
+    raise _Bad("a tensor has no dtype that is known", got=node if isinstance(node, Global) else type(node).__name__)
+
+
+def _has_bit(metadata: Value, name: str) -> bool:
+    """Whether a rebuild call's last argument, a dict, sets one of torch's lazy bits (``torch._utils.set_tensor_metadata``)."""
+    if not isinstance(metadata, Dict):
+        return False
+    values = [effect.values[i + 1] for effect, i in metadata.pairs() if effect.values[i] == name]
+    return bool(values) and values[-1] is True
+
+
+def _is_partial(cls: Value) -> bool:
+    return isinstance(cls, Global) and cls.name in _PARTIAL and cls.module.startswith("torch.distributed.")
+
+
+def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What to know where some of TENSORS are partial."""
+    paths = [path for path, info in tensors.items() if info.kind == "partial"]
+    what = "the file holds what one process had of each, and the shape is that of the whole"
+    return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
+
+
+def _built(node: Value) -> Value:
+    """The state of the object NODE, if that is all that is done to it."""
+    effects = node.effects if isinstance(node, Call) else []
+    return effects[0].values[0] if len(effects) == 1 and effects[0].opcode == "BUILD" else None
+
+
+def _item(mapping: Value, key: str) -> Value:
+    """What MAPPING has under KEY, if that is one of its first items: any number of objects can have the same mapping."""
+    pairs = islice(mapping.pairs(), 4) if isinstance(mapping, Dict) else ()
+    return next((effect.values[i + 1] for effect, i in pairs if effect.values[i] == key), None)
+
+
+def _count(value: Value) -> int:
+    if is_count(value):
+        return value
+    raise _Bad("a tensor's offset is no count of elements", got=value if type(value) is int else type(value).__name__)
+
+
+def ints_of(node: Value) -> tuple[int, ...] | None:
+    """Sizes: a tuple, or a call of ``torch.Size`` with one."""
+    if isinstance(node, Call) and is_global(node.callable, "torch.Size"):
+        node = _at(args_of(node), 0)
+    if not isinstance(node, Tuple):
+        return None
+    if len(node.items) > LIMITS.rank:  # before they are looked at: any number of tensors can have the same
+        raise LimitError("a tensor has too many dimensions", expected=f"at most {LIMITS.rank}", got=len(node.items))
+    if not all(is_count(item) for item in node.items):
+        return None
+    return tuple(item for item in node.items if isinstance(item, int))
+
+
+def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape, strides = ints_of(size), ints_of(stride)
+    if shape is None or strides is None or len(shape) != len(strides):
+        raise _Bad("a tensor's shape and stride do not fit", "two tuples of as many counts")
+    return shape, strides
+
+
+def _check_bounds(storage: Storage, dtype: DType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """The last element must lie in the storage. (Python's integers do not overflow.)"""
+    if 0 in shape:
+        return
+    end = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    if dtype.bytes_of(end) > storage.nbytes:
+        raise _Bad("a tensor reaches outside its storage", f"at most {storage.nbytes} bytes", dtype.bytes_of(end))
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements stand one behind another in row-major order, as torch's ``is_contiguous`` means it."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return 0 in shape
+        expected *= size
+    return True

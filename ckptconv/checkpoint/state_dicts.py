@@ -1,0 +1,257 @@
+"""How people use torch's words: which mappings are state dicts, which are optimizers, which objects are whole modules, which tensors are states of random generators.
+
+Recognises; changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptconv.checkpoint.model import Checkpoint, Place, Storage, TensorInfo
+from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
+from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
+
+__all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
+
+#: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
+CPU_RNG_BYTES = 5056
+_RNG_WORDS = {"rng", "seed", "random", "generator"}
+#: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
+_MODULE_PARTS = ("/._parameters", "/._buffers")
+_MAIN_NAMES = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+    "module",
+    "net",
+    "network",
+    "params",
+    "weights",
+    "model_state",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StateDict:
+    """A state dict, where it stands first, and its ``_metadata`` (module path → version), if it has one."""
+
+    path: str
+    node: Object
+    metadata: Object | None
+
+    def names(self) -> list[str]:
+        """Its string keys, in order."""
+        return [key for effect, i in self.node.pairs() if isinstance(key := effect.values[i], str)]
+
+    def items(self) -> Iterator[tuple[Value, Value]]:
+        """Its keys and values."""
+        return ((effect.values[i], effect.values[i + 1]) for effect, i in self.node.pairs())
+
+
+@dataclass(frozen=True, eq=False)
+class NamedOptimizer:
+    """The lists and mappings of an optimizer that hold parameter names: (effect, index) of each name in the graph."""
+
+    path: str
+    places: list[tuple[Effect, int]]
+
+    def names(self) -> list[str]:
+        """The names, each as often as it is used."""
+        return [name for effect, i in self.places if isinstance(name := effect.values[i], str)]
+
+
+@dataclass(frozen=True, eq=False)
+class Customs:
+    """What :func:`read_customs` recognised. ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings."""
+
+    state_dicts: list[StateDict]
+    optimizers: list[NamedOptimizer]
+    optimizer_nodes: set[int]
+    rng_states: list[TensorInfo]
+    rng_storages: set[Storage]
+    root: str
+    modules: list[PickledModule]
+
+    def main(self) -> list[StateDict] | list[PickledModule]:
+        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list; several or none where that is not clear.
+
+        The only one (as the root always is: there are none inside it), else the one under a usual name; a module where no state dict has one.
+        """
+        modules = [found for found in self.modules if found.tensors or found.trouble]
+        usual = [found for found in self.state_dicts if self.is_usual(found.path)]
+        usual_modules = [found for found in modules if self.is_usual(found.path)]
+        if len(usual) == 1:
+            return usual
+        return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
+
+    def hint_of_modules(self) -> str | None:
+        """What to type where names are asked for that only the state dict of a module would have."""
+        modules = [found for found in self.modules if found.tensors]
+        if not modules:
+            return None
+        first = f"{modules[0].cls} at {modules[0].path}"
+        return f"there are names in a whole module ({first}): --state-dict takes its state dict out, to which this then applies"
+
+    def is_usual(self, path: str) -> bool:
+        """Whether PATH is a name that people give their model, at the root or as its attribute."""
+        above = "" if self.root == "." else self.root + "/"
+        return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
+
+
+def strings_of(mapping: Object) -> dict[str, Value]:
+    """MAPPING's string keys and their values, the last of each."""
+    return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
+
+
+def read_customs(checkpoint: Checkpoint) -> Customs:
+    """The state dicts, optimizers and generator states of CHECKPOINT."""
+    reader = _Reader(checkpoint)
+    return Customs(
+        reader.state_dicts, reader.optimizers, reader.optimizer_nodes, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
+    )  # fmt: skip
+
+
+class _Reader:
+    """Looks at each mapping once, outermost first."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensor_nodes = checkpoint.tensor_nodes
+        self.tensors = checkpoint.tensors
+        self.places = checkpoint.places
+        self.root_is_state_dict = checkpoint.is_state_dict
+        self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
+        self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
+        self.candidates = _rng_candidates(checkpoint)
+        self.possible = {id(p.node) for p in self.candidates}
+        self.certain = {
+            id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
+        }
+        self.hinted = {id(p.node) for p in self.candidates if any(has_rng_word(a.key) for a in p.upwards())}
+        self.rng_mappings: dict[
+            int, bool
+        ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
+        self.state_dicts: list[StateDict] = []
+        self.optimizers: list[NamedOptimizer] = []
+        self.optimizer_nodes: set[int] = set()
+        self.modules = read_modules(checkpoint)
+        self.closed = {id(found.place.node) for found in self.modules}  # nodes inside which there is no state dict
+        for place, node in self.mappings:
+            self.classify(place, node)
+        self.inside_state_dict = {id(found.node) for found in self.state_dicts}
+        states = [place for place in self.candidates if self.is_rng(place)]
+        self.rng_states = [self.info(place) for place in states]
+        self.rng_storages = {info.storage for info in self.rng_states if info.storage}
+
+    def info(self, place: Place) -> TensorInfo:
+        return self.tensor_nodes[id(place.node)]
+
+    def mapping(self, place: Place) -> Object | None:
+        node = place.node
+        if not isinstance(node, (Dict, Call)) or id(node) in self.tensor_nodes or self.first[id(node)] is not place:
+            return None
+        if isinstance(node, Call) and not is_global(node.callable, "collections.OrderedDict") and not any(node.pairs()):
+            return None
+        return node
+
+    def classify(self, place: Place, node: Object) -> None:
+        if place.segment in _MODULE_PARTS or any(id(above.node) in self.closed for above in place.upwards()):
+            return
+        metadata = _metadata(node)
+        keys = strings_of(node)
+        if self.root_is_state_dict:
+            self.closed.add(id(node))
+            self.state_dicts.append(StateDict(place.path, node, None))
+        elif metadata is None and {"state", "param_groups"} <= keys.keys():
+            self.closed.add(id(node))
+            self.optimizer_nodes.add(id(node))
+            self.optimizers += _named_optimizer(place.path, keys)
+        elif metadata is not None or self.looks_like_state_dict(node):
+            self.closed.add(id(node))
+            if metadata is not None or not self.holds_only_rng(node):
+                self.state_dicts.append(StateDict(place.path, node, metadata))
+
+    def looks_like_state_dict(self, node: Object) -> bool:
+        tensors = 0
+        for effect, i in node.pairs():
+            key, value = effect.values[i], effect.values[i + 1]
+            if not isinstance(key, str):
+                return False
+            if isinstance(value, Node) and id(value) in self.tensor_nodes:
+                tensors += 1
+            elif value is not None and not key.endswith("_extra_state"):
+                return False
+        return tensors > 0
+
+    def holds_only_rng(self, node: Object) -> bool:
+        tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self.tensor_nodes}
+        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
+
+    def is_rng(self, place: Place) -> bool:
+        if id(place.node) in self.certain:
+            return True
+        above = list(place.upwards())[1:]
+        if any(id(outer.node) in self.inside_state_dict for outer in above):
+            return False
+        if id(place.node) in self.hinted:
+            return True
+        mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
+        if not isinstance(mapping, (Dict, Call)):
+            return False
+        if id(mapping) not in self.rng_mappings:  # asked once for each of its tensors
+            beside = strings_of(mapping)
+            sibling = any(id(value) in self.certain for value in beside.values())
+            self.rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
+        return self.rng_mappings[id(mapping)]
+
+
+def has_rng_word(key: str | None) -> bool:
+    if key is None:
+        return False
+    return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
+
+
+def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
+    """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
+    users: dict[Storage, int] = {}
+    for reference in checkpoint.references:
+        users[reference.storage] = users.get(reference.storage, 0) + 1
+    found: dict[int, Place] = {}
+    for place in checkpoint.places:
+        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
+            continue
+        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
+            found.setdefault(id(place.node), place)
+    return list(found.values())
+
+
+def _is_generator_state(place: Place) -> bool:
+    """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
+    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())
+
+
+def _metadata(node: Object) -> Object | None:
+    """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
+    for effect in node.effects:
+        state = effect.values[0] if effect.opcode == "BUILD" else None
+        found = strings_of(state).get("_metadata") if isinstance(state, Dict) else None
+        if isinstance(found, (Dict, Call)):
+            return found
+    return None
+
+
+def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:
+    """Where an optimizer has names of parameters; an optimizer keyed by integers has none."""
+    names: list[tuple[Effect, int]] = []
+    state, groups = keys["state"], keys["param_groups"]
+    if isinstance(state, Object):
+        names += [(effect, i) for effect, i in state.pairs() if isinstance(effect.values[i], str)]
+    for group in groups.elements() if isinstance(groups, List) else ():
+        lists = strings_of(group) if isinstance(group, Object) else {}
+        for key in ("params", "param_names"):
+            members = lists.get(key)
+            for effect in members.effects if isinstance(members, List) else ():
+                names += [(effect, i) for i, value in enumerate(effect.values) if isinstance(value, str)]
+    return [NamedOptimizer(path, names)] if names else []

@@ -1,0 +1,40 @@
+"""Draw a summary or a report as text: for a terminal of some width, or as plain lines for programs. Names are escaped before they get out.
+
+==========  =============================================================================
+``text``    widths, breaks, colours, numbers: what all drawings share
+``facts``   the first screen: does it load here, what to type, what is in it
+``folding`` the tree of the tensors' paths, repeated blocks as one
+``table``   the tensors in columns
+``tree``    the tensors as a tree
+``report``  what a conversion did
+``batch``   what many of them did
+``difference``  what two checkpoints do not have in common
+``verdict`` what is wrong with a checkpoint, or that nothing is
+==========  =============================================================================
+"""
+
+from ckptconv.cli.render.batch import Sum, item_line, skipped_line, sum_lines
+from ckptconv.cli.render.difference import difference_lines
+from ckptconv.cli.render.facts import facts
+from ckptconv.cli.render.report import report_lines
+from ckptconv.cli.render.table import table_lines
+from ckptconv.cli.render.text import Look, cells, natural, size
+from ckptconv.cli.render.tree import tree_lines
+from ckptconv.cli.render.verdict import verdict_lines
+
+__all__ = [
+    "Look",
+    "Sum",
+    "cells",
+    "difference_lines",
+    "facts",
+    "item_line",
+    "natural",
+    "report_lines",
+    "size",
+    "skipped_line",
+    "sum_lines",
+    "table_lines",
+    "tree_lines",
+    "verdict_lines",
+]

@@ -1,0 +1,123 @@
+"""What a batch did, or would do: a line for each item, and the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptconv.cli.render.text import Look, cells, count, fact, size
+from ckptconv.errors import some
+
+if TYPE_CHECKING:
+    from ckptconv.checkpoint.model import Report
+
+__all__ = ["Sum", "item_line", "skipped_line", "sum_lines"]
+
+_SHOWN = 3  # things in one place
+_REASONS = 10  # of failures
+_PLAIN = Look()
+
+
+class Sum(NamedTuple):
+    """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and WHY, with the inputs of which that is true, those beside sets among them.
+
+    OTHER and UNENTERED are what was left in their folders, NOTES what else to know. IN_FULL: the report of each was shown.
+    """
+
+    converted: Sequence[Report]
+    copied: Sequence[Report]
+    skipped: int
+    failed: int
+    why: Mapping[str, Sequence[str]]
+    seconds: float
+    other: Sequence[Path]
+    unentered: Sequence[Path]
+    notes: Sequence[str]
+    in_full: bool
+
+
+def item_line(report: Report, look: Look = _PLAIN, *, copied: bool = False) -> str:
+    """What became of one item, in one line. COPIED: it is no checkpoint, and was copied."""
+    said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
+    return _line(look, report.dst, ", ".join(said))
+
+
+def skipped_line(dst: str, look: Look = _PLAIN) -> str:
+    """The line of an item whose output is there already."""
+    return _line(look, dst, "exists, skipped")
+
+
+def _parts(report: Report) -> Iterator[str]:
+    changes = report.changes
+    old_format, new_format = report.formats
+    yield size(report.size)
+    if old_format != new_format:
+        yield f"{old_format} → {new_format}"
+    if changes.devices:
+        yield _some(f"{old} → {new}" for old, new in changes.devices)
+    if changes.names:
+        yield count(len(changes.names), "name")
+    if changes.dtypes:
+        yield _some(f"{old} → {new}" for old, new in changes.dtypes)
+    if report.overflowed:
+        yield f"{sum(report.overflowed.values()):,} too large"
+    if report.left_behind:
+        yield f"{len(report.left_behind):,} left behind"
+    if report.failed:
+        yield f"{len(report.failed):,} beside it failed"
+    if report.notes:
+        yield count(len(report.notes), "note")
+
+
+def sum_lines(all_: Sum, look: Look = _PLAIN) -> Iterator[str]:
+    """How many items there were and what became of them, what failed, and what was left in their folders."""
+    done = [*all_.converted, *all_.copied]
+    would = "" if all(report.written for report in done) else "would be "
+    in_time = "" if would else f" in {all_.seconds:.2f} s"
+    said = [f"{len(all_.converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
+    beside = sum(len(report.failed) for report in all_.converted)
+    counts = (len(all_.copied), f"{would}copied"), (all_.skipped, "skipped"), (all_.failed, "failed"), (beside, "beside a set failed")  # fmt: skip
+    said += [f"{n:,} {what}" for n, what in counts if n]
+    yield look.paint(look.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title")
+    for why, paths in [*all_.why.items()][:_REASONS]:
+        yield from fact(look, "failed", f"{why}: {some(paths, _SHOWN)}")
+    if len(all_.why) > _REASONS:
+        yield from fact(look, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
+    if all_.other:
+        them = "it" if len(all_.other) == 1 else "them"
+        yield from fact(look, "left", f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along")  # fmt: skip
+    if all_.unentered:
+        yield from fact(look, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
+    for note in all_.notes:
+        yield from fact(look, "note", note)
+    if not all_.in_full and any(report.notes or report.left_behind for report in done):
+        yield from fact(look, "note", "-v tells all of each")
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return some([path.name for path in paths], _SHOWN)
+
+
+def _some(things: Iterable[str]) -> str:
+    listed = list(dict.fromkeys(things))
+    return ", ".join(listed[:_SHOWN]) + (", …" if len(listed) > _SHOWN else "")
+
+
+def _line(look: Look, path: str, said: str) -> str:
+    """PATH and what is SAID of it; on a terminal as much of both as fits a line, of the path its end."""
+    path, said = look.text(path), look.text(said)
+    if look.width is not None:
+        mark = look.text("…")
+        said = _fitting(said, look.columns - 20, lambda text: text[:-1], lambda text: text + mark)
+        path = _fitting(path, look.columns - 2 - cells(said), lambda text: text[1:], lambda text: mark + text)
+    return f"{path}: {said}"
+
+
+def _fitting(text: str, room: int, shorter: Callable[[str], str], marked: Callable[[str], str]) -> str:
+    """TEXT, or as much of it as fits ROOM columns once it is MARKED."""
+    if cells(text) <= room:
+        return text
+    while text and cells(marked(text)) > room:
+        text = shorter(text)
+    return marked(text)

@@ -1,0 +1,183 @@
+"""What two checkpoints do not have in common, for its reader: the answer first, then group after group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isinf
+from typing import TYPE_CHECKING
+
+from ckptconv.cli.render.text import Look, broken, cells, command, count, fact, padded, size, wrapped
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.comparison.differences import (
+        Difference,
+        OnlyIn,
+        TensorDifference,
+        ValueDifference,
+    )
+
+__all__ = ["difference_lines"]
+
+_SHOWN = 8  # lines of a group, unless all are asked for
+_INDENT = "    "
+_GAP = "  "
+_PLAIN = Look()
+#: Groups of facts about tensors: the attribute that says one, and what it is called.
+_FACTS = (("dtype", "dtype"), ("shape", "shape"), ("device", "device"), ("requires_grad", "requires_grad"), ("class_name", "class"), ("made_of", "kind"))  # fmt: skip
+
+
+def difference_lines(
+    difference: Difference, look: Look = _PLAIN, *, everything: bool = False, names_only: bool = False
+) -> Iterator[str]:
+    """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets. NAMES_ONLY: nothing else was compared."""
+    what = count(difference.tensors, "name" if names_only else "tensor")
+    if difference.same:
+        same = f"the same: {what}" + ("" if names_only else f", {size(difference.nbytes)}")
+        yield look.paint(look.text(same), "title")
+    else:
+        values = "" if names_only else _all_values(difference)
+        answer = look.text(f"different: {', '.join(_counts(difference))}; {values}{what} in both")
+        lines = wrapped(answer, look.columns) if look.width else [answer]
+        yield from (look.paint(row, "title") for row in lines)
+        for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
+            yield from fact(look, label, f"{path} ({format_})")
+    most = None if everything or look.width is None else _SHOWN
+    for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
+        yield from _group(look, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
+    rows: list[list[str]]
+    for attribute, label in _FACTS:
+        pairs = [(each, pair) for each in difference.differing if (pair := getattr(each, attribute)) is not None]
+        rows = [[each.path, f"{_said(pair[0])} → {_said(pair[1])}", _about_values(each)] for each, pair in pairs]
+        yield from _group(look, label, count(len(pairs), "tensor"), rows, most)
+    yield from _value_lines(look, difference, most)
+    others = [[each.path, f"{each.a or '(nothing)'} → {each.b or '(nothing)'}"] for each in difference.others]
+    yield from _group(look, "other", f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor", others, most)  # fmt: skip
+    for note in difference.notes:
+        yield from fact(look, "note", note)
+    if difference.suggestion:
+        yield from fact(look, "note", "no name is in both, but this compares what is alike:")
+        yield from command(look, difference.suggestion)
+
+
+def _counts(difference: Difference) -> Iterator[str]:
+    """What differs, in a few words each."""
+    for missing, side in ((difference.only_in_a, "A"), (difference.only_in_b, "B")):
+        if missing:
+            yield f"{count(len(missing), 'name')} only in {side}"
+    for attribute, label in _FACTS:
+        n = sum(getattr(each, attribute) is not None for each in difference.differing)
+        if n:
+            yield f"{label} of {count(n, 'tensor')}"
+    n = len(_apart(difference))
+    if n:
+        yield f"values of {count(n, 'tensor')}"
+    n = len(_unknown(difference))
+    if n:
+        yield f"{count(n, 'tensor')} not compared"
+    if difference.others:
+        yield count(len(difference.others), "other thing")
+
+
+def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:
+    """The tensors that have other values."""
+    return [(each, each.values) for each in difference.differing if each.values and each.values.differing]
+
+
+def _unknown(difference: Difference) -> list[TensorDifference]:
+    """The tensors whose values alone could not be compared."""
+    return [each for each in difference.differing if each.values is None and not any(getattr(each, name) for name, _ in _FACTS)]  # fmt: skip
+
+
+def _all_values(difference: Difference) -> str:
+    """Words for the values of all names that both sides have, where none is beyond the tolerance though other things differ."""
+    values = [each.values for each in difference.differing]
+    if not difference.tensors or any(found is None or found.differing for found in values):
+        return ""
+    return f"all values {'within the tolerance' if difference.near else 'equal'}; "
+
+
+def _value_lines(look: Look, difference: Difference, most: int | None) -> Iterator[str]:
+    apart = sorted(_apart(difference), key=_rank)
+    rows = [[each.path, *_how_far(each, values)] for each, values in apart]
+    what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
+    yield from _group(look, "values", what, rows, most)
+    unknown = _unknown(difference)
+    what = f"of {count(len(unknown), 'tensor')} not compared: elements share bytes with others"
+    yield from _group(look, "values", what, [[each.path] for each in unknown], most)
+
+
+def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
+    """The smaller, the more it says: the largest difference first, floats before whole numbers, bits and states of random generators last."""
+    found, values = pair
+    kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
+    return 3 if found.rng_state else kind, not values.not_finite, -(values.largest or 0)
+
+
+def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
+    if found.rng_state:
+        return ["state differs", "", "", ""]
+    share = f"{values.differing:,} of {values.elements:,}"
+    if values.largest is None or values.largest_relative is None:
+        return [share, "bits", "", ""]
+    if values.not_finite == values.differing:
+        return [share, "", "", "NaN or infinite on one side"]
+    more = f"{values.not_finite:,} of them NaN or infinite on one side" if values.not_finite else ""
+    return [share, _number(values.largest), _number(values.largest_relative), more]
+
+
+def _about_values(found: TensorDifference) -> str:
+    """Beside a fact that differs: whether the values do."""
+    if found.values is None:
+        return "" if found.shape else "values not compared"
+    if found.values.differing:
+        return "values differ"
+    return "values within the tolerance" if found.values.largest else "values equal"
+
+
+def _missing(found: OnlyIn) -> list[str]:
+    tied = f"tied to {found.tied_to}" if found.tied_to else ""
+    return [found.path, f"{found.dtype} {list(found.shape)}", tied]
+
+
+def _said(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) and abs(value) < 1_000_000:
+        return f"{value:,}"
+    return "inf" if isinf(value) else f"{float(value):.3g}"
+
+
+def _group(look: Look, label: str, what: str, rows: Sequence[list[str]], most: int | None) -> Iterator[str]:
+    """A group of findings: what it is, then a line for each, in columns."""
+    if not rows:
+        return
+    yield from fact(look, label, what)
+    shown = rows if most is None or len(rows) <= most + 1 else rows[:most]
+    texts = [[look.text(cell) for cell in row] for row in shown]
+    widths = [max(cells(row[i]) for row in texts) for i in range(len(texts[0]))]
+    for row in texts:
+        yield from _row(look, row, widths)
+    if len(rows) > len(shown):
+        yield look.paint(look.text(f"{_INDENT}… {len(rows) - len(shown):,} more (-v lists all)"), "quiet")
+
+
+def _row(look: Look, row: list[str], widths: list[int]) -> Iterator[str]:
+    """The cells of ROW side by side, where the terminal is wide enough; else the name in lines of its own."""
+    if look.width is None:
+        yield _INDENT + _GAP.join(cell for cell in row if cell)
+        return
+    name, *rest = row
+    line = _INDENT + _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if cells(line) <= look.columns:
+        yield line
+        return
+    line = _INDENT + _GAP.join(cell for cell in row if cell)
+    if cells(line) <= look.columns:
+        yield line
+        return
+    for part in broken(name, look.columns - len(_INDENT), hanging=2):
+        yield _INDENT + part
+    for part in wrapped(_GAP.join(cell for cell in rest if cell), look.columns - 2 * len(_INDENT)):
+        yield 2 * _INDENT + part

@@ -1,0 +1,151 @@
+"""Repeated blocks drawn once: ``layers.0.weight`` to ``layers.31.weight`` become ``layers.{0…31}.weight ×32``, if all that is in the layers is alike.
+
+The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch if what is below them has the same segments, dtypes, shapes, devices and sizes.
+So two numbers of a path fold (layers and experts) where every layer has every expert, and only the inner one where not. A tied name is like another
+if both are tied to the same tensor. Every branch is compared by a number that stands for all below it, so this costs what sorting the names would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptconv.pickles.graph import uncollected
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.summary import TensorSummary
+
+__all__ = ["Branch", "leaves", "tree_of"]
+
+_DEEPEST = 64  # levels; what is below stays one name, so that no name can make the tree deep
+_SHOWN_RUNS = 4
+# A key that is no string, an index with what ends it, or a word up to the dot or slash that ends it; dots at its start belong to it.
+_PIECE = re.compile(
+    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)? /?
+      | \.* (?: \\. | [^\\/[.] )* (?: [./] | (?=\[) | $ )
+      | .
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_PLAIN_PIECE = re.compile(r"\.*[^./]*[./]?")  # the same, many times faster, where no bracket or backslash is
+_NUMBER = re.compile(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
+
+
+@dataclass
+class Branch:
+    """A level of the tree: its segment, the numbers of the siblings that it stands for, and how many paths it stands for in all.
+
+    ``tensors`` and ``nbytes`` count all below it, in all it stands for, tied names as tensors and not as bytes. ``first`` is its place in the file's order.
+    """
+
+    segment: str
+    numbers: list[int]
+    times: int
+    first: int
+    tensor: TensorSummary | None
+    below: list[Branch] = field(default_factory=list)
+    tensors: int = 0
+    nbytes: int = 0
+
+    def name(self) -> str:
+        """The segment, with all its numbers where there are several: ``{0…31}.`` or ``[0…31]``."""
+        match = _NUMBER.fullmatch(self.segment)
+        if not self.numbers or match is None:
+            return self.segment
+        opening, _, closing = match.groups()
+        runs = _runs(self.numbers)
+        return f"{opening}{runs}{closing}" if opening else f"{{{runs}}}{closing}"
+
+
+def tree_of(tensors: list[TensorSummary], *, fold: bool) -> list[Branch]:
+    """The tree's first level."""
+    with uncollected():
+        return _tree_of(tensors, fold=fold)
+
+
+def _tree_of(tensors: list[TensorSummary], *, fold: bool) -> list[Branch]:
+    root = _Node(0)
+    for i, tensor in enumerate(tensors):
+        at = root
+        for piece in _pieces(tensor["path"]):
+            at = at.below.get(piece) or at.below.setdefault(piece, _Node(i))
+        at.tensor = tensor
+    if fold:
+        _compare(root, {})
+    return _branches(root, 1, fold=fold)
+
+
+def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Branch]]:
+    """The branches that are tensors, each with its whole name."""
+    for branch in branches:
+        name = prefix + branch.name()
+        if branch.tensor is not None:
+            yield name, branch
+        yield from leaves(branch.below, name)
+
+
+class _Node:
+    """A level while the tree grows. Nodes of the same ``kind`` are alike in all that is below."""
+
+    __slots__ = ("below", "first", "kind", "tensor")
+
+    def __init__(self, first: int) -> None:
+        self.below: dict[str, _Node] = {}
+        self.first = first
+        self.kind = 0
+        self.tensor: TensorSummary | None = None
+
+
+def _pieces(path: str) -> list[str]:
+    pieces = [piece for piece in (_PIECE if "[" in path or "\\" in path else _PLAIN_PIECE).findall(path) if piece]
+    return pieces if len(pieces) <= _DEEPEST else [*pieces[: _DEEPEST - 1], "".join(pieces[_DEEPEST - 1 :])]
+
+
+def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
+    """Give NODE and all below it their kinds, each a number for what was not seen before."""
+    tensor = node.tensor
+    alike = tensor and (
+        tensor["dtype"], tuple(tensor["shape"]), tensor["device"], tensor["kind"], tensor["nbytes"], tensor["tied_to"],
+    )  # fmt: skip
+    below = tuple(sorted((piece, _compare(inner, kinds)) for piece, inner in node.below.items()))
+    node.kind = kinds.setdefault((alike, below), len(kinds))
+    return node.kind
+
+
+def _branches(node: _Node, times: int, *, fold: bool) -> list[Branch]:
+    alike: dict[Hashable, list[tuple[int, str, _Node]]] = {}
+    for piece, inner in node.below.items():
+        match = _NUMBER.fullmatch(piece) if fold else None
+        key = (match[1], match[3], inner.kind) if match else piece
+        alike.setdefault(key, []).append((int(match[2]) if match else 0, piece, inner))
+    return [_branch(group, times, fold=fold) for group in alike.values()]
+
+
+def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> Branch:
+    _, piece, node = group[0]
+    times *= len(group)
+    numbers = sorted(number for number, _, _ in group) if len(group) > 1 else []
+    branch = Branch(piece, numbers, times, node.first, node.tensor, _branches(node, times, fold=fold))
+    if node.tensor is not None:
+        branch.tensors = times
+        branch.nbytes = times * node.tensor["nbytes"] if node.tensor["tied_to"] is None else 0
+    branch.tensors += sum(inner.tensors for inner in branch.below)
+    branch.nbytes += sum(inner.nbytes for inner in branch.below)
+    return branch
+
+
+def _runs(numbers: list[int]) -> str:
+    """NUMBERS, which ascend, with what is consecutive as ``0…31``, and the middle left out where there are many gaps."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = [
+        str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}…{b}"
+        for a, b in runs
+    ]  # fmt: skip
+    return ",".join(words if len(words) <= _SHOWN_RUNS else [*words[: _SHOWN_RUNS - 1], "…", words[-1]])

@@ -1,0 +1,145 @@
+"""What a conversion did, or would do, for its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckptconv.cli.render.renames import Pattern, patterns
+from ckptconv.cli.render.text import Look, count, fact, headline, size, some
+
+if TYPE_CHECKING:
+    from ckptconv.checkpoint.model import LeftBehind, NameChange, Report
+
+__all__ = ["report_lines"]
+
+_SHOWN = 5  # things in one fact
+_PATTERNS = 8  # of names
+_NO_DEVICES = ("safetensors", "sharded safetensors", "DCP safetensors")
+_PLAIN = Look()
+
+
+def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = False) -> Iterator[str]:
+    """What a conversion did, or, after a dry run, would do."""
+    changes = report.changes
+    done = (
+        f"{size(report.size)} written in {report.seconds:.2f} s"
+        if report.written
+        else f"would write {size(report.size)}"
+    )
+    old_format, new_format = report.formats
+    what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
+    yield from headline(look, report.dst, f"{what}, {done}")
+    if every_name and report.files:
+        yield from fact(look, "files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
+    if old_format != new_format:
+        yield from fact(look, "format", f"{old_format} → {new_format}")
+    for (old, new), (tensors, nbytes) in changes.devices.items():
+        old = "none stored" if old_format in _NO_DEVICES else old
+        yield from fact(look, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
+    yield from _name_lines(changes.names, every_name, look)
+    if changes.unprefixed:
+        yield from fact(look, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+    yield from _dtype_lines(report, every_name, look)
+    if changes.rng_states:
+        yield from fact(
+            look,
+            "RNG states",
+            f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU: {_listed(changes.rng_states)}",
+        )
+    yield from _left_behind_lines(report.left_behind, every_name, look)
+    yield from _tie_lines(report, look)
+    changed = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
+    if not (changed or report.left_behind or old_format != new_format):
+        yield from fact(look, "changes", "none")
+    for note in report.notes:
+        yield from fact(look, "note", note)
+
+
+def _dtype_lines(report: Report, every_one: bool, look: Look) -> Iterator[str]:
+    """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
+    changes = report.changes
+    for (old, new), done in changes.dtypes.items():
+        sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
+        yield from fact(look, "dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
+    for why, paths in changes.not_cast.items():
+        yield from fact(look, "not cast", f"{why}: {_all_or_some(paths, every_one)}")
+    if report.overflowed:
+        worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
+        places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
+        total = count(sum(report.overflowed.values()), "number")
+        yield from fact(look, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
+    if changes.separated:
+        groups = [" | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items()) for each in changes.separated]  # fmt: skip
+        yield from fact(
+            look, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
+        )
+    if changes.compacted.storages:
+        gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
+        yield from fact(look, "compacted", f"{gone} that no tensor shows left out of {of}")
+
+
+def _tie_lines(report: Report, look: Look) -> Iterator[str]:
+    """The names that a safetensors file has as texts alone."""
+    if report.ties:
+        listed = _listed(f"{name} → {first}" for name, first in report.ties)
+        if report.formats[1].endswith("safetensors"):
+            listed = (
+                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
+                "(load_model reads them, load_file does not; --copy-tied writes the tensors)"
+            )
+        yield from fact(look, "tied", listed)
+
+
+def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, look: Look) -> Iterator[str]:
+    """What the output does not hold, the reasons apart, the largest first."""
+    by_reason: dict[str, list[LeftBehind]] = {}
+    for left in sorted(left_behind, key=lambda left: -left.nbytes):
+        by_reason.setdefault(left.why, []).append(left)
+    for why, group in by_reason.items():
+        shown = group if every_one else group[:_SHOWN]
+        listed = ", ".join(f"{left.path} ({size(left.nbytes)})" if left.nbytes else left.path for left in shown)
+        more = len(group) - len(shown)
+        if more:
+            rest = sum(left.nbytes for left in group[len(shown) :])
+            listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + " (-v lists all)"
+        yield from fact(look, "left behind", f"{why}: {listed}")
+
+
+def _name_lines(names: list[NameChange], every_name: bool, look: Look) -> Iterator[str]:
+    """The names that changed, by what changed in them."""
+    if every_name:
+        for change in names:
+            yield from fact(look, "names", f"{change.path}: {change.old} → {change.new}")
+        return
+    found = patterns(names)
+    label = "names"
+    for pattern in found[:_PATTERNS]:
+        yield from fact(look, label, _renamed(pattern))
+        label = ""
+    if len(found) > _PATTERNS:
+        yield from fact(look, label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
+
+
+def _renamed(pattern: Pattern) -> list[str]:
+    """One pattern, in how many names of which state dicts, and one of them."""
+    example = f"{pattern.example.old} → {pattern.example.new}"
+    where = "" if [*pattern.paths] == ["."] else f" in {_listed(pattern.paths)}"
+    most, total = max(pattern.paths.values()), sum(pattern.paths.values())
+    if total == 1 or example == f"{pattern.old} → {pattern.new}":
+        return [example + where]
+    if most * len(pattern.paths) == total > most:
+        where = f" in each of {_listed(pattern.paths)}"
+        total = most
+    return [f"{pattern.old} → {pattern.new}: {count(total, 'name')}{where}", f"such as {example}"]
+
+
+def _all_or_some(things: Sequence[str], every_one: bool) -> str:
+    """THINGS, or the first of them and how to see the others."""
+    if every_one or len(things) <= _SHOWN:
+        return ", ".join(things)
+    return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more (-v lists all)"
+
+
+def _listed(things: Iterable[str]) -> str:
+    return ", ".join(some(things, _SHOWN))

@@ -1,0 +1,193 @@
+"""The tensors as a table: columns on a terminal, repeated blocks folded, else a line for each tensor with tabs between its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptconv.cli.render.text import Look, broken, cells, count, padded, size, wrapped
+from ckptconv.edits.names import key_segment
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.summary import TensorSummary
+
+__all__ = ["Row", "drawn", "fields", "footer", "named", "table_lines"]
+
+_GAP = "  "
+_HEADINGS = ("tensor", "dtype", "shape", "device", "size")
+_NARROW = 70  # columns; below that there is no room for bars
+_LEAST_NAME = 16  # columns of a name, below which other columns make room
+_LONGEST_NAME = 300  # characters of a name on a terminal, so that no name fills the screen
+_FEWEST = 10  # rows, however low the terminal
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+class Row(NamedTuple):
+    """A row as drawn: its texts under the headings, how far the first one is indented, its bytes, and how many tensors it stands for."""
+
+    texts: tuple[str, ...]
+    nbytes: int
+    tensors: int
+    indent: int = 0
+
+
+def fields(tensor: TensorSummary, look: Look) -> tuple[str, str, str]:
+    """Dtype, shape and device of TENSOR as texts."""
+    kind = "" if tensor["kind"] == "strided" else f" ({tensor['kind']})"
+    shape = "×".join(map(str, tensor["shape"])) or "scalar"
+    return look.text(tensor["dtype"] + kind), look.text(shape), look.text(tensor["device"] or "-")
+
+
+def table_lines(
+    tensors: list[TensorSummary],
+    look: Look,
+    *,
+    limit: int | None = None,
+    height: int | None = None,
+    fold: bool = True,
+    by_size: bool = False,
+) -> Iterator[str]:
+    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows. Only terminals see blocks folded.
+
+    What stands in a whole module is called as in the state dict that it would give.
+    """
+    tensors = _as_in_state_dicts(tensors)
+    if look.width is None:
+        for tensor in tensors[:limit]:
+            yield "\t".join((look.text(named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
+        n = len(tensors[:limit])
+        yield from footer(look, len(tensors), drawn=n, rows=len(tensors), shown=n)
+        return
+    from ckptconv.cli.render.folding import leaves, tree_of  # not for a pipe
+
+    every = list(leaves(tree_of(tensors, fold=fold)))
+    every.sort(key=lambda leaf: leaf[1].first)
+    if by_size:
+        every.sort(key=lambda leaf: -leaf[1].times * leaf[1].tensor["nbytes"] if leaf[1].tensor else 0)
+    rows = []
+    for name, leaf in every[:limit]:
+        assert leaf.tensor is not None
+        nbytes = leaf.times * leaf.tensor["nbytes"]
+        name = named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
+        rows.append(Row((look.text(name), *fields(leaf.tensor, look), size(nbytes)), nbytes, leaf.times))
+    yield from drawn(rows, look, len(tensors), every=len(every), height=height)
+
+
+def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
+    """TENSORS under the paths that they would have in the state dicts of whole modules."""
+    new = {
+        tensor["path"]: ("" if tensor["module"] == "." else tensor["module"]) + key_segment(tensor["name"], 0)
+        for tensor in tensors
+        if tensor["module"] is not None and tensor["name"] is not None
+    }
+    return (
+        [
+            {
+                **tensor,
+                "path": new.get(tensor["path"], tensor["path"]).removeprefix("/"),
+                "tied_to": new.get(tensor["tied_to"] or "", tensor["tied_to"]),
+            }
+            for tensor in tensors
+        ]
+        if new
+        else tensors
+    )
+
+
+def named(name: str, tensor: TensorSummary) -> str:
+    """NAME, and the path of the tensor that TENSOR is tied to, if it is."""
+    return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
+
+
+def footer(look: Look, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
+    """What the rows above stand for, and what is missing: DRAWN of ROWS are there, SHOWN of TENSORS."""
+    if rows > drawn:
+        left = count(tensors - shown, "more tensor")
+        rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
+        for line in wrapped(f"{look.text('…')} {rest} (--all shows them)", look.columns - 2):
+            yield look.paint("  " + line, "quiet")
+    elif shown > drawn:
+        stands = look.text("the shape of one ×N, the size of all (--all unfolds)")
+        for line in wrapped(f"{count(drawn, 'row')}, {count(shown, 'tensor')}: {stands}", look.columns - 2):
+            yield look.paint("  " + line, "quiet")
+
+
+# Drawing
+
+
+def drawn(rows: list[Row], look: Look, tensors: int, *, every: int, height: int | None) -> list[str]:
+    """ROWS, the first of EVERY for all TENSORS, and the footer; as many rows as HEIGHT lines take, if it is given."""
+    n = len(rows)
+    while True:
+        shown = sum(row.tensors for row in rows[:n])
+        lines = [*_draw(rows[:n], look), *footer(look, tensors, drawn=n, rows=every, shown=shown)]
+        if height is None or len(lines) <= height or n <= _FEWEST:
+            return lines
+        n -= 1
+
+
+def _draw(rows: list[Row], look: Look) -> Iterator[str]:
+    """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room."""
+    if not rows:
+        return
+    table = [row.texts for row in rows]
+    widths = [max(map(cells, column)) for column in zip(_HEADINGS, *table, strict=True)]
+    widths[0] = max(cells(_cut(row.texts[0])) + row.indent for row in rows)
+    widths[0] = max(widths[0], len(_HEADINGS[0]))
+    columns, bar = _fit(widths, look.columns, devices={row[3] for row in table} - {"-", ""} != set())
+    yield look.paint(_GAP.join(padded(_HEADINGS[i], columns[i], right=i == 4) for i in columns).rstrip(), "title")
+    whole = sum(columns.values()) + len(_GAP) * (len(columns) - 1) + (bar and bar + len(_GAP))
+    yield look.paint(look.text("─") * whole, "quiet")
+    largest = max(row.nbytes for row in rows)
+    for row in rows:
+        yield from _drawn(row, columns, _bar(row.nbytes, largest, bar, look) if bar else "", look)
+
+
+def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int], int]:
+    """The columns that there is room for, with their widths, and the width of the bar."""
+    most = max(12, width // 5)
+    columns = {i: min(wanted, most) if 0 < i < 4 else wanted for i, wanted in enumerate(widths)}
+    if not devices:
+        del columns[3]
+    bar = 0 if width < _NARROW else max(8, min(24, 8 + (width - 80) // 8))
+    for spare in (None, 1, 3, 2):
+        columns.pop(spare or len(widths), None)
+        room = width - sum(columns.values()) + columns[0] - len(_GAP) * (len(columns) - 1) - (bar and bar + len(_GAP))
+        if room >= min(_LEAST_NAME, columns[0]):
+            break
+        bar = 0
+    columns[0] = min(columns[0], room)
+    return columns, bar
+
+
+def _drawn(row: Row, columns: dict[int, int], bar: str, look: Look) -> Iterator[str]:
+    """The lines of ROW: as many as its longest cell needs."""
+    lines = {
+        i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()
+    }  # fmt: skip
+    device = "device" if row.texts[3] not in ("cpu", "-") else None
+    for at in range(max(map(len, lines.values()))):
+        line = ""
+        for i, width in columns.items():
+            text = padded(lines[i][at] if at < len(lines[i]) else "", width, right=i == 4)
+            line += (_GAP if i else "") + (look.paint(text, device) if i == 3 and text.strip() else text)
+        yield (line + (_GAP + look.paint(bar, "quiet") if bar and not at else "")).rstrip()
+
+
+def _indented(row: Row, width: int) -> list[str]:
+    indent = min(row.indent, width // 2)
+    return [" " * indent + line for line in broken(_cut(row.texts[0]), width - indent, hanging=2)]
+
+
+def _cut(name: str) -> str:
+    """NAME without its middle, if it is longer than anybody reads."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
+
+
+def _bar(nbytes: int, largest: int, width: int, look: Look) -> str:
+    """NBYTES beside LARGEST, in eighths of a column."""
+    if not look.unicode:
+        return "#" * round(width * nbytes / max(1, largest))
+    whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
+    return (_EIGHTHS[8] * whole + _EIGHTHS[eighths]).rstrip()

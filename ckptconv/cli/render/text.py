@@ -1,0 +1,230 @@
+"""What all drawings share: what the text is drawn for, how wide it is, where it may be broken, and how it gets out safely."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import click
+
+from ckptconv.errors import count, printable
+from ckptconv.hints import escaped
+
+__all__ = [
+    "Look",
+    "broken",
+    "cells",
+    "command",
+    "count",
+    "fact",
+    "headline",
+    "natural",
+    "padded",
+    "size",
+    "some",
+    "wrapped",
+]
+
+_INDENT = "  "
+_LABEL = 14  # columns
+_NARROWEST = 40  # columns; below that lines are as for 40
+_TIE = "\N{NO-BREAK SPACE}"  # stands between words that stay together; printable() lets none through from a file
+# Patterns are texts, compiled when a terminal needs them: that takes longer than all else that is done here for a pipe.
+_TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit, a word and how often
+_ASCII = str.maketrans({"×": "x", "…": "...", "→": "->", "─": "-"})
+_STYLES = {
+    "good": {"fg": "green"},
+    "bad": {"fg": "red", "bold": True},
+    "command": {"fg": "cyan"},
+    "device": {"fg": "yellow"},
+    "title": {"bold": True},
+    "quiet": {"dim": True},
+}
+_SHELL_WORD = r"""(?s)(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+"""
+_SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
+
+
+class Look(NamedTuple):
+    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in colours or not, in Unicode or in ASCII."""
+
+    width: int | None = None
+    colour: bool = False
+    unicode: bool = True
+
+    @property
+    def columns(self) -> int:
+        return max(self.width or 0, _NARROWEST)
+
+    def text(self, raw: object) -> str:
+        """RAW, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
+        text = str(raw)
+        if text.isascii():
+            return text if text.isprintable() else printable(text)
+        text = printable(text)
+        return text if self.unicode else text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+
+    def paint(self, text: str, style: str | None) -> str:
+        return click.style(text, **_STYLES[style]) if self.colour and style and text else text  # type: ignore[arg-type]
+
+
+# Numbers
+
+
+def size(nbytes: int) -> str:
+    """NBYTES in the decimal units that disks and the Hub use."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
+    return f"{nbytes / 1000**power:.3g} {' kMGT'[power]}B"
+
+
+# Widths and breaks
+
+
+def cells(text: str) -> int:
+    """The columns that TEXT takes on a terminal."""
+    return len(text) if text.isascii() else sum(map(_cells_of, text))
+
+
+@lru_cache(maxsize=4096)
+def _cells_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """TEXT with spaces up to WIDTH columns; on its left if it stands RIGHT."""
+    gap = " " * (width - cells(text))
+    return gap + text if right else text + gap
+
+
+def wrapped(text: str, room: int) -> list[str]:
+    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths only where a word needs more than a line."""
+    lines, line = [], ""
+    for word in text.split(" "):
+        if line and cells(line) + 1 + cells(word) > room:
+            lines.append(line)
+            line = ""
+        if cells(word) > room:
+            *whole, word = wrapped(word.replace(_TIE, " "), room) if _TIE in word else broken(word, room)
+            lines += whole
+        line = f"{line} {word}" if line else word
+    return [line.replace(_TIE, " ").rstrip() for line in (*lines, line)]
+
+
+def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
+    """NAME in lines of at most ROOM columns, broken after dots, slashes and spaces, else where it must be; all lines but the first indented by HANGING columns."""
+    lines, line, most = [], "", max(1, room)
+    rest = max(1, room - hanging)
+    for segment in re.findall(_SEGMENT, name):
+        if line and cells((line + segment).rstrip()) > most:
+            lines.append(line.rstrip())
+            line, most = "", rest
+        while cells(segment.rstrip()) > most:
+            head = _head(segment, most)
+            lines.append(head)
+            segment, most = segment[len(head) :], rest
+        line += segment
+    first, *others = [*lines, line.rstrip()]
+    return [first, *(" " * hanging + other for other in others)]
+
+
+def _head(text: str, room: int) -> str:
+    """As much of TEXT as fits ROOM columns, and at least a character."""
+    used = 0
+    for i, character in enumerate(text):
+        used += _cells_of(character)
+        if used > room and i:
+            return text[:i]
+    return text
+
+
+# Order
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10."""
+    return [
+        (len(digits := part.lstrip("0")), digits) if i % 2 else (0, part)
+        for i, part in enumerate(re.split(r"([0-9]+)", name))
+    ]
+
+
+# Facts and commands
+
+
+def headline(look: Look, path: str, what: str) -> Iterator[str]:
+    """The first line: a path and what is there, which stands below a path that is too long."""
+    path, what = f"{look.text(path)}:", look.text(what)
+    if look.width is None or cells(path) + 1 + cells(what) <= look.columns:
+        yield look.paint(f"{path} {what}", "title")
+        return
+    for line in (*broken(path, look.columns, hanging=2), *(_INDENT + line for line in wrapped(what, look.columns - 2))):
+        yield look.paint(line, "title")
+
+
+def fact(
+    look: Look,
+    label: str,
+    what: str | Sequence[str],
+    *,
+    separator: str = ", ",
+    paint: Callable[[str], str] = lambda line: line,
+) -> Iterator[str]:
+    """A LABEL and WHAT it is: a sentence, or several things that are kept whole. What needs more lines stands below the text, not below the label."""
+    if look.width is None:
+        yield f"{_INDENT}{label:<{_LABEL}}{look.text(what if isinstance(what, str) else separator.join(what))}"
+        return
+    if isinstance(what, str):
+        text = re.sub(_TOGETHER, _TIE, look.text(what))
+    else:
+        text = separator.join(look.text(item).replace(" ", _TIE) for item in what)
+    margin = len(_INDENT) + _LABEL
+    first, *others = wrapped(text, look.columns - margin)
+    yield _INDENT + look.paint(f"{label:<{_LABEL}}" if first else label, "quiet") + paint(first)
+    for line in others:
+        yield " " * margin + paint(line)
+
+
+def command(look: Look, typed: str) -> Iterator[str]:
+    """A command as it is typed. Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a word that is wider than the terminal is left to the terminal."""
+    indent = 2 * _INDENT
+    line = ""
+    for word in _with_values([_pasteable(word, look) for word in re.findall(_SHELL_WORD, typed)]):
+        if look.width is not None and line and cells(indent + line + word) + 3 > look.columns:
+            yield indent + look.paint(line, "command") + " \\"
+            indent, line = 4 * _INDENT, ""
+        line = f"{line} {word}" if line else word
+    yield indent + look.paint(line, "command")
+
+
+def _with_values(words: list[str]) -> list[str]:
+    """WORDS with an option and its value as one: they go into the next line together."""
+    together: list[str] = []
+    for i, word in enumerate(words):
+        if i and words[i - 1].startswith("-") and not word.startswith("-"):
+            together[-1] += " " + word
+        else:
+            together.append(word)
+    return together
+
+
+def _pasteable(word: str, look: Look) -> str:
+    """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's own escapes."""
+    if printable(word) == word and (look.unicode or word.isascii()):
+        return word
+    if word.startswith("$'"):  # escaped already, but for what only this terminal cannot show
+        return "".join(c if c.isascii() else escaped(c, ascii_only=True) for c in word)
+    return f"$'{''.join(escaped(c, ascii_only=not look.unicode) for c in ''.join(shlex.split(word)))}'"
+
+
+def some(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
+    """The first of ITEMS, MOST of them, and the number of the rest."""
+    every = list(items)
+    rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []
+    return every[:most] + rest

@@ -1,0 +1,38 @@
+"""What was verified: a line for each finding, and the verdict as the last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckptconv.cli.render.text import count, size
+from ckptconv.errors import printable
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.verification import Verdict
+
+__all__ = ["verdict_lines"]
+
+
+def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
+    """VERDICT: each line begins with its level. QUIET: nothing about what is sound; VERBOSE: notes too."""
+    for finding in verdict.findings:
+        if verbose if finding.level == "note" else not (quiet and verdict.ok):
+            yield str(finding)
+    if not verdict.ok:
+        levels = Counter(finding.level for finding in verdict.findings if finding.level != "note")
+        said = [f"{number:,} {level}" for level, number in levels.items()]
+        if verdict.more:
+            said.append(f"{verdict.more:,} more that are not listed")
+        yield f"failed: {printable(verdict.path)}: {', '.join(said)}"
+    elif not quiet:
+        yield f"ok: {printable(verdict.path)}: {', '.join(_soundness(verdict))}"
+
+
+def _soundness(verdict: Verdict) -> Iterator[str]:
+    """What a sound checkpoint is said to be."""
+    yield str(verdict.format)
+    yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
+    if verdict.safety:
+        yield verdict.safety

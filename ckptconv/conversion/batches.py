@@ -1,0 +1,269 @@
+"""Many conversions, each by itself: in processes of our own, or wherever an executor has them done. One that fails stops none, and one that is lost is done again.
+
+The engine is :mod:`concurrent.futures`' and nothing else: whatever has ``submit`` (Dask, mpi4py, ...) does. ``docs/scale.md`` shows how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.checkpoint.model import Edits, Progress
+from ckptconv.conversion.executors import Engine, others, processes
+from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
+from ckptconv.conversion.targets import Item, list_items
+from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
+from ckptconv.formats import opening
+from ckptconv.formats.sharded import shards
+from ckptconv.formats.sharded.index import find_set
+from ckptconv.output import files as output_files
+from ckptconv.pickles.graph import uncollected
+from ckptconv.wording import for_python, in_python
+
+__all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
+
+_ATTEMPTS = 3  # of a job that is lost each time
+_POLL = 0.2  # seconds between two looks at what was written
+
+
+def convert_many(
+    jobs: Iterable[Job], executor: Executor | None = None, *, done: Callable[[Outcome], object] | None = None
+) -> list[Outcome]:
+    """Do JOBS and give what became of each, in their order. Raises nothing for any of them: errors stand in the outcomes.
+
+    EXECUTOR: where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left open. None: processes, one for each core, that end with this call; the program that calls must
+    then be guarded by ``if __name__ == "__main__"``, as for every process pool. DONE is called with each outcome as soon as there is one.
+
+    An edit that means nothing in one checkpoint is left out there if it means something in another one; those checkpoints come last. Missing folders above outputs are made.
+    """
+
+    def tell(outcome: Outcome) -> Outcome:
+        _say_in_python(outcome)
+        if done is not None:
+            done(outcome)
+        return outcome
+
+    todo = list(jobs)
+    if executor is not None:
+        return run_jobs(todo, others(executor), tell)
+    return run_jobs(todo, processes(min(os.cpu_count() or 1, len(todo) or 1)), tell)
+
+
+@for_python
+def jobs_in(
+    src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], dst: str | os.PathLike[str], **edits: Any
+) -> list[Job]:
+    """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
+
+    SRC can be several files and folders, which go to DST under their own names. Sharded sets and folders of torch.distributed.checkpoint are one job each; ``copy_others``: what is no checkpoint is copied.
+
+    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where there is no checkpoint.
+    """
+    srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
+    listing = list_items(
+        srcs, dst, format=edits.get("format"), in_shards=edits.get("max_shard_size") is not None,
+        copy_others=edits.get("copy_others", False),
+    )  # fmt: skip
+    return [job_of(item, edits) for item in listing.items]
+
+
+@for_python
+def write_index(folder: str | os.PathLike[str]) -> Path:
+    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last step where each shard was a job of its own.
+
+    Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two, RefusedError where there are no shards, or there is an index.
+    """
+    if not os.path.isdir(folder):
+        raise InputError("there is no such folder", where=folder, expected="a folder with shards")
+    with SourceFolder(folder) as source, uncollected():
+        found = find_set(source.path)
+        if found is None or found.index is not None:
+            what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"
+            raise RefusedError(what, where=folder, expected="shards without an index")
+        checkpoint = shards.read(source, opening.read)
+        index = shards.layout(checkpoint, source.path, shards.format_of(checkpoint)).files[-1]
+        output_files.write(index, source, replace=False, verify=False)
+    return index.path
+
+
+def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
+    """The job that converts ITEM with EDITS."""
+    dst = f"{item.dst}{os.sep}" if item.is_folder else str(item.dst)
+    if item.kind == "other":
+        edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
+        return Job(str(item.src), dst, {**edits, "copy": True})
+    if item.kind != "shards":  # a set's own folder can have others in it
+        edits = {name: value for name, value in edits.items() if name != "copy_others"}
+    return Job(str(item.src), dst, edits)
+
+
+def _say_in_python(outcome: Outcome) -> None:
+    error = outcome.error
+    if error is not None:
+        error.what = in_python(error.what)
+        error.hint = error.hint and in_python(error.hint)
+
+
+# All jobs
+
+
+def run_jobs(
+    jobs: Sequence[Job], engine: Engine, done: Callable[[Outcome], Outcome], tick: Progress | None = None
+) -> list[Outcome]:
+    """What became of JOBS, in their order. DONE is called with each outcome, and gives what is kept of it; TICK with each number of bytes written. ENGINE is closed."""
+    made: list[Path] = []
+    failed = True
+    try:
+        outcomes = _all(jobs, engine, done, tick, made)
+        failed = False
+    finally:
+        engine.close(failed=failed)
+        for folder in sorted(set(made), reverse=True):  # those in which nothing came to stand
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return [outcomes[i] for i in range(len(jobs))]
+
+
+def _all(
+    jobs: Sequence[Job], engine: Engine, done: Callable[[Outcome], Outcome], tick: Progress | None, made: list[Path]
+) -> dict[int, Outcome]:
+    """The outcomes of JOBS by their numbers; at first of those for which every edit means something."""
+    outcomes: dict[int, Outcome] = {}
+    put_off: dict[int, Outcome] = {}
+    known: set[tuple[str, object]] = set()  # the edits that mean something somewhere
+    with closing(_each(dict(enumerate(_tasks(jobs, made))), engine, tick)) as each:
+        for i, outcome in each:
+            known |= _matched(outcome)
+            if outcome.unmatched:
+                put_off[i] = outcome
+            else:
+                outcomes[i] = done(outcome)
+    if any(not known.issuperset(outcome.unmatched) for outcome in put_off.values()):
+        known |= _matched_in([outcome.job for outcome in outcomes.values() if outcome.skipped], engine)
+    again: dict[int, Task] = {}
+    for i, outcome in sorted(put_off.items()):
+        if known.issuperset(outcome.unmatched):
+            again[i] = next(_tasks([jobs[i]], made))._replace(dropped=outcome.unmatched)
+        else:
+            outcomes[i] = done(outcome)
+    with closing(_each(again, engine, tick)) as each:
+        for i, outcome in each:
+            outcomes[i] = done(replace(outcome, unmatched=again[i].dropped))
+    return outcomes
+
+
+def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
+    """JOBS with what is so before they begin. MADE gets the folders that they will make."""
+    for job in jobs:
+        src, dst = Path(job.src), Path(job.dst)
+        if not job.edits.get("dry_run"):
+            made += _missing(dst.parent)
+        stamp = None
+        with contextlib.suppress(OSError, ValueError):
+            stamp = stamp_of(src) if os.path.samefile(src, dst) else None
+        yield Task(job, new=not os.path.lexists(dst), stamp=stamp)
+
+
+def _missing(folder: Path) -> Iterator[Path]:
+    """FOLDER and those above it, as far as they are not there."""
+    for each in (folder, *folder.parents):
+        if os.path.lexists(each):
+            return
+        yield each
+
+
+def _matched(outcome: Outcome) -> set[tuple[str, object]]:
+    """The edits of which OUTCOME says that they mean something."""
+    if not (outcome.report or outcome.unmatched):
+        return set()
+    return set(_pairs(outcome.job.as_edits())).difference(outcome.unmatched)
+
+
+def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
+    """The edits that could mean nothing somewhere."""
+    for each in fields(edits):
+        value = getattr(edits, each.name)
+        if isinstance(value, tuple):
+            yield from ((each.name, one) for one in value)
+
+
+def _matched_in(jobs: Iterable[Job], engine: Engine) -> set[tuple[str, object]]:
+    """The edits that mean something in one of the inputs of JOBS, which were done before, so that nothing of them is known."""
+    look = {"dry_run": True, "force": True, "skip_existing": False}
+    tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}
+    with closing(_each(tasks, engine, None)) as each:
+        return {pair for _, outcome in each for pair in _matched(outcome)}
+
+
+def _each(
+    tasks: Mapping[int, Task], engine: Engine, tick: Progress | None
+) -> Generator[tuple[int, Outcome], None, None]:
+    """The outcomes of TASKS as they come. What ENGINE loses is submitted again."""
+    waiting = deque(tasks)
+    suspects: deque[int] = deque()  # what was lost together, one of which may be why
+    running: dict[Future[Outcome], int] = {}
+    finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
+    lost: Counter[int] = Counter()
+    suspected = False  # what is running
+    before = engine.written()
+    try:
+        while waiting or suspects or running:
+            while not suspected and (waiting or suspects) and len(running) < (1 if suspects else engine.most):
+                suspected = bool(suspects)
+                i = (suspects or waiting).popleft()
+                future = _submitted(engine, tasks[i]._replace(lost=engine.repeats or lost[i] > 0))
+                running[future] = i
+                future.add_done_callback(finished.put)
+            with contextlib.suppress(Empty):
+                future = finished.get(timeout=_POLL)
+                i, suspected = running.pop(future), False
+                error = _loss(future)
+                if error is None:
+                    yield i, future.result()
+                else:
+                    lost[i] += 1
+                    if lost[i] < _ATTEMPTS:
+                        (suspects if engine.alone else waiting).append(i)
+                    else:
+                        yield i, Outcome(tasks[i].job, error=_lost(tasks[i].job, error))
+            if tick is not None and (now := engine.written()) > before:
+                tick(now - before)
+                before = now
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _submitted(engine: Engine, task: Task) -> Future[Outcome]:
+    try:
+        return engine.submit(task)
+    except Exception as error:  # an executor that is broken, or shut down
+        future: Future[Outcome] = Future()
+        future.set_exception(error)
+        return future
+
+
+def _loss(future: Future[Outcome]) -> BaseException | None:
+    """Why FUTURE has no outcome: jobs raise nothing, so it is not the job's fault."""
+    if future.cancelled():
+        return OutputError("it was cancelled")
+    error = future.exception()
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    return error
+
+
+def _lost(job: Job, error: BaseException) -> CkptconvError:
+    return OutputError(
+        f"it was not done in {_ATTEMPTS} attempts: what did it ended before ({type(error).__name__}: {error})", where=job.src,
+        hint="if memory ran out: fewer at a time",
+    )  # fmt: skip

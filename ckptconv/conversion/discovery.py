@@ -1,0 +1,125 @@
+"""Which checkpoints a folder holds: files, sharded sets, folders of torch.distributed.checkpoint, and what is none of them. By names, all the way down."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from ckptconv.byteranges.sources import Source
+from ckptconv.errors import InputError
+from ckptconv.formats.foreign.folders import FILE_SUFFIXES
+from ckptconv.formats.sharded.index import sets_in
+from ckptconv.output.files import is_temporary
+
+__all__ = ["Found", "Kind", "find", "find_in"]
+
+#: ``unentered``: a hidden folder that holds something, or a link to a folder.
+Kind: TypeAlias = Literal["file", "shards", "dcp", "other", "unentered"]
+
+#: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
+_CHUNK = re.compile(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+
+#: The folders in the Hub's cache: what is in ``snapshots`` are links to what is in ``blobs``.
+_OF_CACHE = {"blobs", "refs", "snapshots"}
+
+
+class Found(NamedTuple):
+    """Something in a folder. PATH is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that of the folder. PARTS are the files that belong to it."""
+
+    path: Path
+    kind: Kind
+    parts: tuple[Path, ...]
+
+
+def find(folder: Path) -> list[Found]:
+    """What is in FOLDER and in the folders below it, sorted by path. Raises InputError where a folder cannot be listed."""
+    found: list[Found] = []
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        folders, files = _listed(here)
+        found += _unentered(here, folders)
+        found += _in_folder(here, files)
+        if folders.keys() >= _OF_CACHE:
+            del folders["blobs"]
+        waiting += [here / name for name, is_link in folders.items() if not (is_link or name.startswith("."))]
+    return sorted(found, key=lambda each: (each.path.parts, each.kind))
+
+
+def find_in(folder: Path) -> list[Found]:
+    """What stands directly in FOLDER. Raises InputError where it cannot be listed."""
+    return list(_in_folder(folder, _listed(folder)[1]))
+
+
+def _listed(folder: Path) -> tuple[dict[str, bool], list[str]]:
+    """The folders in FOLDER, with whether they are links, and all else."""
+    folders: dict[str, bool] = {}
+    files = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if is_temporary(entry.name):
+                    continue
+                if _is_folder(entry):
+                    folders[entry.name] = entry.is_symlink()
+                else:
+                    files.append(entry.name)
+    except OSError as error:
+        raise InputError(f"a folder that cannot be listed: {error.strerror}", where=folder) from error
+    return folders, sorted(files)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
+    """The links to folders INSIDE of FOLDER, and the hidden folders that hold something."""
+    for name, is_link in inside.items():
+        if is_link or (name.startswith(".") and _holds_something(folder / name)):
+            yield Found(folder / name, "unentered", ())
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except OSError:  # nobody knows
+        return True
+
+
+def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
+    """What the files called NAMES, which stand in FOLDER, are."""
+    chunks = [name for name in names if _CHUNK.fullmatch(name)]
+    if ".metadata" in names and (chunks or _is_of_chunks(folder / ".metadata")):
+        chunks.append(".metadata")
+    if chunks:
+        parts = sorted(chunks)
+        yield Found(folder, "dcp", tuple(folder / name for name in parts))
+        names = sorted({*names}.difference(parts))
+    taken = set()
+    for each in sets_in(names):
+        if each.index or each.count:  # of which some may be missing: whoever reads it says so
+            parts = [*each.shards, *([each.index] if each.index else [])]
+            taken.update(parts)
+            place = folder / each.index if each.index else folder
+            yield Found(place, "shards", tuple(folder / name for name in parts))
+    for name in names:
+        if name not in taken:
+            kind: Kind = "file" if name.lower().endswith(FILE_SUFFIXES) else "other"
+            yield Found(folder / name, kind, (folder / name,))
+
+
+def _is_of_chunks(metadata: Path) -> bool:
+    """Whether the file METADATA, which others call so too, is the one that chunks have: a pickle."""
+    try:
+        with Source(metadata) as source:
+            return source.read(0, min(1, source.size)) == b"\x80"
+    except InputError:
+        return False

@@ -1,0 +1,267 @@
+"""Everything in a folder that holds a sharded set, as one plan: the sets, the checkpoints beside them, and other files.
+
+The folder that they become is built beside its target and takes its name at once, so nothing else can be written into it; that is why what stands there belongs to the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptconv.byteranges.sources import Source, SourceFolder, open_input
+from ckptconv.checkpoint.model import CastCount, Changes, Dropped, Edits, LeftBehind, Other, Plan
+from ckptconv.conversion.discovery import Found, find, find_in
+from ckptconv.conversion.targets import name_in_folder
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, RefusedError, count, some
+from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.sharded.index import family_of
+from ckptconv.hints import edit_flag
+from ckptconv.limits import LIMITS
+from ckptconv.output.folders import names_in, no_name
+from ckptconv.output.other_files import others_in, rest_of
+
+__all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
+
+_SHOWN = 3  # names in a note
+
+#: Plans the conversion of a source to a path, which is a folder or not.
+PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
+
+
+@dataclass
+class FolderPlan:
+    """The PLAN, what could not be converted and why, the names in an old target that may go with it, and the folder that the new one is LIKE."""
+
+    plan: Plan
+    failed: tuple[tuple[Path, CkptconvError], ...] = ()
+    may_go: Callable[[str], bool] = no_name
+    like: Path | None = None
+
+
+@dataclass(eq=False)
+class _Part:
+    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or the error alone."""
+
+    found: Found
+    target: Path
+    plan: Plan | None = None
+    error: CkptconvError | None = None
+    unmatched: list[tuple[str, object]] = field(default_factory=list)
+
+
+def plan_folder(
+    source: SourceFolder, target: Path, edits: Edits, plan_one: PlanOne, *, format: str | None, copy_others: bool, opened: ExitStack
+) -> FolderPlan:  # fmt: skip
+    """What the folder SOURCE becomes at TARGET; of an index that set alone. What is opened is closed with OPENED, and becomes part of SOURCE.
+
+    An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not converted stays as it is. Raises the error of the first set where none can be converted,
+    and RefusedError where two files would have one name.
+    """
+    folder, is_whole = source.folder, source.path.is_dir()
+    every = find(folder) if is_whole else find_in(folder)
+    chosen = [each for each in every if each.kind in ("file", "shards", "dcp")]
+    if not is_whole:
+        named = Found(source.path, "shards", (source.path,))  # whatever it is called
+        chosen = [each for each in chosen if each.path == source.path] or [named]
+    parts = [_Part(each, target / _place(each, folder, format)) for each in chosen]
+    for part in parts:
+        _plan(part, source, edits, plan_one, opened)
+    typos = _typos(parts)
+    done = [part for part in parts if part.plan and part not in typos]
+    failed = tuple((part.found.path, part.error) for part in parts if part.error and part not in done)
+    sets = [part for part in parts if part.found.kind == "shards"]
+    if not done or (sets and not any(part in done for part in sets)):
+        errors = (part.error for part in (*typos, *sets, *parts) if part.error)  # a typo is the user's to mend
+        raise next(errors, None) or folder_error(folder)
+    plan = _combined(target, folder, done)
+    converted = {str(path.relative_to(folder)) for part in done for path in part.found.parts}
+    notes: list[str] = []
+    if _is_same_folder(folder, target):
+        others = rest_of(folder, target, converted)
+        may_go: Callable[[str], bool] = converted.__contains__
+    else:
+        others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=copy_others)
+        may_go = successor(plan)
+    plan = replace(plan, others=tuple(others), notes=(*plan.notes, *notes, *_about_config(folder, plan)))
+    plan = replace(plan, notes=(*plan.notes, *_about_old(plan, may_go)))
+    _refuse_one_name(done, plan)
+    return FolderPlan(plan, failed, may_go, folder)
+
+
+def _is_same_folder(a: Path, b: Path) -> bool:
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
+
+
+def _place(found: Found, folder: Path, format: str | None) -> Path:
+    """Where FOUND goes in the target, as a path from there."""
+    place = found.path.relative_to(folder)
+    if found.kind == "shards":
+        return place if found.path.is_dir() else place.parent
+    if found.kind == "dcp":
+        return place.with_name(f"{place.name}.safetensors" if format == "safetensors" else f"{place.name}.pt")
+    return place.with_name(name_in_folder(place.name, format))
+
+
+def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, opened: ExitStack) -> None:
+    """Plan PART, without the edits that mean nothing in it; PART gains the plan, or the error."""
+    try:
+        source = open_input(part.found.path)
+        opened.enter_context(source)
+        whole.add(source)
+        while part.plan is None:
+            try:
+                part.plan = plan_one(source, part.target, part.found.kind == "shards", edits)
+            except NoMatchError as error:
+                part.error = part.error or error
+                if error.unmatched is None:
+                    raise
+                part.unmatched.append(error.unmatched)
+                edits = edits.without(*error.unmatched)
+    except CkptconvError as error:
+        part.error, part.unmatched = error, []
+
+
+def _typos(parts: Iterable[_Part]) -> list[_Part]:
+    """Those of PARTS that have an edit which means nothing in any that could be planned."""
+    planned = [part for part in parts if part.plan]
+    return [
+        part for part in planned if any(all(edit in other.unmatched for other in planned) for edit in part.unmatched)
+    ]
+
+
+def _others(
+    folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool, copied: bool
+) -> tuple[list[Other], list[str]]:
+    """What comes along from FOLDER to TARGET, if that is to be COPIED, and what to say of what does not."""
+    taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
+    if not is_whole:  # the files beside an index, but for other checkpoints
+        beside = {each.path.name for each in every if each.kind == "other"}
+        taken |= {name for name in os.listdir(folder) if name not in beside}
+    others, odd = others_in(folder, target, taken, deep=is_whole) if copied else ([], [])
+    notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd, _SHOWN)}"] if odd else []
+    if not copied:
+        notes += _left([each for each in every if each.kind == "other"], "other file", folder)
+        notes += _left([each for each in every if each.kind == "unentered"], "hidden or linked folder", folder)
+    return others, notes
+
+
+def _left(found: list[Found], what: str, folder: Path) -> list[str]:
+    if not found:
+        return []
+    names = some([str(each.path.relative_to(folder)) for each in found], _SHOWN)
+    return [f"{count(len(found), what)} left: {names}; --copy-others copies all that is no checkpoint"]
+
+
+def _about_config(folder: Path, plan: Plan) -> list[str]:
+    """What to do about a model's configuration that says which dtype it has, where that is another one now."""
+    new = {new for _, new in plan.changes.dtypes}
+    said = _dtype_in(folder / "config.json") if new else None
+    if said is None or said in new:
+        return []
+    return [f"config.json says dtype {said}, to which transformers casts what it loads: change it there"]
+
+
+def _dtype_in(config: Path) -> str | None:
+    """The dtype that a CONFIG of transformers says, if there is such a file and it says one."""
+    try:
+        with Source(config) as source:  # a FIFO would wait for a writer
+            found = json.loads(source.read(0, min(source.size, LIMITS.config_bytes)))
+    except (InputError, ValueError, RecursionError):
+        return None
+    dtype = (found.get("dtype") or found.get("torch_dtype")) if isinstance(found, dict) else None
+    return dtype if isinstance(dtype, str) else None
+
+
+def successor(plan: Plan) -> Callable[[str], bool]:
+    """Which files of an old target may go because PLAN has their successors: those of the same model, in whatever shards and format, in the same place."""
+
+    def family(name: str) -> tuple[str, str] | None:
+        found = family_of(os.path.basename(name))
+        return (os.path.dirname(name), found) if found else None
+
+    new = {family(str(file.path.relative_to(plan.target))) for file in plan.files} - {None}
+    return lambda name: family(name) in new
+
+
+def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
+    """What of an old target the new one will not have."""
+    if not plan.target.is_dir():
+        return []
+    new = {
+        str(path.relative_to(plan.target)) for path in [*(f.path for f in plan.files), *(o.path for o in plan.others)]
+    }
+    gone = sorted(name for name in names_in(plan.target) if name not in new and may_go(name))
+    return [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone, _SHOWN)}"] if gone else []  # fmt: skip
+
+
+def _refuse_one_name(parts: Iterable[_Part], plan: Plan) -> None:
+    """Raise RefusedError where two of PARTS, or one and what comes along, would have files of one name."""
+    origin: dict[Path, Path] = {}
+    every = [(file.path, part.found.path) for part in parts if part.plan for file in part.plan.files]
+    every += [(other.path, other.source) for other in plan.others if other.kind != "folder"]
+    for path, source in every:
+        first = origin.setdefault(path, source)
+        if first != source:
+            raise RefusedError(
+                f"{first} and {source} would both become it", where=path, hint="convert them to folders of their own"
+            )
+
+
+def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
+    """One plan for all of PARTS, the paths in each but those of a set in the folder itself behind the name of its file."""
+    plans = [(_prefix(part, folder), part.plan) for part in parts if part.plan]
+    changes = Changes()
+    for prefix, plan in plans:
+        _add(changes, plan.changes, prefix)
+    sets_first = sorted(parts, key=lambda part: part.found.kind != "shards")
+    formats = [part.plan.formats for part in sets_first if part.plan]
+    old, new = (" and ".join(dict.fromkeys(each[i] for each in formats)) for i in range(2))
+    notes = []
+    for part in parts:
+        name = f"{part.found.path.relative_to(folder)}: " if len(parts) > 1 else ""
+        notes += [f"{name}{note}" for note in part.plan.notes] if part.plan else []
+        notes += [f"{name}{edit_flag(*edit)} means nothing there" for edit in part.unmatched]
+    return Plan(
+        (old, new), target, True, tuple(file for _, plan in plans for file in plan.files), changes,
+        tuple((prefix + a, prefix + b) for prefix, plan in plans for a, b in plan.ties),
+        tuple(each for prefix, plan in plans for each in _behind(plan.left_behind, prefix)), tuple(notes),
+    )  # fmt: skip
+
+
+def _prefix(part: _Part, folder: Path) -> str:
+    place = part.found.path.relative_to(folder)
+    if part.found.kind == "shards":
+        place = place.parent if not part.found.path.is_dir() else place
+    return "" if str(place) == "." else f"{place}: "
+
+
+def _behind(left: Iterable[LeftBehind], prefix: str) -> list[LeftBehind]:
+    return [replace(each, path=prefix + each.path) for each in left]
+
+
+def _add(changes: Changes, more: Changes, prefix: str) -> None:
+    """Add MORE to CHANGES, its paths behind PREFIX."""
+    for tags, (tensors, nbytes) in more.devices.items():
+        before = changes.devices.get(tags, (0, 0))
+        changes.devices[tags] = before[0] + tensors, before[1] + nbytes
+    for dtypes, cast in more.dtypes.items():
+        so_far = changes.dtypes.get(dtypes, CastCount(0, 0, 0))
+        changes.dtypes[dtypes] = CastCount(*map(sum, zip(so_far, cast, strict=True)))
+    for why, paths in more.not_cast.items():
+        changes.not_cast.setdefault(why, []).extend(prefix + path for path in paths)
+    changes.names += [replace(change, path=prefix + change.path) for change in more.names]
+    changes.unprefixed += more.unprefixed
+    changes.left_behind += _behind(more.left_behind, prefix)
+    changes.separated += [
+        {dtype: [prefix + path for path in paths] for dtype, paths in groups.items()} for groups in more.separated
+    ]
+    changes.compacted = Dropped(*map(sum, zip(changes.compacted, more.compacted, strict=True)))
+    changes.rng_states += [prefix + path for path in more.rng_states]
+    changes.notes += [prefix + note for note in more.notes]

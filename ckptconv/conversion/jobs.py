@@ -1,0 +1,213 @@
+"""One conversion as data, and doing it: what an executor gets, and what comes back. Raises nothing, so that one that fails stops no other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptconv.byteranges.checksums import crc32_of
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Changes, Edits, OutFile, Progress, Report, Span
+from ckptconv.conversion.convert import edits_from, run
+from ckptconv.conversion.targets import Item, find_item, is_there
+from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
+from ckptconv.hints import edit_flag
+from ckptconv.output import files as output_files
+
+__all__ = ["Job", "Outcome", "Task", "stamp_of", "work"]
+
+_EDITS = inspect.signature(edits_from).parameters.keys()
+_OPTIONS = inspect.signature(run).parameters.keys() - {"src", "dst", "edits", "progress", "is_folder"}
+_KEYWORDS = _EDITS | _OPTIONS | {"copy", "skip_existing"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion: of SRC to DST, with EDITS, which are keywords of :func:`ckptconv.convert`.
+
+    Two more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says) and ``copy`` (SRC is no checkpoint: it is copied as it is).
+    """
+
+    src: str | os.PathLike[str]
+    dst: str | os.PathLike[str]
+    edits: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or UsageError for keywords that nobody knows, or that make no sense."""
+        unknown = sorted(self.edits.keys() - _KEYWORDS)
+        if unknown:
+            raise TypeError(f"no keyword of convert is called {', '.join(unknown)}")
+        object.__setattr__(self, "edits", dict(self.edits))  # a view of somebody's dict, which no process could get
+        self.as_edits()
+
+    def as_edits(self) -> Edits:
+        """Those of the keywords that change something in the checkpoint."""
+        return edits_from(**{name: value for name, value in self.edits.items() if name in _EDITS})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of JOB: a REPORT, an ERROR, or neither, where it was SKIPPED because its output is there.
+
+    ``trace`` is the traceback of an error that is a bug. ``unmatched`` are edits that mean nothing in this checkpoint; in a report's job they meant something in another one.
+    """
+
+    job: Job
+    report: Report | None = None
+    error: CkptconvError | None = None
+    skipped: bool = False
+    trace: str = ""
+    unmatched: tuple[tuple[str, object], ...] = ()
+
+
+class Task(NamedTuple):
+    """A job as it is handed to who does it. DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. LOST: somebody may have done it already, of whom nothing was heard. STAMP: of an input that is the output too, what it was when all began."""
+
+    job: Job
+    dropped: tuple[tuple[str, object], ...] = ()
+    new: bool = False
+    lost: bool = False
+    stamp: tuple[int, ...] | None = None
+
+
+def work(task: Task, tick: Progress | None = None) -> Outcome:
+    """What becomes of TASK. Raises nothing but KeyboardInterrupt and the like. TICK is called with each number of bytes written."""
+    job = task.job
+    try:
+        return _converted(task, tick)
+    except NoMatchError as error:
+        return Outcome(job, error=error, unmatched=_unmatched(task, error))
+    except CkptconvError as error:
+        return Outcome(job, error=error)
+    except Exception as error:
+        what = f"a bug in ckptconv: {type(error).__name__}: {error}"
+        return Outcome(job, error=CkptconvError(what, where=job.src), trace=traceback.format_exc())
+
+
+def _converted(task: Task, tick: Progress | None) -> Outcome:
+    job = task.job
+    options = job.edits
+    item = find_item(
+        job.src,
+        job.dst,
+        format=options.get("format"),
+        in_shards=options.get("max_shard_size") is not None,
+        copy_others=options.get("copy_others", False),
+    )
+    if options.get("skip_existing") and is_there(item):
+        return Outcome(job, skipped=True)
+    if task.stamp is not None and stamp_of(item.src) != task.stamp:
+        raise InputChangedError(
+            "it is not what it was when the batch began", where=item.src,
+            hint="it was to be converted in place, and may have been: inspect it before it is converted again",
+        )  # fmt: skip
+    try:
+        return Outcome(job, report=_run(item, task, tick))
+    except TargetExistsError as error:
+        # A process that is killed right after its work was done has told nobody.
+        if task.new and task.lost and (report := _done_before(item, task)) is not None:
+            return Outcome(job, report=report)
+        error.hint = f"{error.hint}, --skip-existing leaves what is there"
+        raise
+
+
+def _run(item: Item, task: Task, tick: Progress | None) -> Report:
+    """Convert ITEM, without the edits that mean nothing in it, and make the folders above its output."""
+    options = task.job.edits
+    if not options.get("dry_run"):
+        output_files.make_folder(item.dst.parent)
+        return _run_to(item, item.dst, task, tick)
+    if item.dst.parent.is_dir():
+        return _run_to(item, item.dst, task, tick)
+    with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:  # stands for the one that is still to be made
+        return replace(_run_to(item, Path(folder) / item.dst.name, task, tick), dst=str(item.dst))
+
+
+def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
+    job = task.job
+    if job.edits.get("copy"):
+        return _copy(item.src, dst, job, tick)
+    options = {name: value for name, value in job.edits.items() if name in _OPTIONS}
+    edits = job.as_edits()
+    for dropped in task.dropped:
+        edits = edits.without(*dropped)
+    report = run(item.src, dst, edits, is_folder=item.is_folder, progress=lambda _: nullcontext(tick), **options)
+    notes = [f"{edit_flag(*each)} means nothing here" for each in task.dropped]
+    return replace(report, notes=(*report.notes, *item.notes, *notes))
+
+
+def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
+    """Copy SRC to DST as it is."""
+    options = job.edits
+    with Source(src) as source:
+        force, dry_run = options.get("force", False), options.get("dry_run", False)
+        output_files.check_target(dst, replace=force)
+        if not dry_run:
+            file = OutFile(dst, (Span(source, 0, source.size),) if source.size else (), source.size)
+            output_files.write(file, source, replace=force, verify=options.get("verify", False), progress=tick)
+        return Report(
+            str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run
+        )  # fmt: skip
+
+
+def _done_before(item: Item, task: Task) -> Report | None:
+    """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the same bytes. Else None."""
+    again = output_files.temporary_beside(item.dst)
+    with output_files.as_output_error(item.dst):
+        os.mkdir(again)
+    try:
+        report = _run_to(item, again / item.dst.name, task, None)
+        is_same = _content(again / item.dst.name) == _content(item.dst)
+    finally:
+        shutil.rmtree(again, ignore_errors=True)
+    return replace(report, dst=str(item.dst)) if is_same else None
+
+
+def _content(path: Path) -> dict[str, tuple[int, int]]:
+    """The sizes and checksums of the file PATH, or of the files in the folder PATH."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    found = {}
+    for each in files:
+        with Source(each) as source:
+            found[str(each.relative_to(path))] = source.size, crc32_of(Span(source, 0, source.size))
+    return found
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What changes when the file or folder PATH is replaced, or written to."""
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# Edits that mean nothing in one file
+
+
+def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...]:
+    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the rest could be done without them; else none."""
+    found: tuple[tuple[str, object], ...] = task.dropped
+    last: CkptconvError = error
+    while isinstance(last, NoMatchError) and last.unmatched is not None and last.unmatched not in found:
+        found += (last.unmatched,)
+        job = replace(task.job, edits={**task.job.edits, "dry_run": True})
+        outcome = _planned(task._replace(job=job, dropped=found))
+        if outcome is None:
+            return found
+        last = outcome
+    return ()
+
+
+def _planned(task: Task) -> CkptconvError | None:
+    """What is in the way of TASK, a dry run."""
+    try:
+        _converted(task, None)
+    except CkptconvError as error:
+        return error
+    return None

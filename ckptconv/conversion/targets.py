@@ -1,0 +1,387 @@
+"""What is converted to what, and in which format: what the user's words for inputs and output mean."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptconv.byteranges.sources import is_index
+from ckptconv.conversion.discovery import Found, Kind, find, find_in
+from ckptconv.errors import InputError, RefusedError, UsageError, count, some
+from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.sharded.index import sets_in
+from ckptconv.hints import shell
+
+__all__ = [
+    "TARGET_FORMATS",
+    "Item",
+    "Listing",
+    "find_item",
+    "find_target",
+    "format_of",
+    "is_there",
+    "list_items",
+    "name_in_folder",
+    "size_of",
+    "suffix_of",
+    "usual_format",
+]
+
+TARGET_FORMATS = ("pt", "legacy", "pickle", "safetensors")
+#: The formats that each suffix admits. What they name first is meant where nobody says anything else.
+_SUFFIXES = {
+    **dict.fromkeys((".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar"), ("pt", "legacy")),
+    **dict.fromkeys((".pkl", ".pickle", ".p"), ("pt", "legacy", "pickle")),
+    ".safetensors": ("safetensors",),
+}
+#: The suffix of a file that had none of its own, where it is not ``.pt``.
+_NEW_SUFFIX = {"safetensors": ".safetensors", "pickle": ".pkl"}
+
+_SHOWN = 3  # names in a note
+#: transformers' two names for one thing, the number of a shard behind it.
+_HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
+#: The stems that diffusers and peft use in both formats.
+_HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it IS_FOLDER. ``other`` is no checkpoint, and copied. NOTES: what else to know."""
+
+    src: Path
+    dst: Path
+    kind: Kind
+    is_folder: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a command means: its ITEMS, and, of folders, what is OTHER and is left (where one checkpoint becomes a file, all else in its folder), and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number of them. NOTES: what else to know."""
+
+    items: tuple[Item, ...]
+    is_batch: bool = False
+    other: tuple[Path, ...] = ()
+    unentered: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
+    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its suffix says; None where it leaves that open.
+
+    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that; the Hub's names for one thing
+    (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix contradict each other.
+    """
+    path = _checked(dst, format)
+    if _is_folder(dst):
+        path = path / name_in_folder(src.name, format)
+    return path, format_of(path, format)
+
+
+def format_of(path: Path, format: str | None) -> str | None:
+    """The format of the file PATH: FORMAT, else what its suffix says; None where it leaves that open. Raises UsageError where the two contradict each other."""
+    admitted = _admitted(path.name)
+    if format and format not in admitted:
+        raise UsageError(
+            f"the suffix says {' or '.join(admitted)} and --format {format}", where=path, hint="change one of them"
+        )
+    return format or (admitted[0] if len(admitted) == 1 else None)
+
+
+def list_items(
+    srcs: Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    in_shards: bool = False,
+    copy_others: bool = False,
+) -> Listing:
+    """What SRCS and DST mean, each path of the output once; nothing is read but folders. IN_SHARDS: checkpoints are to be dealt into shards, a folder for each.
+
+    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a folder holds no checkpoint.
+    """
+    path = _checked(dst, format)
+    if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
+        raise InputError("no path given: it is empty")
+    if copy_others and all(os.path.isfile(src) and not is_index(Path(src).name) for src in srcs):
+        raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
+    if len(srcs) == 1:
+        listing = _of_one(Path(srcs[0]), path, dst, format, in_shards=in_shards, copy_others=copy_others)
+    elif not _will_be_folder(path, dst):
+        raise UsageError(
+            "several inputs need a folder to go to", where=path, expected="a folder, or a path without a suffix"
+        )
+    else:
+        parts = [_of_several(Path(src), path, format, in_shards=in_shards, copy_others=copy_others) for src in srcs]
+        listing = Listing(
+            tuple(item for part in parts for item in part.items), True,
+            tuple(other for part in parts for other in part.other), tuple(each for part in parts for each in part.unentered),
+            _about_shards([Path(src) for src in srcs]),
+        )  # fmt: skip
+    _refuse_one_name(listing.items)
+    _refuse_among_parts(listing.items)
+    return listing
+
+
+def find_item(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    in_shards: bool = False,
+    copy_others: bool = False,
+) -> Item:
+    """The one conversion that SRC and DST mean. Raises as :func:`list_items` does, and UsageError where they mean several."""
+    listing = list_items([src], dst, format=format, in_shards=in_shards, copy_others=copy_others)
+    if len(listing.items) != 1:
+        raise UsageError(
+            f"{len(listing.items):,} checkpoints are in it", where=src, expected="one",
+            hint="ckptconv.convert_many(ckptconv.jobs_in(src, dst)) converts all of them",
+        )  # fmt: skip
+    return listing.items[0]
+
+
+def is_there(item: Item) -> bool:
+    """Whether the output of ITEM exists; an empty folder does not count as one."""
+    if item.is_folder and item.dst.is_dir():
+        with os.scandir(item.dst) as entries:
+            return any(True for _ in entries)
+    return os.path.lexists(item.dst)
+
+
+def size_of(item: Item) -> int:
+    """The bytes of what ITEM is made of, as far as they can be told without reading it; what stands below a folder counts."""
+    try:
+        if not os.path.isdir(item.src):
+            return item.src.stat().st_size
+        return sum(os.path.getsize(part) for each in find(item.src) for part in each.parts)
+    except (OSError, InputError):  # whoever reads it will say so
+        return 0
+
+
+def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
+    path = Path(dst)
+    if not os.fspath(dst):
+        raise UsageError("no output given: its path is empty")
+    if "\0" in os.fspath(path):
+        raise UsageError("no such path can exist", where=path)
+    if format is not None and format not in TARGET_FORMATS:
+        raise UsageError(f"no format is called {format!r}", expected=" or ".join(TARGET_FORMATS))
+    return path
+
+
+def _is_folder(dst: str | os.PathLike[str]) -> bool:
+    """Whether DST is a folder, or is said to be one."""
+    return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
+
+
+def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
+    """Whether PATH, as DST says it, is a folder, or is not there and has no suffix. Asked in this order, a folder that somebody else makes meanwhile is one either way."""
+    return not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
+
+
+def _of_one(
+    src: Path, path: Path, dst: str | os.PathLike[str], format: str | None, *, in_shards: bool, copy_others: bool
+) -> Listing:
+    """What SRC alone means, which goes to PATH, as DST says it."""
+    to_folder = _will_be_folder(path, dst)
+    index = is_index(src.name) and not os.path.isdir(src)
+    for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
+        if not to_folder:
+            raise UsageError(
+                f"{flag} writes a folder", where=path, expected="a folder, or a path without a suffix",
+            )  # fmt: skip
+    if not (index or os.path.isdir(src)):
+        if in_shards:
+            return Listing((Item(src, path, "file", is_folder=True),))
+        return Listing((Item(src, find_target(src, dst, format)[0], "file"),))
+    if index:
+        if not to_folder:
+            format_of(path, format)
+        return Listing((Item(src, path, "shards", is_folder=to_folder),))
+    kind = _kind_of(src)
+    if not to_folder:
+        if kind is None:
+            raise folder_error(src)
+        format_of(path, format)
+        other = _beside(src, kind)
+        return Listing((Item(src, path, kind, notes=_about_others(src, other)),), other=other)
+    _refuse_inside(path, src)
+    if kind == "shards" or (kind == "dcp" and in_shards):
+        return Listing((Item(src, path, kind, is_folder=True),))
+    return _of_tree(src, path, path, format, in_shards=in_shards, copy_others=copy_others)
+
+
+def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
+    """What is in FOLDER and below and is no part of the checkpoint of this KIND that FOLDER is."""
+    return tuple(
+        each.path
+        for each in find(folder)
+        if each.kind != "unentered" and (each.kind != kind or each.parts[0].parent != folder)
+    )
+
+
+def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
+    """What to say of what is OTHER in FOLDER than the checkpoint that becomes one file."""
+    if not other:
+        return ()
+    names = some([str(path.relative_to(folder)) for path in other], _SHOWN)
+    them = "it" if len(other) == 1 else "them"
+    return (f"{count(len(other), 'other file')} left: {names}; to a folder, --copy-others takes {them} along",)
+
+
+def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
+    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors`` gives them: their index stays behind."""
+    shards = [src for src in srcs if sets_in([src.name]) and not is_index(src.name)]
+    if not shards:
+        return ()
+    whole = shell("ckptconv", "convert", shards[0].parent, "OUT_FOLDER")
+    return (f"{count(len(shards), 'shard')} by themselves get no index: {whole} converts the set",)
+
+
+def _of_several(src: Path, path: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
+    """What SRC means among several inputs: it goes to the folder PATH under its own name, as ``cp -r`` has it."""
+    name = os.path.basename(os.path.abspath(src))
+    if os.path.isdir(src):
+        _refuse_inside(path / name, src)
+        if _kind_of(src) == "shards":
+            return Listing((Item(src, path / name, "shards", is_folder=True),))
+        return _of_tree(src, path / name, path, format, in_shards=in_shards, copy_others=copy_others)
+    if is_index(name):
+        return Listing((Item(src, path / name.split(".")[0], "shards", is_folder=True),))
+    return Listing((_file_item(src, path, format, in_shards=in_shards),))
+
+
+def _kind_of(folder: Path) -> Kind | None:
+    """What the files that stand directly in FOLDER are, if they are one checkpoint together."""
+    kinds = {each.kind for each in find_in(folder)}
+    return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
+
+
+def _of_tree(src: Path, path: Path, beside: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
+    """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder BESIDE. A folder that directly holds a sharded set is one item, with all that is below it."""
+    found = find(src)
+    sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
+    whole = {folder for folder in sets if not any(above in sets for above in folder.parents)}
+    items = [Item(folder, path / folder.relative_to(src), "shards", is_folder=True) for folder in whole]
+    other, unentered = [], []
+    for each in found:
+        if each.kind == "unentered":
+            unentered.append(each.path)
+        elif whole and not whole.isdisjoint((each.path, *each.path.parents)):
+            continue
+        elif each.kind == "other" and not copy_others:
+            other.append(each.path)
+        else:
+            place = beside if each.path == src else path / each.path.parent.relative_to(src)
+            items.append(_tree_item(each, place, format, in_shards=in_shards))
+    if all(item.kind == "other" for item in items):
+        raise folder_error(src)
+    items.sort(key=lambda item: item.src.parts)
+    return Listing(tuple(items), True, tuple(other), tuple(unentered))
+
+
+def _tree_item(found: Found, folder: Path, format: str | None, *, in_shards: bool) -> Item:
+    """What becomes of FOUND, in FOLDER."""
+    if found.kind == "other":
+        return Item(found.path, folder / found.path.name, "other")
+    if found.kind == "dcp":
+        name = os.path.basename(os.path.abspath(found.path))
+        if in_shards:
+            return Item(found.path, folder / name, "dcp", is_folder=True)
+        usual = "safetensors" if all(part.suffix == ".safetensors" for part in found.parts) else "pt"
+        return Item(found.path, folder / f"{name}{_NEW_SUFFIX.get(format or usual, '.pt')}", "dcp")
+    return _file_item(found.path, folder, format, in_shards=in_shards)
+
+
+def _file_item(src: Path, folder: Path, format: str | None, *, in_shards: bool) -> Item:
+    """The file SRC, in FOLDER: under its name, or in a folder that has its stem."""
+    if in_shards:
+        return Item(src, folder / (src.name.removesuffix(suffix_of(src.name)) or src.name), "file", is_folder=True)
+    return Item(src, folder / name_in_folder(src.name, format), "file")
+
+
+def _refuse_inside(path: Path, folder: Path) -> None:
+    """Raise UsageError where PATH, a folder to be made, stands in FOLDER, which is read."""
+    if _is_inside(path, folder):
+        raise UsageError(
+            "the output is a folder within the input", where=path, hint="give one that stands elsewhere, or the input itself"
+        )  # fmt: skip
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether PATH, which need not exist, stands in FOLDER, wherever links lead."""
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def _refuse_among_parts(items: Sequence[Item]) -> None:
+    """Raise UsageError where one of ITEMS would stand among the parts that it is made of, or in their place: nobody could tell them apart afterwards."""
+    for item in items:
+        if item.kind == "dcp" and (_is_inside(item.dst, item.src) or _is_same(item.dst, item.src)):
+            src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
+            raise UsageError(
+                "the output would stand among the parts of the input", where=item.dst, expected="a path outside of it",
+                hint=None if item.is_folder else shell("ckptconv", "convert", src, src.with_name(f"{src.name}.pt")),
+            )  # fmt: skip
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _refuse_one_name(items: Sequence[Item]) -> None:
+    """Raise RefusedError where two of ITEMS would be written to one place, or one within the folder of another."""
+    by_place: dict[Path, Item] = {}
+    for item in items:
+        other = by_place.setdefault(item.dst, item)
+        if other is not item:
+            raise RefusedError(
+                f"{other.src} and {item.src} would both become it", where=item.dst,
+                hint="convert them to folders of their own",
+            )  # fmt: skip
+    folders = {item.dst: item for item in items if item.is_folder}
+    for item in items if folders else ():
+        above = next((folders[parent] for parent in item.dst.parents if parent in folders), None)
+        if above is not None:
+            raise RefusedError(
+                f"{item.src} would go into the folder that {above.src} becomes", where=item.dst,
+                hint="convert them to folders of their own",
+            )  # fmt: skip
+
+
+def usual_format(name: str, source: str) -> str:
+    """The format of a file called NAME where nobody says which, made of a SOURCE of that format: a plain pickle stays one where its suffix says so, else ``pt``."""
+    admitted = _admitted(name)
+    return "pickle" if source == "pickle" and suffix_of(name) and "pickle" in admitted else admitted[0]
+
+
+def _admitted(name: str) -> tuple[str, ...]:
+    """The formats that the suffix of NAME admits; all where it has none that is known."""
+    return _SUFFIXES.get(suffix_of(name).lower(), TARGET_FORMATS)
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of NAME that stands for a format, as it is spelled there; empty if there is none."""
+    known = next((suffix for suffix in _SUFFIXES if name.lower().endswith(suffix)), "")
+    return name[len(name) - len(known) :]
+
+
+def name_in_folder(name: str, format: str | None) -> str:
+    """What a file called NAME is called in a folder: the same, or, where its suffix does not admit FORMAT, as the Hub's tools name it in that, else with the usual suffix."""
+    suffix = suffix_of(name)
+    if format is None or (suffix and format in _admitted(name)):
+        return name
+    stem = name[: len(name) - len(suffix)]
+    model, number = _HUB_MODEL.fullmatch(stem), ""
+    if model:
+        stem, number = model[1], model[2] or ""
+    if format == "safetensors":
+        return f"{'model' if model else stem}{number}.safetensors"
+    if format == "pickle":
+        return f"{stem}{number}.pkl"
+    if model:
+        return f"pytorch_model{number}.bin"
+    return f"{stem}.bin" if stem.endswith(_HUB_BIN) else f"{stem}.pt"

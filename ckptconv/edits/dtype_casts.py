@@ -1,0 +1,260 @@
+"""Give tensors other dtypes: which ones the rules mean, which of them cannot go, and what shares a storage with them.
+
+Ties stay ties: what is one tensor under several names gets one dtype, by the most particular rule that names it under any of them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from ckptconv.checkpoint.index import every_place
+from ckptconv.checkpoint.model import CastCount, Changes, Checkpoint, Place, Storage, TensorInfo
+from ckptconv.checkpoint.state_dicts import Customs
+from ckptconv.dtypes import BY_NAME
+from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
+from ckptconv.edits.names import glob_of
+from ckptconv.edits.views import Group, View, Views
+from ckptconv.errors import NoMatchError, UsageError, some
+from ckptconv.pickles.graph import Node
+
+__all__ = ["cast"]
+
+_SHOWN = 3  # paths in a note
+_COMPLEX = frozenset({"complex32", "complex64", "complex128"})
+#: Of these a glob, or a bare dtype, means those that can be cast; the others are named.
+_MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
+_FROM = FLOATS | INTEGERS | {"bool"}
+_WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
+
+
+@dataclass(eq=False)
+class _Tie:
+    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it means."""
+
+    info: TensorInfo
+    counts: bool = False
+    places: list[Place] = field(default_factory=list)
+    offered: list[tuple[DTypeRule, int, str]] = field(default_factory=list)
+    rule: DTypeRule | None = None
+    rank: int = 0
+    named: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its paths."""
+        return [place.path for place in self.places]
+
+    def decide(self) -> None:
+        """Take the most particular rule. Raises UsageError where two that are so particular say different things."""
+        self.rank = max((rank for _, rank, _ in self.offered), default=0)
+        rules = {rule for rule, rank, _ in self.offered if rank == self.rank}
+        for rule, rank, path in self.offered:
+            if rank < self.rank or any(other.is_within(rule) for other in rules):
+                continue
+            self.rule = self.rule or rule
+            if rule.dtype != self.rule.dtype:
+                same = self.named[0] if self.named[0] == path else f"{self.named[0]} and {path}, which are one tensor"
+                raise UsageError(
+                    f"two rules say what becomes of {same}", got=f"{self.rule} and {rule}",
+                    hint="the more particular goes first: a whole name, then a glob that another one includes (layers.0.* in layers.*), then a bare dtype",
+                )  # fmt: skip
+            self.named.append(path)
+
+
+def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], customs: Customs, changes: Changes) -> None:
+    """Let the tensors that RULES mean have their dtypes. Raises UsageError where rules contradict each other, NoMatchError where one means nothing."""
+    ties = _Chooser(checkpoint, rules, customs, changes).choose()
+    views = Views(checkpoint)
+    new: dict[Storage, dict[View, str]] = {}
+    paths: dict[View, list[str]] = {}
+    for tie in ties:
+        found = [(view, place.path) for place in tie.places if isinstance(place.node, Node) and (view := views.at(place.node))]  # fmt: skip
+        for view, path in found:
+            paths.setdefault(view, []).append(path)
+        if tie.rule is None or tie.rule.dtype == tie.info.dtype:
+            continue
+        why = _obstacle(tie, [view for view, _ in found], views)
+        if why:
+            changes.not_cast.setdefault(why, []).extend(tie.paths)
+        else:
+            new.setdefault(found[0][0].storage, {}).update((view, tie.rule.dtype) for view, _ in found)
+    for storage, dtypes in new.items():
+        _cast_storage(storage, views, dtypes, paths, changes)
+    views.conclude()
+    if not (changes.dtypes or changes.not_cast):
+        changes.notes.append("all that was to be cast has its dtype already, so --dtype changed nothing" if any(tie.rule for tie in ties) else "there are no floating-point weights, so --dtype changed nothing")  # fmt: skip
+
+
+def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
+    """Why the tensor TIE, which is the views FOUND, keeps its dtype whatever the rule says."""
+    dtype = tie.info.dtype
+    if tie.info.kind != "strided" or not found:
+        return tie.info.kind
+    if dtype in _COMPLEX:
+        return "complex"
+    if dtype not in _FROM:
+        return dtype
+    if dtype.startswith("float8") and tie.rank == _WEIGHTS:
+        return f"{dtype} goes with scales, so only a GLOB casts it"
+    if tie.counts and tie.rank < _EXACT:
+        return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
+    storage = found[0].storage
+    if storage in views.used_otherwise:
+        return "something else refers to the storage"
+    if len(views.dtypes_of[storage]) > 1:
+        return "the storage is shared under two dtypes"
+    if storage.nbytes % BY_NAME[dtype].itemsize:
+        return "the storage ends within an element"
+    return _obstacle_in_torch(tie, found, big_endian=views.byteorder == "big")
+
+
+def _obstacle_in_torch(tie: _Tie, found: list[View], *, big_endian: bool) -> str | None:
+    """What torch could not load of TIE with its new dtype, if that is so."""
+    assert tie.rule is not None
+    old, new = BY_NAME[tie.info.dtype], BY_NAME[tie.rule.dtype]
+    if new.storage_class is None and any(view.info.requires_grad for view in found):
+        return f"torch loads no {new.name} that requires grad and is no Parameter"
+    if new.name.startswith("float8") and any(view.info.neg for view in found):
+        return f"torch cannot negate {new.name}, which is still to be done"
+    for dtype in (old, new):
+        if big_endian and dtype.storage_class is None and dtype.itemsize > 1:
+            return f"torch reads {dtype.name} the wrong way round in a big-endian file"
+    return None
+
+
+def _cast_storage(
+    storage: Storage, views: Views, new: dict[View, str], paths: dict[View, list[str]], changes: Changes
+) -> None:
+    """Cast the views of STORAGE that have NEW dtypes. What goes different ways is taken apart."""
+    every = views.of_storage[storage]
+    old = every[0].info.dtype
+    by_dtype: dict[str, list[View]] = {}
+    for view in sorted(every, key=lambda view: view in new):  # what stays keeps the storage
+        by_dtype.setdefault(new.get(view, old), []).append(view)
+    known = {dtype: [path for view in group for path in paths.get(view, ())] for dtype, group in by_dtype.items()}
+    tensors = {dtype: len({view.info.view for view in group}) for dtype, group in by_dtype.items()}
+    groups = [Group(group, dtype, tuple(known[dtype])) for dtype, group in by_dtype.items()]
+    views.restate(storage, groups, pack=len(groups) > 1)
+    if len(groups) > 1:
+        changes.separated.append(known)
+    for dtype in dict.fromkeys(new.values()):
+        nbytes = by_dtype[dtype][0].storage.nbytes
+        was = nbytes // BY_NAME[dtype].itemsize * BY_NAME[old].itemsize
+        sofar = changes.dtypes.get((old, dtype), CastCount(0, 0, 0))
+        changes.dtypes[old, dtype] = CastCount(
+            sofar.tensors + tensors[dtype], sofar.nbytes_before + was, sofar.nbytes_after + nbytes
+        )  # fmt: skip
+
+
+class _Chooser:
+    """Finds the rule for each tensor, by its path and names after all edits of those."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: Sequence[DTypeRule], customs: Customs, changes: Changes) -> None:
+        self.checkpoint, self.customs, self.changes = checkpoint, customs, changes
+        self.nodes = checkpoint.tensor_nodes
+        self.bare = next((rule for rule in rules if rule.glob is None), None)
+        self.globs = [rule for rule in rules if rule.glob is not None]
+        self.useful: set[DTypeRule] = set()  # those that mean something that has a dtype to change
+        self.state_dicts = {id(found.node) for found in customs.state_dicts}
+        self.names: dict[int, list[str]] = {}  # in whole modules, by the id of the tensor
+        for module in customs.modules:
+            for name, node in module.tensors.items():
+                self.names.setdefault(id(node), []).append(name)
+
+    def choose(self) -> list[_Tie]:
+        """All tensors, each with its rule."""
+        ties: dict[tuple[object, ...], _Tie] = {}
+        places = [place for place in every_place(self.checkpoint) if id(place.node) in self.nodes]
+        has_weights = any(self.names_at(place) for place in places)
+        others: list[tuple[_Tie, str]] = []
+        for place in places:
+            info = self.nodes[id(place.node)]
+            tie = ties.setdefault((info.kind, *info.view) if info.storage else (id(place.node),), _Tie(info))
+            tie.places.append(place)
+            tie.counts = tie.counts or (place.key == "step" and self.is_in_optimizer(place))
+            for rule in self.globs:
+                self.offer(rule, self.rank(rule, place), tie, place.path)
+            if self.bare and info.dtype in _MEANT:
+                if self.names_at(place) or not (has_weights or self.is_in_optimizer(place)):
+                    tie.offered.append((self.bare, _WEIGHTS, place.path))
+                else:
+                    others.append((tie, place.path))
+        for rule in self.globs:
+            if rule not in self.useful:
+                raise self.no_match(rule, places)
+        for tie in ties.values():
+            tie.decide()
+        self.say(list(ties.values()), [path for tie, path in others if tie.rule is None])
+        return list(ties.values())
+
+    def offer(self, rule: DTypeRule, rank: int, tie: _Tie, path: str) -> None:
+        """RULE, which has a glob, means TIE at PATH if RANK says so."""
+        old = tie.info.dtype
+        if rank == _EXACT and rule.dtype in INTEGERS and old in FLOATS | _COMPLEX:
+            raise UsageError(f"{path} is {old}, whose numbers do not become integers here", got=str(rule))
+        if rank == _EXACT or (rank and old in _MEANT):
+            self.useful.add(rule)
+            tie.offered.append((rule, rank, path))
+
+    def rank(self, rule: DTypeRule, place: Place) -> int:
+        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else by its names in state dicts and modules. What is written as it stands there is no glob, whatever brackets it has; 0: it means another one."""
+        glob = rule.glob or ""
+        known = self.paths_of(place) if "/" in glob else self.names_at(place)
+        if glob in known:
+            return _EXACT
+        is_meant = any(fnmatchcase(each, glob) for each in known) and rule.dtype not in INTEGERS
+        return _GLOB if is_meant else 0
+
+    def paths_of(self, place: Place) -> list[str]:
+        """The paths of PLACE: in the source, and in what was taken of it."""
+        root, path = self.checkpoint.root.path, place.path
+        own = path.removeprefix(root).removeprefix("/") if path.startswith(root) else path
+        return [path, f"./{path}", own, f"./{own}"]
+
+    def names_at(self, place: Place) -> list[str]:
+        """The names of what stands at PLACE, in the state dict or the modules that it is in."""
+        if place.key is not None and place.parent is not None and id(place.parent.node) in self.state_dicts:
+            return [place.key]
+        return self.names.get(id(place.node), [])
+
+    def is_in_optimizer(self, place: Place) -> bool:
+        return any(id(above.node) in self.customs.optimizer_nodes for above in place.upwards())
+
+    def no_match(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
+        """The error for a RULE that changes nothing."""
+        where = self.checkpoint.source.path
+        found = next((place for place in places if self.rank(rule, place)), None)
+        if found is not None:
+            return NoMatchError(
+                f"{rule.glob!r} means no floating-point tensor", where=where, got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
+                hint="integers are cast where the whole path of a tensor names them, without a wildcard", unmatched=("dtypes", rule),
+            )  # fmt: skip
+        glob = rule.glob or ""
+        slash = "/" in glob
+        known = [place for place in places if slash or self.names_at(place)]
+        as_path = next((each for each in (f"./{glob}", glob.replace(".", "/"), f"{glob}/*") if any(self.rank(replace(rule, glob=each), place) for place in places)), None)  # fmt: skip
+        return NoMatchError(
+            f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}", where=where,
+            expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}" if known else "a path, with a slash",
+            hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}" if as_path and not slash else None,
+            unmatched=("dtypes", rule),
+        )  # fmt: skip
+
+    def say(self, ties: list[_Tie], left: list[str]) -> None:
+        """Note what the rules did not name and goes all the same, and what of floating point they LEFT."""
+        along = []
+        for tie in ties:
+            if tie.rule and len(tie.named) < len(tie.places):
+                named = set(tie.named)
+                along += [path for path in tie.paths if path not in named]
+        if along:
+            is_one = "it is" if len(along) == 1 else "each is"
+            self.changes.notes.append(f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what --dtype names")  # fmt: skip
+        if left and self.bare:
+            first, slash, _ = left[0].partition("/")
+            glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
+            why = f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name {'some' if len(left) > 1 else 'it'}"
+            self.changes.not_cast.setdefault(why, []).extend(left)

@@ -1,0 +1,103 @@
+"""Prefixes of the names in a state dict that is in memory, its ``_metadata`` too. What :func:`ckptconv.convert` does to a file; knows no torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
+from ckptconv.errors import CollisionError, NoMatchError
+
+__all__ = ["add_prefix", "strip_prefix"]
+
+#: A state dict: names to tensors. ``_metadata`` (module path → {'version': n}), where it has one, is an attribute.
+StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
+
+
+def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
+    """A copy of STATE_DICT without PREFIX at the start of its names, such as ``module.``; several come off one after another. Tensors are not copied.
+
+    ``module`` means ``module.``; names without the prefix stay. Order, type and ``_metadata`` are kept.
+    Raises NoMatchError where no name has the prefix, CollisionError where two names would become one, UsageError where the prefix ends no segment.
+    """
+    for each in map(normal_prefix, strings("prefix", prefix)):
+        state_dict = _stripped(state_dict, each)
+    return state_dict
+
+
+def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
+    _check_type(state_dict)
+    names = [name for name in state_dict if isinstance(name, str)]
+    having = [name for name in names if name.startswith(prefix)]
+    if not having:
+        inside = [
+            str(key)
+            for key, value in state_dict.items()
+            if isinstance(value, Mapping) and any(str(name).startswith(prefix) for name in value)
+        ]
+        found = ", ".join(prefixes_of(names))
+        raise NoMatchError(
+            f"no name starts with {prefix!r}", got=f"prefixes {found}" if found else "no name with a prefix", hint=f"pass the state dict: [{inside[0]!r}]" if inside else None
+        )  # fmt: skip
+    renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        module = modules_without(prefix, metadata, keep_ancestors=len(having) < len(names))
+        _set_metadata(renamed, metadata, {}, module)
+    return renamed
+
+
+def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
+    """A copy of STATE_DICT with PREFIX, such as ``module.``, before each of its names; several are added one after another. Tensors are not copied.
+
+    The opposite of :func:`strip_prefix`: ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Raises UsageError where the prefix ends no segment.
+    """
+    for each in map(normal_prefix, strings("prefix", prefix)):
+        state_dict = _prefixed(state_dict, each)
+    return state_dict
+
+
+def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
+    _check_type(state_dict)
+    renamed = _renamed(state_dict, lambda name: prefix + name)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped = prefix[:-1]
+        above = {path: {"version": 1} for path in sorted(ancestors(wrapped))} if "" in metadata else {}
+        _set_metadata(renamed, metadata, above, lambda path: prefix + path if path or not above else wrapped)
+    return renamed
+
+
+def _check_type(state_dict: object) -> None:
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()")
+
+
+def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
+    """A copy of STATE_DICT, of its type, with the names that NEW says."""
+    items: dict[Any, tuple[Any, Any]] = {}
+    for key, value in state_dict.items():
+        name = new(key) if isinstance(key, str) else key
+        if name in items:
+            raise CollisionError(f"two names would become {name!r}", got=f"{items[name][0]!r} and {key!r}")
+        items[name] = key, value
+    renamed = copy.copy(state_dict)
+    renamed.clear()
+    renamed.update((name, value) for name, (_, value) in items.items())
+    return renamed
+
+
+def _set_metadata(
+    state_dict: MutableMapping[str, Any], metadata: Mapping[str, Any], above: Mapping[str, Any], module: Callable[[str], str | None]
+) -> None:  # fmt: skip
+    """Give STATE_DICT the entries of METADATA, those ABOVE before them; of two that become one the first stays."""
+    entries = dict(above)
+    for path, entry in metadata.items():
+        name = module(path)
+        if name is not None:
+            entries.setdefault(name, entry)
+    renamed = copy.copy(metadata)
+    renamed.clear()  # type: ignore[attr-defined]  # torch's is an OrderedDict
+    renamed.update(entries)  # type: ignore[attr-defined]
+    state_dict._metadata = renamed  # type: ignore[attr-defined]

@@ -1,0 +1,350 @@
+"""Take a part of a checkpoint: one object, its state dict, some of its tensors. What is not taken is named, with its bytes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+
+from ckptconv.byteranges.sources import Held
+from ckptconv.checkpoint.index import attributes, places_in, restrict
+from ckptconv.checkpoint.model import Checkpoint, Edits, LeftBehind, Place, Storage
+from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
+from ckptconv.checkpoint.state_dicts import StateDict, read_customs
+from ckptconv.edits.names import glob_of, matches
+from ckptconv.errors import NoMatchError, RefusedError, count, printable
+from ckptconv.hints import shell
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Global,
+    Node,
+    Object,
+    PersistentId,
+    Tuple,
+    Value,
+    set_items,
+    walk,
+)
+from ckptconv.pickles.paths import is_item, is_repeated, item_segments
+
+__all__ = ["cannot_hold", "left_behind_at", "select"]
+
+_LISTED = 20  # candidates in an error
+
+
+def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
+    """Reduce CHECKPOINT to what EDITS ask for; what is left behind. Paths stay those of the source.
+
+    Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is meant.
+    """
+    left: list[LeftBehind] = []
+    paths: dict[str, str] = {}
+    if edits.select is not None:
+        left += _take(checkpoint, _place_at(checkpoint, edits.select))
+    if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
+        found = _state_dict(checkpoint)
+        if isinstance(found, PickledModule):
+            paths = {name: place.path for name, place in found.places.items()}
+            left += _take_module(checkpoint, found)
+        else:
+            left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
+    if edits.include or edits.exclude:
+        left += _filter(checkpoint, edits.include, edits.exclude, paths)
+    return left
+
+
+# One part
+
+
+def _place_at(checkpoint: Checkpoint, path: str) -> Place:
+    for written in (str, printable):  # as it is, or as ``inspect`` shows it
+        for place in checkpoint.places:
+            if written(place.path) == path:
+                return place
+    known, meant = _candidates(checkpoint), _called(checkpoint, path)
+    if not meant and [each.path for each in read_customs(checkpoint).state_dicts] == ["."]:
+        look = _look_for(checkpoint, "--tree")
+        known, meant = "", "the checkpoint is a state dict itself" + (f"; {look}" if look else "")
+    raise NoMatchError(
+        f"neither an object nor a tensor stands at {path or repr(path)}",
+        where=checkpoint.source.path,
+        expected=f"a path such as {known}" if known and not meant else None,
+        hint=meant or _look_for(checkpoint, "--tree"),
+    )
+
+
+def _called(checkpoint: Checkpoint, name: str) -> str | None:
+    """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep their parts."""
+    modules = read_customs(checkpoint).modules
+    words = _words(name)
+    meant = {words, *(_words(module.path) + words for module in modules)} if words else set()
+    found = next((place for place in checkpoint.places if _words(place.path) in meant), None)
+    if found is None:
+        return None
+    is_module = any(id(found.node) in module.modules for module in modules)
+    weights = " (and --state-dict for its weights alone)" if is_module else ""
+    return f"what is called so has another path: --select {shlex.quote(found.path)}{weights}"
+
+
+def _words(path: str) -> tuple[str, ...]:
+    """The words of a path or name, without what says where a module keeps its parts."""
+    return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
+
+
+def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
+    """The command that shows what there is, in a file or folder."""
+    source = checkpoint.source
+    is_stored = not isinstance(source, Held)
+    return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if is_stored else None
+
+
+def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
+    """The state dict that is meant when nobody says which, or the module that would give it."""
+    found = read_customs(checkpoint).main()
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        root = checkpoint.root.path
+        tensors = _named_tensors(checkpoint)
+        raise RefusedError(
+            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
+            where=checkpoint.source.path,
+            hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there" if tensors
+            else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()",
+        )  # fmt: skip
+    raise RefusedError(
+        f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,
+        hint=f"for the first: --select {shlex.quote(found[0].path)}",
+    )  # fmt: skip
+
+
+def _named_tensors(checkpoint: Checkpoint) -> int:
+    """How many tensors are items of the root with a string key."""
+    root = checkpoint.graph.root
+    pairs = root.pairs() if isinstance(root, (Dict, Call)) else ()
+    return sum(
+        isinstance(effect.values[i], str) and id(effect.values[i + 1]) in checkpoint.tensor_nodes for effect, i in pairs
+    )
+
+
+def _candidates(checkpoint: Checkpoint) -> str:
+    """The state dicts and whole modules that there are, with their sizes."""
+    customs = read_customs(checkpoint)
+    found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in customs.state_dicts]
+    found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in customs.modules if each.tensors]
+    sizes = [sum(s.nbytes for s in _storages(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
+    listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
+    return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
+
+
+def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
+    """Make what stands at PLACE the whole checkpoint."""
+    if place.node is checkpoint.graph.root:
+        return []
+    others = list(places_in(checkpoint, _above(place) - {id(place.node)}))
+    left = left_behind_at(
+        checkpoint,
+        [other for other in others if other.node is not place.node],
+        _storages(checkpoint, place.node),
+        f"not in {place.path}",
+    )
+    checkpoint.graph.discarded = []
+    restrict(checkpoint, place)
+    return left
+
+
+def _above(place: Place) -> set[int]:
+    """The ids of what PLACE stands in."""
+    return {id(above.node) for above in place.upwards() if above is not place}
+
+
+def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
+    """Make the state dict that MODULE would give the whole checkpoint. Its tensors' paths are their names, below the module's path."""
+    if module.trouble:
+        raise RefusedError(
+            f"{module.path} gives no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
+        )
+    taken = {id(node) for node in module.tensors.values()}
+    unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
+    whys: dict[str, list[Place]] = {}
+    of_torch: list[Place] = []
+    for place in (
+        *places_in(checkpoint, module.opened | _above(module.place)),
+        *attributes(checkpoint, module.tensors.values()),
+    ):
+        if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
+            continue
+        if id(place.node) in unknown:
+            whys.setdefault("it has a name in the state dict, and is no tensor that is known", []).append(place)
+        elif module.is_bookkeeping(place):
+            of_torch.append(place)
+        else:
+            whys.setdefault(f"not in the state dict of {module.path}", []).append(place)
+    kept = _storages(checkpoint, *module.tensors.values())
+    left = [each for why, places in whys.items() for each in left_behind_at(checkpoint, places, kept, why)]
+    if of_torch:  # a line for all: there are more of them than of everything else
+        numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
+        why = f"what every module has for torch's own use (hooks, training; {numbers})"
+        left.append(LeftBehind(module.path, 0, why))
+    state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
+    items: list[Value] = []
+    named: set[int] = set()
+    for name, node in module.tensors.items():
+        tensor = detached(node)
+        if id(node) in named and isinstance(tensor, Call):  # each name has a tensor of its own, as detach() makes them
+            tensor = Call(tensor.kind, tensor.callable, tensor.args)
+        named.add(id(node))
+        items += (name, tensor)
+    set_items(state_dict, items)
+    place = module.place
+    checkpoint.graph.discarded = []
+    restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key))
+    return left
+
+
+# Some tensors
+
+
+def _filter(
+    checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...], paths: Mapping[str, str]
+) -> list[LeftBehind]:
+    """Take the tensors that are not wanted out of their mappings. A glob without a slash speaks of tensors in state dicts alone.
+
+    PATHS say where in the source the names of a module's state dict stood.
+    """
+    customs = read_customs(checkpoint)
+    state_dicts = {id(found.node) for found in customs.state_dicts}
+    places = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes]
+    named = [place for place in places if place.parent is not None and id(place.parent.node) in state_dicts]
+    inside = {id(place) for place in named}
+
+    def is_meant(place: Place, glob: str) -> bool:
+        source = paths.get(place.key or "")
+        return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
+
+    def meant(field: str, globs: tuple[str, ...]) -> set[int]:
+        """The ids of the places that one of GLOBS, those of FIELD, means."""
+        found: set[int] = set()
+        for glob in globs:
+            searched = places if "/" in glob else named
+            hits = {id(place) for place in searched if is_meant(place, glob)}
+            if not hits:
+                what = "tensor" if "/" in glob else "name in a state dict"
+                more = field == "include" and len(globs) == 1  # would be taken without it than is asked
+                raise NoMatchError(
+                    f"no {what} matches {glob!r}", where=checkpoint.source.path,
+                    expected="something like " + (searched[0].path if searched else "a path, with a slash"),
+                    hint=None if "/" in glob else customs.hint_of_modules(), unmatched=None if more else (field, glob),
+                )  # fmt: skip
+            found |= hits
+        return found
+
+    unwanted = meant("exclude", exclude)
+    if include:
+        of_others = any("/" in glob for glob in include)
+        wanted = meant("include", include)
+        unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
+    return _drop(checkpoint, [place for place in places if id(place) in unwanted])
+
+
+def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
+    by_mapping: dict[int, tuple[Object, set[str]]] = {}
+    segments_of: dict[int, set[str]] = {}
+    for place in unwanted:
+        mapping = place.parent.node if place.parent else None
+        if isinstance(mapping, (Dict, Call)):
+            if id(mapping) not in segments_of:  # once: a mapping can have as many items as there are places
+                segments_of[id(mapping)] = set(item_segments(mapping))
+            if place.segment in segments_of[id(mapping)]:
+                by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
+                continue
+        raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
+    again = [place for place in checkpoint.places if id(place.node) in by_mapping]
+    for mapping, segments in by_mapping.values():
+        _remove(mapping, segments)
+    root = checkpoint.root
+    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root.node), "left out as asked")
+    named = {place.path for place in unwanted}
+    for place in again:  # a mapping that stands in two places loses its items in both
+        paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
+        left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
+    restrict(checkpoint, root)
+    if not checkpoint.tensors:
+        raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
+    return left
+
+
+def _remove(mapping: Object, segments: set[str]) -> None:
+    """Take the items out of MAPPING whose places have these SEGMENTS."""
+    gone = {n for n, segment in enumerate(item_segments(mapping)) if segment in segments}
+    n = 0
+    effects = []
+    for effect in mapping.effects:
+        if effect.opcode in ("SETITEM", "SETITEMS"):
+            values: list[Value] = []
+            for i in range(0, len(effect.values), 2):
+                if n not in gone:
+                    values += effect.values[i : i + 2]
+                n += 1
+            if not values:
+                continue
+            effect.values = values
+        effects.append(effect)
+    mapping.effects = effects
+
+
+def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
+    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
+    of_source: dict[int, list[Place]] = {}  # names may have been edited since
+    for place in checkpoint.places:
+        of_source.setdefault(id(place.node), []).append(place)
+    listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
+    once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
+    droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
+    if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
+        once = []  # what has no key cannot be left out, or nothing would be left
+    globs = [f"--exclude {shlex.quote(glob)}" for glob in _globs(checkpoint, once)]
+    hint = f"to leave them out: {' '.join(globs)}" if globs else None
+    if len(globs) > _LISTED:
+        listed = f"{len(troubles):,} tensors: {listed}"
+        hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
+    return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
+
+
+def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
+    """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
+    named = {id(found.node) for found in read_customs(checkpoint).state_dicts} if places else set()
+    return [
+        glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
+        else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
+        for place in places
+    ]  # fmt: skip
+
+
+# Both
+
+
+def left_behind_at(
+    checkpoint: Checkpoint, places: Iterable[Place], kept: Iterable[Storage | None], why: str
+) -> list[LeftBehind]:
+    """What stands at PLACES, each with the bytes of the storages that go with it: those that are not KEPT, each counted once."""
+    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
+    counted = {id(storage) for storage in kept}
+    seen: set[int] = set()
+    left = []
+    for place in places:
+        nbytes = 0
+        for node in walk([place.node], seen):
+            storage = by_node.get(id(node))
+            if storage is not None and id(storage) not in counted:
+                counted.add(id(storage))
+                nbytes += storage.nbytes
+        left.append(LeftBehind(place.path, nbytes, why))
+    return left
+
+
+def _storages(checkpoint: Checkpoint, *roots: Value) -> list[Storage]:
+    """The storages that ROOTS lead to, each once."""
+    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
+    return list(dict.fromkeys(by_node[id(node)] for node in walk([*roots]) if isinstance(node, PersistentId)))

@@ -1,0 +1,296 @@
+"""Strided tensors as their calls say them, said anew: of another dtype, or on a storage that holds less.
+
+Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` has its dtype from the storage's class, ``_rebuild_tensor_v3`` as an argument: it is for dtypes that no storage class has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+
+from ckptconv.byteranges.slicing import part_of
+from ckptconv.checkpoint.model import (
+    Cast,
+    Chain,
+    Checkpoint,
+    Data,
+    Inflate,
+    Reference,
+    Span,
+    Storage,
+    TensorInfo,
+)
+from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, dtype_called
+from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
+
+__all__ = ["Group", "View", "Views", "extent", "packed_ranges"]
+
+Range = tuple[int, int]  # of bytes: the first, and the one behind the last
+
+
+@dataclass(eq=False)
+class View:
+    """A strided tensor: the CALL that makes it, NESTED in one that gives it a class; what it says, with the storage that it is on; the REFERENCE in it, as the source has it."""
+
+    call: Call
+    nested: bool
+    reference: PersistentId
+    info: TensorInfo
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Group:
+    """VIEWS of one storage that share its bytes. DTYPE is what they become, None: they keep theirs. PATHS are where they stand."""
+
+    views: list[View]
+    dtype: str | None = None
+    paths: tuple[str, ...] = ()
+
+
+class Views:
+    """The strided tensors of CHECKPOINT, wherever they stand, inside of other tensors too. What :meth:`restate` changes, :meth:`conclude` makes the checkpoint's."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.byteorder = checkpoint.byteorder
+        self._of_call: dict[int, View] = {}
+        self._words: dict[str, Global] = {}
+        self._nodes: dict[int, dict[Storage, PersistentId]] = {}  # what a reference becomes on each storage
+        self._keys = {*checkpoint.storages}
+        self.of_storage: dict[Storage, list[View]] = {}
+        self.dtypes_of: dict[Storage, set[str]] = {}
+        #: Storages that something else refers to.
+        self.used_otherwise: set[Storage] = set()
+        self._read()
+
+    def _read(self) -> None:
+        storages = {id(each.node): each.storage for each in self._checkpoint.references}
+        reader = TensorReader(storages, str(self._checkpoint.source.path))
+        roots = [*self._checkpoint.graph.discarded, self._checkpoint.graph.root]
+        nodes = list(walk(roots))
+        parts: dict[int, StridedPart] = {}  # by the id of the call
+        for node in nodes:
+            part = strided_part(node) if isinstance(node, Call) else None
+            info = self._checkpoint.tensor_nodes.get(id(node)) if part else None  # read already
+            if part and info is None:
+                info = reader.strided_or_none(part.function, part.args.items)
+            if part is None or info is None or info.storage is None or not isinstance(node, Call):
+                continue
+            reference = part.args.items[0]
+            assert isinstance(reference, PersistentId)
+            parts[id(node)] = part
+            view = self._of_call[id(node)] = View(node, part.nested, reference, info, info.storage)
+            self.of_storage.setdefault(info.storage, []).append(view)
+            self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
+        self.used_otherwise = {storages[id(node)] for node in _others(roots, nodes, parts) if id(node) in storages}
+
+    def at(self, node: Node) -> View | None:
+        """The view that the tensor NODE is, or is a parameter of."""
+        while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in PARAMETER:
+            inner = args_of(node)[0] if args_of(node) else None
+            if not isinstance(inner, Call):
+                return None
+            node = inner
+        return self._of_call.get(id(node))
+
+    def restate(self, storage: Storage, groups: list[Group], *, pack: bool) -> None:
+        """Let each of GROUPS, which have all views of STORAGE, have a storage of its own, the first the old one. PACK: it holds no more than they show."""
+        whole = storage.data
+        for i, group in enumerate(groups):
+            ranges = packed_ranges(whole, group.views) if pack else [(0, whole.length)]
+            starts = [start for start, _ in ranges]
+            before_each = [0, *accumulate(stop - start for start, stop in ranges)]
+            data = _packed(whole, ranges)
+            old = group.views[0].info.dtype
+            if group.dtype and group.dtype != old:
+                shown = reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
+                data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
+            own = storage if i == 0 else Storage(self._new_key(storage.key), storage.device, 0, data)
+            own.data, own.nbytes = data, data.length
+            for view in group.views:
+                before = view.info
+                old_start = bisect_right(starts, before.offset * dtype_called(before.dtype).itemsize) - 1
+                gone = starts[old_start] - before_each[old_start] if ranges else 0
+                view.info, view.storage = _moved(before, own, group.dtype or before.dtype, gone), own
+                self._say(view, before)
+
+    def _new_key(self, key: str) -> str:
+        """A key that no storage has, for one that was part of KEY's."""
+        new = next(new for i in count(1) if (new := f"{key}.{i}") not in self._keys)
+        self._keys.add(new)
+        return new
+
+    def _say(self, view: View, before: TensorInfo) -> None:
+        """Let VIEW's call, which says BEFORE, say what it is now, and its reference what its storage is."""
+        dtype, changed = dtype_called(view.info.dtype), view.info.dtype != before.dtype
+        known = self._nodes.setdefault(id(view.reference), {})
+        if view.storage not in known:
+            assert isinstance(view.reference.id, Tuple)
+            kind, cls, _, tag, _ = view.reference.id.items
+            new = self._storage_class(dtype) if changed else cls
+            assert isinstance(new, Global)
+            numel = view.storage.nbytes // BY_STORAGE_CLASS[new.name].itemsize
+            known[view.storage] = PersistentId(Tuple([kind, new, view.storage.key, tag, numel]), view.reference.order)
+        else:
+            self._checkpoint.graph.shared.add(known[view.storage])
+        part = strided_part(view.call)
+        assert part is not None
+        args = [known[view.storage], view.info.offset, *part.args.items[2:]]
+        function = part.callable
+        if changed:
+            function, args = self._of_dtype(part.function, args, dtype)
+        if view.nested:
+            _, cls, _, *rest = args_of(view.call)
+            view.call.args = Tuple([function, cls, Tuple(args), *rest])
+        else:
+            view.call.callable, view.call.args = function, Tuple(args)
+
+    def _of_dtype(self, function: str, args: list[Value], dtype: DType) -> tuple[Value, list[Value]]:
+        """The function that makes a tensor of DTYPE, and its arguments, instead of FUNCTION with ARGS."""
+        if function.endswith("_v3"):
+            del args[6]
+        if dtype.storage_class is not None:
+            name = "_rebuild_tensor" if len(args) == 4 else "_rebuild_tensor_v2"
+            return self._word("torch._utils", name), args
+        if len(args) == 4:
+            args += [False, Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))]
+        return self._word("torch._utils", "_rebuild_tensor_v3"), [*args[:6], self._word("torch", dtype.name), *args[6:]]
+
+    def _storage_class(self, dtype: DType) -> Global:
+        name = dtype.storage_class
+        return self._word("torch", name) if name else self._word("torch.storage", UNTYPED.storage_class or "")
+
+    def _word(self, module: str, name: str) -> Global:
+        """A global, the same for all that say it."""
+        if name not in self._words:
+            self._words[name] = Global(module, name)
+            self._checkpoint.graph.shared.add(self._words[name])
+            self._checkpoint.graph.globals.append(self._words[name])
+        return self._words[name]
+
+    def conclude(self) -> None:
+        """Let the checkpoint's tables say what its graph says now."""
+        checkpoint = self._checkpoint
+        for nodes in self._nodes.values():
+            for node in nodes.values() if len(nodes) > 1 else ():  # each is made where it is needed first
+                node.order = None
+        checkpoint.references = [
+            Reference(node, storage)
+            for each in checkpoint.references
+            for storage, node in self._nodes.get(id(each.node), {each.storage: each.node}).items()
+        ]
+        checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
+        for place in checkpoint.places:
+            known = checkpoint.tensor_nodes.get(id(place.node))
+            view = self.at(place.node) if known and isinstance(place.node, Node) else None
+            if known is None or view is None:
+                continue
+            for info in (known, checkpoint.tensors[place.path]):
+                info.dtype, info.offset, info.nbytes, info.storage = (
+                    view.info.dtype, view.info.offset, view.info.nbytes, view.storage
+                )  # fmt: skip
+
+
+def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
+    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that NODES, reached from ROOTS, have in them.
+
+    A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class, (STORAGE, ...), state)``. Arguments are tuples, which others can have
+    as well: then it stands elsewhere too.
+    """
+    arguments = {id(part.args): part.args for part in parts.values()}
+    outer = {id(node.args): part.args for node in nodes if isinstance(node, Call) and (part := parts.get(id(node))) and part.nested}  # fmt: skip
+    yield from roots
+    for node in nodes:
+        for i, child in enumerate(children(node)):
+            if id(node) in parts and isinstance(node, Call) and child is node.args:
+                continue
+            if id(node) in outer and child is outer[id(node)] and i == 2:
+                continue
+            if id(node) in arguments and i == 0 and id(node) not in outer:
+                continue
+            yield child
+            inner = outer.get(id(child)) or arguments.get(id(child))
+            if inner is not None:  # somebody else's arguments too
+                yield inner.items[0]
+
+
+def extent(info: TensorInfo) -> Range:
+    """The bytes of its storage that INFO reaches over."""
+    if 0 in info.shape:
+        return 0, 0
+    dtype = dtype_called(info.dtype)
+    last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
+    return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
+
+
+def packed_ranges(data: Data, views: list[View]) -> list[Range]:
+    """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
+    is_deflated = isinstance(data.of if isinstance(data, Cast) else data, Inflate)
+    if is_deflated or any(dtype_called(view.info.dtype).packed != 1 for view in views):
+        return [(0, data.length)]
+    return reach(views, data.length)
+
+
+def reach(views: list[View], length: int) -> list[Range]:
+    """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
+    unit = max(max(dtype_called(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
+    ranges: list[Range] = []
+    for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
+        start, stop = start // unit * unit, min(-(-stop // unit) * unit, length)
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _itemsize(reference: PersistentId) -> int:
+    """The bytes of what REFERENCE counts."""
+    cls = reference.id.items[1] if isinstance(reference.id, Tuple) else None
+    return BY_STORAGE_CLASS[cls.name].itemsize if isinstance(cls, Global) else 1
+
+
+def _packed(data: Data, ranges: list[Range]) -> Data:
+    """RANGES of DATA, one behind another."""
+    if ranges == [(0, data.length)]:
+        return data
+    length = sum(stop - start for start, stop in ranges)
+    if isinstance(data, Cast):
+        old, new = BY_NAME[data.old].itemsize, BY_NAME[data.new].itemsize
+        assert isinstance(data.of, (Span, Chain))
+        of = _packed(data.of, [(start // new * old, stop // new * old) for start, stop in ranges])
+        assert isinstance(of, (Span, Chain))
+        return replace(data, of=of, length=length, shown=())
+    parts = [part_of(data, start, stop - start) for start, stop in ranges]
+    whole = data.whole if isinstance(data, Chain) else data
+    assert whole is None or isinstance(whole, Span)
+    spans = [span for part in parts for span in (part.parts if isinstance(part, Chain) else (part,))]
+    return Chain(tuple(span for span in spans if isinstance(span, Span)), whole, length)
+
+
+def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]) -> Cast:
+    """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes. SHOWN are the bytes that matter, none: all."""
+    assert not isinstance(data, Cast)
+    new = group.dtype or old
+    big = byteorder == "big"
+    before, after = BY_NAME[old].itemsize, BY_NAME[new].itemsize
+    return Cast(
+        data, old, new, data.length // before * after, swapped_in=big and before > 1, swapped_out=big and after > 1, paths=group.paths,
+        shown=tuple((start // before, stop // before) for start, stop in shown),
+    )  # fmt: skip
+
+
+def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:
+    """INFO as DTYPE on STORAGE, in which so many bytes before it are GONE of the one that it was on."""
+    old, new = dtype_called(info.dtype), dtype_called(dtype)
+    offset = info.offset
+    if 0 in info.shape:
+        offset = min(offset, storage.nbytes // new.itemsize)
+    elif old.packed == 1:
+        offset -= gone // old.itemsize
+    nbytes = info.nbytes if old == new else info.nbytes // old.itemsize * new.itemsize
+    return replace(info, storage=storage, dtype=dtype, offset=offset, nbytes=nbytes)

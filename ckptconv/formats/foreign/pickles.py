@@ -1,0 +1,138 @@
+"""Pickles that are no checkpoint: what ``pickle.dump`` wrote without tensors in it. Parsed as every pickle here, which runs nothing."""
+
+from __future__ import annotations
+
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    Dict,
+    Global,
+    Graph,
+    Object,
+    Tuple,
+    Value,
+    is_global,
+    uncollected,
+)
+from ckptconv.pickles.parser import parse
+
+__all__ = ["LOADER", "looks_like_pickle", "pickle_error", "storage_sizes"]
+
+LOADER = "torch.storage._load_from_bytes"  #: by which a plain pickle holds a storage, and nothing else does
+_AGAIN = "download or copy it again"
+_NO_WEIGHTS = "it holds no weights; give the file with the weights"
+_PROTOCOLS = (2, 3, 4, 5)
+_OLD_STARTS = b"(])}cIJKMLNSUVXFG"  # opcodes that a pickle of protocol 0 or 1 can start with
+_SHOWN = 3  # packages
+_JOBLIB = b"joblib.numpy_pickle"
+_PLAIN = ("builtins", "__builtin__", "collections", "copy_reg", "copyreg", "_codecs", "numpy")
+_MORE = 4096  # bytes of the start that are searched for joblib's name
+
+
+def storage_sizes(graph: Graph) -> dict[str, int]:
+    """Bytes by key of the storages that GRAPH refers to; what refers to something else, or has no sound size, is left out."""
+    sizes: dict[str, int] = {}
+    for reference in graph.references:
+        items = reference.id.items if isinstance(reference.id, Tuple) else []
+        if len(items) < 5 or text_of(items[0]) != "storage":
+            continue
+        cls, key, numel = items[1], text_of(items[2]), items[4]
+        dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
+        if dtype and key is not None and type(numel) is int and 0 <= numel < LIMITS.elements:
+            sizes[key] = numel * dtype.itemsize
+    return sizes
+
+
+# Plain pickles
+
+
+def looks_like_pickle(source: Readable, head: bytes) -> bool:
+    """Whether SOURCE, which starts with HEAD, can be a pickle: protocols 2 and higher say so, older ones must parse."""
+    if head[:1] == b"\x80":
+        return len(head) > 1 and head[1] in _PROTOCOLS
+    if (
+        head[0] not in _OLD_STARTS
+        or source.size > LIMITS.unmarked_pickle_bytes
+        or source.read(source.size - 1, 1) != b"."
+    ):
+        return False
+    try:
+        _, end = parse(source.read, source.size, where=str(source.path))
+    except CkptconvError:
+        return False
+    return end == source.size
+
+
+def pickle_error(source: Readable) -> InputError:
+    """What the pickle in SOURCE is."""
+    joblib = _JOBLIB in source.read(0, min(_MORE, source.size))
+    if joblib:  # raw arrays stand between its opcodes
+        return UnsupportedError(
+            "a file of joblib's, without tensors of torch", where=source.path,
+            hint="load it with joblib.load, if you trust who made it, and save its arrays with torch",
+        )  # fmt: skip
+    try:
+        with uncollected():
+            graph, end = parse(source.read, source.size, where=str(source.path))
+            return _described(source, graph, source.size - end)
+    except MalformedError as error:
+        return MalformedError(
+            f"a pickle that was cut short or damaged: {error.what}", where=error.where, expected=error.expected,
+            got=error.got, hint=_AGAIN,
+        )  # fmt: skip
+    except InputError as error:
+        return error
+
+
+def _described(source: Readable, graph: Graph, behind: int) -> InputError:
+    modules = {node.module.partition(".")[0] for node in graph.globals}
+    dangers = sorted({*dangerous_globals(graph)} - {LOADER})
+    if dangers:
+        return DangerousError(
+            f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})", where=source.path,
+            hint="do not load it",
+        )  # fmt: skip
+    if storage_sizes(graph):
+        return UnsupportedError(
+            "the pickle of a torch checkpoint without the storages that belong to it", where=source.path,
+            hint="give the whole file, or the folder that it was unpacked to",
+        )  # fmt: skip
+    arrays = "numpy" in modules
+    packages = sorted(modules.difference(_PLAIN))
+    inside = ["NumPy arrays"] if arrays else []
+    inside += [f"objects of {', '.join(name[:40] for name in packages[:_SHOWN])}"] if packages else []
+    within = f", with {' and '.join(inside)} in it" if inside else ""
+    more = f", and {behind:,} bytes behind it" if behind else ""
+    return UnsupportedError(
+        f"a pickle without tensors: {_root(graph.root)}{within}{more}", where=source.path,
+        hint="save its arrays with torch: torch.from_numpy makes tensors of them" if arrays else _NO_WEIGHTS,
+    )  # fmt: skip
+
+
+def _root(root: Value) -> str:
+    """What the pickle's value is, in Python's words."""
+    if isinstance(root, Dict):
+        return f"a dict of {_items(sum(1 for _ in root.pairs()))}"
+    if isinstance(root, Call):
+        name = str(root.callable)[:80] if isinstance(root.callable, Global) else "an unknown class"
+        if is_global(root.callable, "copyreg._reconstructor", "copy_reg._reconstructor") and isinstance(
+            root.args, Tuple
+        ):
+            name = str(next((item for item in root.args.items if isinstance(item, Global)), name))[:80]
+        return f"an object of {name}"
+    if isinstance(root, Object):
+        return f"a {type(root).__name__.lower()} of {_items(sum(1 for _ in root.elements()))}"
+    if isinstance(root, Tuple):
+        return f"a tuple of {_items(len(root.items))}"
+    kind = root.kind if isinstance(root, Blob) else "None" if root is None else type(root).__name__.lower()
+    return kind if root is None else f"one {kind}"
+
+
+def _items(count: int) -> str:
+    return "1 item" if count == 1 else f"{count:,} items"

@@ -1,0 +1,237 @@
+"""Zips that are no checkpoint of torch's, by the names in them, and zips of torch's that lost their end or their start.
+
+A zip without its end has no directory. But torch writes ``data.pkl`` first, and that says how large each storage is, so what is left of the file says how much is
+missing at least: headers and padding between the storages are counted as short as a zip can have them. Only where what is left is stored and not compressed.
+
+Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's, Stable-Baselines' and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptconv.byteranges.sources import Readable
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
+from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
+from ckptconv.formats.foreign.pickles import storage_sizes
+from ckptconv.formats.zip_archive import (
+    CENTRAL_SIZE,
+    END,
+    END_SIZE,
+    LOCAL,
+    LOCAL_SIZE,
+    LONGEST_END,
+    STORED,
+    ZIP64_END,
+    first_member,
+)
+from ckptconv.hints import literal, saved_by_torch, shell
+from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.parser import parse
+
+__all__ = ["cut_short", "displaced", "refuse_other_zips"]
+
+AGAIN = "download or copy it again"
+_PICKLE = "data.pkl"
+_SHOWN = 3  # member names
+_TAME = re.compile(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
+_END_FIELDS = struct.Struct("<4sHHHHIIH")
+_ZIP64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
+_ZIP64_TAIL = 76  # bytes of the zip64 end and its locator
+_METHOD = re.compile(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # of a local header: two bytes behind version and flags
+_BEHIND = 4096  # bytes behind data.pkl, in which a few small records and the first storage start
+
+
+class _Names(NamedTuple):
+    """The archive's names, whole, and below the folder at its root."""
+
+    path: str
+    whole: dict[str, None]  # in the directory's order
+    below: frozenset[str]
+
+    def unzip(self, name: str) -> str:
+        """The command that takes the member NAME out."""
+        return shell("unzip", self.path, name) if _TAME.fullmatch(name) else shell("unzip", self.path)
+
+
+_Row = Callable[[_Names], "InputError | None"]
+
+
+def refuse_other_zips(source: Readable, names: list[str]) -> None:
+    """Raise what a zip archive of NAMES is if it is none of torch's checkpoints."""
+    below = frozenset(name.partition("/")[2] for name in names)
+    if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
+        return
+    found = _Names(str(source.path), dict.fromkeys(names), below)
+    error = next(error for row in _ROWS if (error := row(found)))
+    error.where = source.path
+    raise error
+
+
+# Whose it is
+
+_NO_CHECKPOINT = ("attributes.pkl", "archive_format", "serialized_exported_program.json")
+
+
+def _old_torchscript(names: _Names) -> InputError | None:
+    old = "model.json" in names.below and any(name.startswith("code/") for name in names.below)  # torch 1.0 to 1.2
+    if not old and names.below.isdisjoint(("constants.pkl", "attributes.pkl")):
+        return None
+    load = f'torch.jit.load({literal(names.path)}, map_location="cpu").state_dict()'
+    return UnsupportedError(
+        "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
+        hint=f"save its weights alone with torch 1.13, which does: {saved_by_torch(load)}",
+    )
+
+
+def _exported(names: _Names) -> InputError | None:
+    file = "serialized_exported_program.json"  # torch 2.1 to 2.7
+    if "archive_format" not in names.below and file not in names.below and file not in names.whole:
+        return None
+    load = f"torch.export.load({literal(names.path)}).state_dict"
+    return UnsupportedError(
+        "a .pt2 archive (torch.export), which holds a program and not only weights",
+        hint=f"save its weights alone: {saved_by_torch(load)}",
+    )
+
+
+def _records_without_folder(names: _Names) -> InputError | None:
+    if _PICKLE not in names.whole:
+        return None
+    again = f"{shell('unzip', names.path, '-d', 'out')} && {shell('python', '-m', 'zipfile', '-c', 'out.pt', 'out')}"
+    return MalformedError(
+        "torch's records without the folder that they must be in", expected=f"a member FOLDER/{_PICKLE}",
+        hint=f"zip them again: {again}",
+    )  # fmt: skip
+
+
+def _torchserve(names: _Names) -> InputError | None:
+    if "MAR-INF/MANIFEST.json" not in names.whole:
+        return None
+    inner = _checkpoint_in(names)
+    hint = f"take the checkpoint out: {names.unzip(inner)}" if inner else f"unpack it: {shell('unzip', names.path)}"
+    return UnsupportedError("a TorchServe model archive (.mar), which holds a program beside its checkpoint", hint=hint)
+
+
+def _stable_baselines(names: _Names) -> InputError | None:
+    if {"data", "parameters", "parameter_list"} <= names.whole.keys():
+        return UnsupportedError(
+            "a model of Stable-Baselines 2 (TensorFlow), its weights as NumPy arrays inside a zip",
+            hint=f"take them out: {names.unzip('parameters')}",
+        )
+    if not {"data", "policy.pth"} <= names.whole.keys():
+        return None
+    return UnsupportedError(
+        "a model of Stable-Baselines3, its checkpoints inside a zip", hint=f"take one out: {names.unzip('policy.pth')}"
+    )
+
+
+def _keras(names: _Names) -> InputError | None:
+    if not {"config.json", "metadata.json", "model.weights.h5"} <= names.whole.keys():
+        return None
+    return UnsupportedError("a Keras model (.keras)", hint="load it with Keras and save its weights with torch")
+
+
+def _arrays(names: _Names) -> InputError | None:
+    if not names.whole or not all(name.endswith(".npy") for name in names.whole):
+        return None
+    load = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(names.path)}).items()}}"
+    return UnsupportedError(
+        f"NumPy arrays (.npz): {some([name[:80] for name in names.whole], _SHOWN)}",
+        hint=f"save them with torch: {saved_by_torch(load, 'numpy')}",
+    )
+
+
+def _holding_a_checkpoint(names: _Names) -> InputError | None:
+    inner = _checkpoint_in(names)
+    if inner is None:
+        return None
+    return UnsupportedError(
+        f"a zip archive with a checkpoint in it: {inner}", hint=f"take it out: {names.unzip(inner)}"
+    )
+
+
+def _any_zip(names: _Names) -> InputError:
+    return UnsupportedError(
+        f"a zip archive, but none of torch's: {some([name[:80] for name in names.whole], _SHOWN) or 'it is empty'}",
+        expected=f"a member FOLDER/{_PICKLE}",
+    )
+
+
+def _checkpoint_in(names: _Names) -> str | None:
+    return next((name for name in names.whole if name.endswith(CHECKPOINT_SUFFIXES)), None)
+
+
+#: The first that answers is right.
+_ROWS: tuple[_Row, ...] = (
+    _old_torchscript, _exported, _records_without_folder, _torchserve, _stable_baselines, _keras, _arrays, _holding_a_checkpoint, _any_zip,
+)  # fmt: skip
+
+
+# What is left of one
+
+
+def cut_short(source: Readable) -> InputError:
+    """What is missing of SOURCE, which starts as a zip archive and has no end."""
+    first = first_member(source)
+    root, _, record = first.name.rpartition("/") if first else ("", "", "")
+    if first is None or record != _PICKLE or first.method != STORED:
+        return MalformedError("a zip archive that was cut short: its end is missing", where=source.path, hint=AGAIN)
+    try:
+        with uncollected():
+            graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=first.data_offset)
+            sizes = storage_sizes(graph)
+    except LimitError as error:
+        return error
+    except InputError as error:
+        return MalformedError(
+            f"a torch checkpoint that was cut short, or damaged, inside {_PICKLE}, its first record: {error.what}",
+            where=source.path, hint=AGAIN,
+        )  # fmt: skip
+    names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
+    headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
+    whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
+    if whole <= source.size or not _only_stored(source, end):
+        return MalformedError(
+            "a torch checkpoint that was cut short: the zip archive's end is missing", where=source.path, hint=AGAIN
+        )
+    return MalformedError(
+        f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
+        where=source.path, hint=AGAIN,
+    )  # fmt: skip
+
+
+def _only_stored(source: Readable, start: int) -> bool:
+    """Whether the members that start close behind START are there and stored, as all that torch writes: a compressed storage can have any size."""
+    behind = source.read(start, min(_BEHIND, source.size - start))
+    methods = {int.from_bytes(match[1], "little") for match in _METHOD.finditer(behind)}
+    return methods == {STORED}
+
+
+def displaced(source: Readable) -> InputError | None:
+    """What is wrong with SOURCE if it is a zip archive that starts too late or too early."""
+    start = max(0, source.size - LONGEST_END)
+    tail = source.read(start, source.size - start)
+    at = tail.rfind(END)
+    if at < 0 or len(tail) - at < END_SIZE:
+        return None
+    *_, count, size, offset, comment = _END_FIELDS.unpack_from(tail, at)
+    if at + END_SIZE + comment != len(tail) or not count:
+        return None
+    if tail[at - _ZIP64_TAIL :][:4] == ZIP64_END and at >= _ZIP64_TAIL:
+        at -= _ZIP64_TAIL
+        *_, size, offset = _ZIP64_FIELDS.unpack_from(tail, at)
+    before = start + at - size - offset
+    if before < 0:
+        return MalformedError(
+            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=AGAIN
+        )
+    if before == 0 or before + 4 > source.size or source.read(before, 4) != LOCAL:
+        return MalformedError("a zip archive whose start is damaged", where=source.path, hint=AGAIN)
+    return MalformedError(
+        f"a zip archive with {before:,} bytes before it", where=source.path,
+        hint=f"take them off: {shell('tail', '-c', f'+{before + 1}', source.path)} > out.pt",
+    )  # fmt: skip

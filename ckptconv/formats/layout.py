@@ -1,0 +1,48 @@
+"""The pieces of a file with as few seams as possible: what continues what stands before it joins it; and the file that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+from ckptconv.byteranges.slicing import length_of, with_checksums
+from ckptconv.checkpoint.model import Cast, Chain, OutFile, Piece, Span, Storage
+
+__all__ = ["file_of", "joined"]
+
+
+def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
+    """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
+    read_anyway = {
+        id(piece.of) for piece in pieces if isinstance(piece, Cast)
+    }  # whose bytes are read anyway, if it has all of them
+    spans = {id(span): span for each in storages for span in with_checksums(each.data)}
+    sums = [span for key, span in spans.items() if key not in read_anyway]
+    return OutFile(path, joined(pieces), sum(map(length_of, pieces)), tuple(sums))
+
+
+def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """PIECES, literal bytes joined, and ranges that follow one another in one source."""
+    out: list[Piece] = []
+    literal = bytearray()
+    for piece in chain.from_iterable(piece.parts if isinstance(piece, Chain) else (piece,) for piece in pieces):
+        if isinstance(piece, bytes):
+            literal += piece
+            continue
+        if literal:
+            out.append(bytes(literal))
+            literal.clear()
+        last = out[-1] if out else None
+        if (
+            isinstance(piece, Span)
+            and isinstance(last, Span)
+            and last.source is piece.source
+            and last.offset + last.length == piece.offset
+        ):
+            out[-1] = Span(piece.source, last.offset, last.length + piece.length)
+        else:
+            out.append(piece)
+    if literal:
+        out.append(bytes(literal))
+    return tuple(out)

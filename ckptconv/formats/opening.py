@@ -1,0 +1,98 @@
+"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. What a file is, its content says, never its suffix;
+that it is one part of a distributed checkpoint, what stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.checkpoint.model import Checkpoint, Layout
+from ckptconv.errors import InputError, UnsupportedError
+from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
+from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.formats.foreign.files import stranger_error
+from ckptconv.formats.foreign.folders import distributed_part_error, folder_error
+from ckptconv.formats.foreign.pickles import looks_like_pickle
+from ckptconv.formats.sharded import shards
+
+__all__ = ["FORMATS", "WRITERS", "read"]
+
+
+class Format(Protocol):
+    """What a format's module offers."""
+
+    NAME: str
+
+    def looks_like(self, head: bytes) -> bool: ...
+
+    def read(self, source: Source) -> Checkpoint: ...
+
+
+class FolderFormat(Protocol):
+    """What the module of a format of several files offers. READ_FILE reads one of them, where it is a checkpoint itself."""
+
+    NAME: str
+
+    def looks_like(self, folder: SourceFolder) -> bool: ...
+
+    def read(self, folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint: ...
+
+
+class Writer(Protocol):
+    """What the module of a format that can be written offers."""
+
+    NAME: str
+
+    def layout(self, checkpoint: Checkpoint, path: Path) -> Layout: ...
+
+
+#: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
+FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickle)
+#: By the word of ``--format``: those that hold whatever a pickle can say.
+WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
+
+FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, shards)
+_HEAD = 64
+
+
+def read(source: Source | SourceFolder) -> Checkpoint:
+    """The checkpoint in SOURCE, in whatever container. Raises UnsupportedError with what it is instead, and what the reader raises."""
+    return read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
+
+
+def read_folder(source: SourceFolder) -> Checkpoint:
+    """The checkpoint whose parts stand in SOURCE. Raises as :func:`read` does."""
+    for format_ in FOLDER_FORMATS:
+        if format_.looks_like(source):
+            return format_.read(source, read_file)
+    raise folder_error(source.path)
+
+
+def read_file(source: Source) -> Checkpoint:
+    """The checkpoint in the file SOURCE. Raises as :func:`read` does."""
+    part = distributed_part_error(source.path)
+    if part:
+        raise part
+    head = source.read(0, min(_HEAD, source.size))
+    for format_ in FORMATS:
+        if format_.looks_like(head):
+            checkpoint = format_.read(source)
+            try:
+                if torchscript.is_program(checkpoint):
+                    torchscript.read_program(source, checkpoint)
+            except InputError as fault:
+                source.faults.found(fault)
+            return checkpoint
+    if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
+        return plain_pickle.read(source)
+    error = stranger_error(source)
+    if error:
+        raise error
+    if source.path.suffix == ".safetensors":
+        return safetensors.read(source)  # which says what is wrong with it
+    raise UnsupportedError(
+        "no checkpoint that this version reads", where=source.path, expected="a file of torch.save, pickle.dump or safetensors",
+        got=f"a file that starts with the bytes {head[:8].hex(' ')}",
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Which tensor goes into which shard. The planner is huggingface_hub's, so that a set has the shards that the Hub's own tools would have made; it needs sizes alone, and no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.rebuild_functions import is_word
+from ckptconv.errors import UsageError
+from ckptconv.formats.sharded.index import index_name
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Global, Node, Value, children
+
+__all__ = ["Deal", "Weight", "deal", "parse_size", "weights_of_storages", "weights_of_tensors"]
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[KMGT]B)?\s*", re.IGNORECASE)
+_EXAMPLES = "5GB, 500MB or a number of bytes"
+
+
+class Weight(NamedTuple):
+    """What a tensor adds to its shard: NBYTES, and once for all that have the same GROUP, which stay together."""
+
+    nbytes: int
+    group: Hashable
+
+
+@dataclass(frozen=True)
+class Deal:
+    """FILES with the names of the tensors in each, in the order of the state dict; the name of the INDEX, None for one file; and how many tensors are TOO_LARGE, so that their shards are, tied ones counted once."""
+
+    files: tuple[tuple[str, tuple[str, ...]], ...]
+    index: str | None
+    too_large: int = 0
+
+
+def parse_size(size: int | str) -> int:
+    """SIZE in bytes: an integer, or a text such as ``5GB``, in which units are decimal. Raises UsageError, TypeError."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
+    found = _SIZE.fullmatch(str(size))
+    unit = found["unit"] if found else None
+    if found is None or (unit is None and "." in found["number"]):
+        raise UsageError("--max-shard-size is no size that is known", expected=_EXAMPLES, got=size)
+    nbytes = int(float(found["number"]) * _UNITS[unit.upper()]) if unit else int(found["number"])
+    if nbytes == 0:
+        raise UsageError("--max-shard-size is no size of a file", expected=_EXAMPLES, got=size)
+    return nbytes
+
+
+def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
+    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is. Raises UsageError, also where there are several groups and each is: that is a typo."""
+    most = parse_size(max_shard_size)
+    sizes = [nbytes for nbytes in {each.group: each.nbytes for each in weights.values()}.values() if nbytes]
+    too_large = sum(nbytes > most for nbytes in sizes)
+    if too_large == len(sizes) > 1:
+        raise UsageError(
+            f"--max-shard-size {max_shard_size} is less than any tensor has", expected=f"at least {min(sizes):,} bytes",
+            got=f"{most:,}", hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
+        )  # fmt: skip
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory
+    except ImportError as error:
+        raise UsageError(
+            "--max-shard-size needs huggingface_hub, which plans the shards", hint="pip install 'ckptconv[hub]'"
+        ) from error
+    literal = stem.replace("{", "{{").replace("}", "}}")
+    split = split_state_dict_into_shards_factory(
+        dict(weights), get_storage_size=lambda weight: weight.nbytes, get_storage_id=lambda weight: weight.group,
+        filename_pattern=f"{literal}{{suffix}}{suffix}", max_shard_size=most,
+    )  # fmt: skip
+    if len(split.filename_to_tensors) > LIMITS.shards:
+        raise UsageError(
+            f"--max-shard-size {max_shard_size} would take {len(split.filename_to_tensors):,} shards",
+            expected=f"at most {LIMITS.shards:,}", hint="say a larger one",
+        )  # fmt: skip
+    place = {name: i for i, name in enumerate(weights)}  # the planner puts what is tied last
+    files = tuple((file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items())  # fmt: skip
+    return Deal(files, index_name(stem, suffix) if len(files) > 1 else None, too_large)
+
+
+# What a tensor weighs
+
+
+def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
+    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied stays together, unless it is copied."""
+    weights: dict[str, Weight] = {}
+    for name, value in items.items():
+        info = checkpoint.tensor_nodes.get(id(value))
+        if info is not None:
+            group = name if copy_tied or info.storage is None or not info.nbytes else info.view
+            weights[name] = Weight(info.nbytes, group)
+    return weights
+
+
+def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
+    """Those of ITEMS of CHECKPOINT that are tensors or hold some, with the bytes of their storages; what shares a storage or an object stays together."""
+    groups = _Groups(checkpoint, items)
+    weights: dict[str, Weight] = {}
+    for name, value in items.items():
+        group = groups.of(name)
+        if groups.nbytes.get(group) or id(value) in checkpoint.tensor_nodes:
+            weights[name] = Weight(groups.nbytes.get(group, 0), group)
+    return weights
+
+
+class _Groups:
+    """Which of ITEMS lead to one node or storage. A group is called by the name of one of its members; NBYTES are those of its storages."""
+
+    def __init__(self, checkpoint: Checkpoint, items: Mapping[str, Value]) -> None:
+        self.above = {name: name for name in items}
+        self.owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
+        storages = {id(each.node): each.storage for each in checkpoint.references}
+        for name, value in items.items():
+            todo = [value]
+            while todo:
+                node = todo.pop()
+                if not isinstance(node, Node) or isinstance(node, Global) or is_word(node):
+                    continue  # texts, classes, devices: what is shared and means nothing
+                if self.meet(name, node):
+                    todo += children(node)
+                if id(node) in storages:
+                    self.meet(name, storages[id(node)])
+        self.nbytes: dict[str, int] = {}
+        for storage in checkpoint.storages.values():
+            if id(storage) in self.owner:
+                group = self.of(self.owner[id(storage)])
+                self.nbytes[group] = self.nbytes.get(group, 0) + storage.nbytes
+
+    def meet(self, name: str, thing: object) -> bool:
+        """Whether THING, to which NAME leads, is new; if not, NAME and the first that led to it are one group."""
+        if id(thing) not in self.owner:
+            self.owner[id(thing)] = name
+            return True
+        self.above[self.of(name)] = self.of(self.owner[id(thing)])
+        return False
+
+    def of(self, name: str) -> str:
+        """The group of NAME."""
+        while self.above[name] != name:
+            self.above[name] = name = self.above[self.above[name]]
+        return name

@@ -1,0 +1,405 @@
+"""The steps of a comparison: parts are taken, names paired, tensors and what is none compared, and values read, a buffer at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import TypeVar
+
+from ckptconv.byteranges.sources import open_input
+from ckptconv.checkpoint.index import index_again
+from ckptconv.checkpoint.model import Checkpoint, Edits, LeftBehind, Place, TensorInfo
+from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
+from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.conversion.convert import edits_from
+from ckptconv.edits.apply import apply
+from ckptconv.edits.names import matches
+from ckptconv.edits.selection import select
+from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageError, count, some
+from ckptconv.formats import opening
+from ckptconv.hints import shell
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
+from ckptconv.inspection.comparison.pairing import Pairing, Side
+from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
+from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
+from ckptconv.pickles.graph import Call, Global, PersistentId, Tuple, Value, args_of, uncollected
+from ckptconv.wording import for_python
+
+__all__ = ["compare", "diff"]
+
+_T = TypeVar("_T")
+
+_SHOWN = 3  # paths in a brief note
+_ASKED = "left out as asked"
+_GIVE_IT_FIRST = ": ckptconv diff "
+
+
+@for_python
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    names_only: bool = False,
+    state_dict: bool = False,
+    select: str | None = None,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    unwrap: bool = False,
+    strip_prefix: str | Iterable[str] = (),
+    rename: Iterable[tuple[str, str]] = (),
+    add_prefix: str | Iterable[str] = (),
+) -> Difference:
+    """What the checkpoints A and B, in whatever containers, do not have in common; ``.same`` says whether that is nothing. Neither is run, loaded or changed.
+
+    ``rtol``, ``atol``: numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``. ``names_only``: compare the names of tensors and nothing else.
+    The other keywords are those of :func:`ckptconv.convert`. ``state_dict``, ``select``, ``include`` and ``exclude`` are for both, and where B has nothing such it is compared whole; those that change names are for A.
+    Where one of the two is safetensors, the state dict of the other is taken.
+
+    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be read or an edit cannot be made of A.
+    """
+    edits = edits_from(
+        state_dict=state_dict, select=select, include=include, exclude=exclude, unwrap=unwrap, strip_prefix=strip_prefix,
+        rename=rename, add_prefix=add_prefix,
+    )  # fmt: skip
+    if not isinstance(names_only, bool):
+        raise TypeError(f"names_only must be True or False, not {names_only!r}")
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
+            raise TypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
+    try:
+        return compare(a, b, edits, rtol=rtol, atol=atol, names_only=names_only)
+    except NoMatchError as error:
+        if error.hint and _GIVE_IT_FIRST in error.hint:  # a command line is of no use in Python
+            error.hint = error.hint.partition(_GIVE_IT_FIRST)[0]
+        raise
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    edits: Edits,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    names_only: bool = False,
+    brief: bool = False,
+    progress: Meter | None = None,
+) -> Difference:
+    """:func:`diff` with the edits as data. BRIEF: notes name a few paths of many. PROGRESS is called with the bytes to compare, and what it gives with each number of bytes compared."""
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not (isfinite(tolerance) and tolerance >= 0):
+            raise UsageError(f"{name} {tolerance} is no tolerance", expected="a finite number that is not negative")
+    with open_input(a) as source_a, open_input(b) as source_b:
+        with uncollected():
+            checkpoints = opening.read(source_a), opening.read(source_b)
+            comparison = _Comparison(*checkpoints, edits, (rtol, atol), names_only=names_only, brief=brief)
+            comparison.pair()
+        comparison.values.run(progress)
+        source_a.check_unchanged()
+        source_b.check_unchanged()
+        return comparison.result()
+
+
+class _Comparison:
+    """The steps of one comparison, in order."""
+
+    def __init__(
+        self,
+        a: Checkpoint,
+        b: Checkpoint,
+        edits: Edits,
+        tolerance: tuple[float, float],
+        *,
+        names_only: bool,
+        brief: bool,
+    ) -> None:
+        self.a, self.b, self.edits, self.tolerance = a, b, edits, tolerance
+        self.names_only, self.brief = names_only, brief
+        self.formats = a.format, b.format
+        self.paths = str(a.source.path), str(b.source.path)
+        self.weights_alone = [_why_alone(each) for each in (a, b) if _holds_weights_alone(each)]
+        self.notes: list[str] = []
+        self.rest: tuple[list[str], list[str]] = ([], [])
+        self.take_parts()
+        self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
+        self.values = Values(a, b, *tolerance)
+        self.found: list[tuple[TensorDifference, list[Key]]] = []
+        self.others: list[tuple[OtherDifference, Key | None]] = []
+
+    # Parts
+
+    def take_parts(self) -> None:
+        """Take of both sides what is asked for, or what the other can be compared with, and edit A's names."""
+        alone = bool(self.weights_alone)
+        edits = replace(self.edits, state_dict=True) if alone else self.edits
+        try:
+            left = apply(self.a, edits)
+        except NoMatchError as error:
+            self.ask_for_other_order(error, edits)
+            raise
+        if edits != Edits():
+            index_again(self.a)
+        self.notes += left.notes
+        if self.edits.unwrap and not left.names:
+            self.edits = replace(self.edits, unwrap=False)
+        root, left_in_b = self.b.graph.root, self.take_part_of_b(alone=alone)
+        left_out = self.filter_b()
+        if left_in_b or left_out or self.b.graph.root is not root:
+            index_again(self.b)
+        if alone and self.edits.select is None and not self.edits.state_dict:
+            self.rest[0].extend(each.path for each in left.left_behind if each.why != _ASKED)
+            self.rest[1].extend(each.path for each in left_in_b)
+
+    def ask_for_other_order(self, error: NoMatchError, edits: Edits) -> None:
+        """Have ERROR, by which EDITS cannot be made of A, say so if they can of B, which is not needed any more."""
+        try:
+            apply(self.b, edits)
+        except CkptconvError:
+            return
+        names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
+        why = "edits of names are for the first file" if names else "the first file is the one that must have it"
+        files = map(Path, self.paths[::-1])
+        error.hint = f"{why}{_GIVE_IT_FIRST}{shell(*files, *flags_of(self.edits), *self.other_flags())}"
+
+    def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
+        """Take of B what is asked for, if B has such, and what the other can be compared with; what is left behind."""
+        path = self.edits.select
+        if path is not None:
+            try:
+                return select(self.b, Edits(select=path, state_dict=alone or self.edits.state_dict))
+            except NoMatchError:
+                self.notes.append(f"B has nothing at {path}: compared whole")
+        try:
+            return select(self.b, Edits(state_dict=alone or self.edits.state_dict))
+        except RefusedError as error:
+            if not alone and not read_customs(self.b).main():
+                self.notes.append("B has no state dict: compared whole")
+                return []
+            if "--select" in (error.hint or ""):
+                error.hint = "say which with --select PATH; if the other file has nothing there, give this one first"
+            raise
+
+    def filter_b(self) -> list[LeftBehind]:
+        """Leave out of B what the globs say, those that mean something there; what is left out."""
+        include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
+        for glob in (*self.edits.include, *self.edits.exclude):
+            if glob not in include and glob not in exclude:
+                whole = "" if include or exclude else ": compared whole"
+                self.notes.append(f"no name in B matches {glob!r}{whole}")
+        return select(self.b, Edits(include=include, exclude=exclude))
+
+    # Names, and everything but values
+
+    def pair(self) -> None:
+        """Find the names that both sides have, and compare everything but values, unless names are all that is asked for."""
+        self.pairing.run()
+        if self.names_only:
+            return
+        for place_a, place_b in self.pairing.tensors:
+            self.compare_tensors(place_a, place_b)
+        for place_a, place_b in self.pairing.storages:
+            self.compare_storages(place_a, place_b)
+        if self.a.is_state_dict and self.b.is_state_dict:
+            for key in {**self.a.metadata, **self.b.metadata}:
+                texts = self.a.metadata.get(key), self.b.metadata.get(key)
+                unsaid = key == "format" and None in texts  # every writer says it, or nobody needs it
+                if texts[0] != texts[1] and not unsaid:
+                    words = [None if text is None else repr(text[:60]) for text in texts]
+                    self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
+
+    def compare_tensors(self, place_a: Place, place_b: Place) -> None:
+        side_a, side_b = self.pairing.a, self.pairing.b
+        a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
+        assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
+        plain = self.pairing.tensors_alone
+        found = TensorDifference(
+            "",
+            dtype=_pair(a.dtype, b.dtype),
+            shape=_pair(a.shape, b.shape),
+            device=None if plain else _pair(a.device, b.device),
+            requires_grad=None if plain else _pair(a.requires_grad, b.requires_grad),
+            class_name=None if plain else _pair(_class_of(place_a.node, a, side_a), _class_of(place_b.node, b, side_b)),
+            made_of=_pair(a.kind, b.kind),
+        )
+        keys: list[Key] = []
+        if not found.shape and not found.made_of and (a.dtype == b.dtype or _are_numbers(a.dtype, b.dtype)):
+            if a.kind == "strided":
+                keys.append(self.values.want(a, b))
+            elif not found.dtype:
+                same, inner = self.pairing.same_parts(place_a.node, place_b.node)
+                alike = [(x, y) for x, y in inner if (x.shape, x.dtype) == (y.shape, y.dtype)]
+                if not (same and len(alike) == len(inner)) and not found.requires_grad:
+                    found = replace(found, made_of=(a.kind, f"{b.kind}, of other parts"))
+                keys += [self.values.want(x, y) for x, y in alike]
+        if keys or found != TensorDifference(""):
+            self.found.append((replace(found, path=place_a.path), keys))
+
+    def compare_storages(self, place_a: Place, place_b: Place) -> None:
+        """Two bare storages, which are compared as bytes."""
+        a, b = self.pairing.a.storages[id(place_a.node)], self.pairing.b.storages[id(place_b.node)]
+        words = self.pairing.a.words(place_a.node), self.pairing.b.words(place_b.node)
+        classes = _storage_class(place_a.node), _storage_class(place_b.node)
+        if classes[0] != classes[1]:
+            words = f"{classes[0]}, {words[0]}", f"{classes[1]}, {words[1]}"
+        key = None
+        if words[0] == words[1]:
+            key = self.values.want(bytes_of(a), bytes_of(b))
+            words = words[0], "other bytes"
+        self.others.append((OtherDifference(place_a.path, *words), key))
+
+    # What comes of it
+
+    def result(self) -> Difference:
+        differing = []
+        for found, keys in self.found:
+            values = _sum([self.values.found[key] for key in keys]) if keys else None
+            if values is None or values.differing or replace(found, path="") != TensorDifference(""):
+                differing.append(replace(found, values=values))
+        states = self.rng_states() if differing else set()
+        others = [each for each, key in self.others if key is None or self.differs(key)]
+        pairing = self.pairing
+        infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
+        distinct = {info.view if info.storage else (id(info),): info.nbytes for info in infos}
+        near = [found.path for found, keys in self.found if any(key in self.values.near for key in keys)]
+        return Difference(
+            *self.paths, self.formats, len(pairing.tensors), sum(distinct.values()), tuple(pairing.a.only), tuple(pairing.b.only),
+            tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
+            () if self.names_only else (*pairing.others, *others), (*self.notes, *self.more_notes(near)), self.suggestion(), len(near),
+        )  # fmt: skip
+
+    def differs(self, key: Key) -> bool:
+        values = self.values.found[key]
+        return values is None or values.differing > 0
+
+    def rng_states(self) -> set[str]:
+        """The paths of the states of random generators on either side."""
+        return {info.path for side in (self.a, self.b) for info in read_customs(side).rng_states}
+
+    def suggestion(self) -> str | None:
+        """The command that compares what is alike, where no name is in both."""
+        if self.pairing.tensors or not (self.pairing.a.only and self.pairing.b.only):
+            return None
+        return command_that_fits(self.a, self.b, self.edits, self.paths, self.other_flags())
+
+    def other_flags(self) -> tuple[str, ...]:
+        """The flags beside those that edit, for a command that is to be typed."""
+        flags = [("--rtol", self.tolerance[0]), ("--atol", self.tolerance[1])]
+        tolerances = (word for flag, value in flags if value for word in (flag, f"{float(value)!r}"))
+        return (*tolerances, *(["--names-only"] if self.names_only else []))
+
+    # Notes
+
+    def more_notes(self, near: list[str]) -> Iterator[str]:
+        """What else to know. NEAR are the paths of tensors that differ within the tolerance."""
+        if near:
+            most = max(self.values.near.values())
+            yield f"{count(len(near), 'tensor')} of other values within the tolerance, apart by {most:.3g} at most: {self.some(near)}"
+        unread = self.values.unread
+        if unread:
+            yield f"{count(unread, 'storage')} {'has' if unread == 1 else 'have'} equal checksums in both files and {'was' if unread == 1 else 'were'} not read"
+        if not self.names_only:
+            yield from self.notes_of_rest()
+            yield from self.notes_of_ties()
+            for each, checkpoint in (("A", self.a), ("B", self.b)):
+                if checkpoint.unused:
+                    yield f"not compared: what {each} has beside its checkpoint ({self.some([left.path for left in checkpoint.unused])})"
+
+    def notes_of_rest(self) -> Iterator[str]:
+        """What was not compared because one side has tensors with names and nothing else."""
+        for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
+            paths = [*own, *passed_over]
+            if paths:
+                what = f"{count(len(paths), 'thing')} of {side} beside its tensors ({self.some(paths)})"
+                yield f"not compared: {what}; {self.weights_alone[0]}"
+
+    def some(self, paths: Sequence[str]) -> str:
+        return some(paths, _SHOWN if self.brief else len(paths))
+
+    def notes_of_ties(self) -> Iterator[str]:
+        """Which names are one tensor on one side alone."""
+        names = [place.path for place, _ in self.pairing.tensors]
+        groups = _groups(self.a, names), _groups(self.b, names)
+        for this, other, word in ((0, 1, "A"), (1, 0, "B")):
+            tied = [f"{name} = {groups[this][name]}" for name in names if groups[this][name] not in (name, groups[other][name])]  # fmt: skip
+            if tied:
+                yield f"tied in {word} alone: {self.some(tied)}"
+
+
+def _holds_weights_alone(checkpoint: Checkpoint) -> bool:
+    return checkpoint.is_state_dict or checkpoint.script_classes is not None
+
+
+def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of GLOBS that mean a tensor of CHECKPOINT."""
+    state_dicts = {id(found.node) for found in read_customs(checkpoint).state_dicts} if globs else set()
+    tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
+    named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
+    return tuple(
+        glob for glob in globs if any(matches(glob, at.path, at.key) for at in (tensors if "/" in glob else named))
+    )
+
+
+def _why_alone(checkpoint: Checkpoint) -> str:
+    """Why nothing but tensors with names is compared where CHECKPOINT is one side."""
+    if checkpoint.is_state_dict:
+        return f"{checkpoint.format} holds nothing else"
+    return f"of a {checkpoint.format} archive the weights are compared, and not the program"
+
+
+def _pair(a: _T, b: _T) -> tuple[_T, _T] | None:
+    return None if a == b else (a, b)
+
+
+def _are_numbers(a: str, b: str) -> bool:
+    from ckptconv.byteranges.kernels.comparing import comparable
+
+    return comparable(a, b)
+
+
+def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
+    """The class of the tensor that NODE makes."""
+    cls = args_of(node)[1] if str(node.callable) in FROM_TYPE and len(args_of(node)) > 1 else None
+    if isinstance(cls, Global) and not info.is_parameter:
+        return side.name(cls)
+    return "Parameter" if info.is_parameter else "Tensor"
+
+
+def _storage_class(node: Value) -> str:
+    cls = node.id.items[1] if isinstance(node, PersistentId) and isinstance(node.id, Tuple) else None
+    return cls.name if isinstance(cls, Global) else "storage"
+
+
+def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
+    """For each of NAMES the first of them that is the same tensor."""
+    first: dict[str, str] = {}
+    groups = {}
+    for name in names:
+        info = checkpoint.tensors.get(name)
+        groups[name] = first.setdefault(info.tied_to or name if info else name, name)
+    return groups
+
+
+def _sum(found: list[ValueDifference | None]) -> ValueDifference | None:
+    """What several tensors that make one differ in; None where that of one is not known."""
+    values = [each for each in found if each is not None]
+    if len(values) < len(found) or len(values) == 1:
+        return found[0] if len(found) == 1 else None
+    numbers = [each for each in values if each.largest is not None and each.largest_relative is not None]
+    return ValueDifference(
+        sum(each.elements for each in values),
+        sum(each.differing for each in values),
+        max((each.largest or 0 for each in numbers), default=0),
+        max((each.largest_relative or 0.0 for each in numbers), default=0.0),
+        sum(each.not_finite for each in values),
+    )

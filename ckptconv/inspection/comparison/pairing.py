@@ -1,0 +1,542 @@
+"""Two graphs walked at once: which tensors have one name, what one side alone has, and what is no tensor and differs.
+
+Things are paired by their paths, so the order of keys does not count; members of sets are paired by what they are. A pair of nodes is looked into once, wherever else the two meet again, so that what one side
+shares and the other has twice is the same. What pickles and torch's loader spell in several ways (bytes, sets, bytearrays, names of Python 2) is taken for what it means.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ckptconv.byteranges.reading import read
+from ckptconv.checkpoint.describe import glimpse, is_flat
+from ckptconv.checkpoint.index import leaf_of
+from ckptconv.checkpoint.model import Checkpoint, Place, Span, Storage, TensorInfo
+from ckptconv.checkpoint.rebuild_functions import (
+    TensorReader,
+    device_arguments,
+    is_word,
+    strided_part,
+    torch_device,
+)
+from ckptconv.edits.names import key_segment
+from ckptconv.errors import LimitError, count
+from ckptconv.formats.torch_writing import blob_bytes
+from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
+from ckptconv.inspection.comparison.same_bytes import same_streams
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Dict,
+    Extension,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    Object,
+    PersistentId,
+    Py2String,
+    Set,
+    Tuple,
+    Value,
+    args_of,
+    children,
+)
+from ckptconv.pickles.paths import inside
+from ckptconv.pickles.python2_names import imported_name
+
+__all__ = ["Pairing", "Side"]
+
+_STEPS, _STEPS_EACH = (
+    100_000,
+    2,
+)  # pairs of nodes that are looked at, and for each opcode and each place of either side: a real pair of files takes one for each place
+_KEY_DEPTH, _KEY_SIZE = 16, 4096  # of a key or member that is compared by what it is: levels, and atoms or kilobytes
+_LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
+_SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
+
+
+class Side:
+    """One of the two checkpoints, its names final, and what its nodes mean."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.protocol = checkpoint.graph.protocol
+        self.leaf = leaf_of(checkpoint.tensor_nodes)
+        self.storages: dict[int, Storage] = {id(each.node): each.storage for each in checkpoint.references}
+        self.reader = TensorReader(self.storages, str(checkpoint.source.path))
+        self.root = Place(None, "", checkpoint.graph.root, 0)
+        self.only: list[OnlyIn] = []
+        self.listed: set[int] = set()  # nodes below what the other side has not
+        self.said: dict[int, str] = {}
+
+    def tensor(self, node: Value) -> TensorInfo | None:
+        """The tensor that NODE makes, where it has a name."""
+        return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
+
+    def inner_tensor(self, node: Value) -> TensorInfo | None:
+        """The tensor with a storage that NODE makes, wherever it stands."""
+        part = strided_part(node) if isinstance(node, Call) else None
+        return self.reader.strided_or_none(part.function, part.args.items) if part else None
+
+    def name(self, node: Value) -> str:
+        """The name that unpickling looks up, where NODE is one."""
+        return imported_name(node, self.protocol) if isinstance(node, Global) else ""
+
+    def kind(self, node: Value) -> str:
+        """What NODE is, in a word or two: a type, or the class of an object."""
+        if isinstance(node, Call):
+            name = self.name(node.callable)
+            data = self.data(node)
+            return data.kind if data else _SETS.get(name) or name or "object"
+        if isinstance(node, Blob):
+            return node.kind
+        return _KINDS.get(type(node)) or type(node).__name__
+
+    def data(self, node: Value) -> _Data | None:
+        """NODE as text or bytes, if it is."""
+        if isinstance(node, str):
+            return _Data("str", node.encode("utf-8", "surrogatepass"))
+        if isinstance(node, bytes):
+            return _Data("bytes", node)
+        if isinstance(node, (Py2String, ByteArray)):
+            return _Data(_KINDS[type(node)], node.data)
+        if isinstance(node, Blob):
+            return _Data(node.kind, blob_bytes(self.checkpoint, node))
+        if not isinstance(node, Call) or node.effects or not isinstance(node.args, Tuple) or len(node.args.items) > 2:
+            return None
+        name, args = self.name(node.callable), node.args.items
+        if name == "_codecs.encode" and len(args) == 2:
+            return self.encoded("bytes", args)
+        if name in ("builtins.bytes", "builtins.bytearray"):
+            kind = name.removeprefix("builtins.")
+            if len(args) == 2:
+                return self.encoded(kind, args)
+            inner = self.data(args[0]) if args and not isinstance(args[0], ByteArray) else None
+            if inner and inner.kind == "bytes" and kind == "bytearray":
+                return _Data(kind, inner.of, inner.is_text)
+            return _Data(kind, b"") if not args else None
+        return None
+
+    def encoded(self, kind: str, args: list[Value]) -> _Data | None:
+        """Bytes that a pickle of protocol 2 says as a text and its encoding."""
+        text, encoding = args
+        if encoding not in _LATIN_1:
+            return None
+        if isinstance(text, Blob) and text.kind == "str":
+            return _Data(kind, blob_bytes(self.checkpoint, text), is_text=True)
+        try:
+            return _Data(kind, text.encode("latin-1")) if isinstance(text, str) else None
+        except UnicodeEncodeError:
+            return None
+
+    def members(self, node: Value) -> list[Value] | None:
+        """The members of a set; None for everything else."""
+        if isinstance(node, FrozenSet):
+            return node.items
+        if isinstance(node, Set):
+            return list(node.elements())
+        if isinstance(node, Call) and self.name(node.callable) in _SETS and not node.effects:
+            args = args_of(node)
+            if not args:
+                return []
+            if len(args) == 1 and isinstance(args[0], (List, Tuple)):
+                return args[0].items if isinstance(args[0], Tuple) else list(args[0].elements())
+        return None
+
+    def words(self, node: Value) -> str:
+        """NODE as a person is shown it."""
+        if not isinstance(node, Node):
+            return glimpse(node)
+        if id(node) not in self.said:  # once: it can stand in any number of places
+            self.said[id(node)] = self._words(node)
+        return self.said[id(node)]
+
+    def _words(self, node: Node) -> str:
+        if isinstance(node, Call) and (info := self.tensor(node)):
+            return f"a tensor, {info.dtype} {list(info.shape)}"
+        if isinstance(node, PersistentId):
+            storage = self.storages.get(id(node))
+            return f"storage of {storage.nbytes:,} bytes on {storage.device}" if storage else "a reference"
+        data = self.data(node)
+        if data and isinstance(node, Call):
+            return glimpse(data.of) if isinstance(data.of, bytes) else f"{data.kind} of {data.of.length:,} bytes"
+        if isinstance(node, (Dict, List, Tuple, Set, FrozenSet)) and not is_flat(node):
+            n = sum(1 for _ in node.pairs()) if isinstance(node, Dict) else len(self.members(node) or children(node))
+            return f"{self.kind(node)} of {count(n, 'item')}"
+        if isinstance(node, Call) and isinstance(node.callable, Global) and any(node.pairs()):
+            return f"{self.kind(node).rpartition('.')[2]} of {count(sum(1 for _ in node.pairs()), 'item')}"
+        return glimpse(node)
+
+
+_KINDS: dict[type, str] = {
+    type(None): "None", Dict: "dict", List: "list", Tuple: "tuple", Set: "set", FrozenSet: "frozenset", Py2String: "py2",
+    ByteArray: "bytearray", Global: "global", Extension: "extension", PersistentId: "storage",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The bytes of a text or a bytes object of this KIND, in memory or where they stand; of a large one that is said as a text, IS_TEXT, those of the text."""
+
+    kind: str
+    of: bytes | Span
+    is_text: bool = False
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes themselves."""
+        chunks = iter([self.of]) if isinstance(self.of, bytes) else read(self.of)
+        if not self.is_text:
+            yield from chunks
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for chunk in chunks:
+            yield decoder.decode(chunk).encode("latin-1", "xmlcharrefreplace")
+        yield decoder.decode(b"", True).encode("latin-1", "xmlcharrefreplace")
+
+
+@dataclass
+class Pairing:
+    """Walks the sides A and B. TENSORS_ALONE: only the tensors that are items of the roots are meant, and nothing that hangs on them.
+
+    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a bare storage; ``others`` is what differs already. ``passed_over``: how many things on each side were not
+    looked at because they are no tensors.
+    """
+
+    a: Side
+    b: Side
+    tensors_alone: bool = False
+    tensors: list[tuple[Place, Place]] = field(default_factory=list)
+    storages: list[tuple[Place, Place]] = field(default_factory=list)
+    others: list[OtherDifference] = field(default_factory=list)
+    passed_over: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+
+    def __post_init__(self) -> None:
+        opcodes = self.a.checkpoint.graph.opcodes + self.b.checkpoint.graph.opcodes
+        places = len(self.a.checkpoint.places) + len(self.b.checkpoint.places)
+        self._steps = _STEPS + _STEPS_EACH * (opcodes + places)
+        self._room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
+        self._seen: set[tuple[int, int]] = set()
+        self._alike: dict[tuple[int, int], bool] = {}
+
+    def run(self) -> None:
+        """Find everything. Raises LimitError where two graphs share their parts in ways that would take forever."""
+        if self.tensors_alone:
+            self._items(self.a.root, self.b.root)
+            return
+        todo = [(self.a.root, self.b.root)]
+        while todo:
+            a, b = todo.pop()
+            self._step(a)
+            if self._differ(a, b):
+                todo += self._pairs_below(a, b)[::-1]
+
+    def same_parts(self, a: Call, b: Call) -> tuple[bool, list[tuple[TensorInfo, TensorInfo]]]:
+        """Whether the calls A and B, which make tensors that have no storage of their own, hold the same beside tensors, and the tensors in them, pair by pair."""
+        same = True
+        tensors = []
+        seen: set[tuple[int, int]] = set()
+        todo: list[tuple[Value, Value]] = [(a, b)]
+        while todo:
+            left, right = todo.pop()
+            self._step(None)
+            one, other = self.a.inner_tensor(left), self.b.inner_tensor(right)
+            if one and other:
+                tensors.append((one, other))
+                if one.kind == other.kind == "quantized":  # its scale and zero point stand beside its storage
+                    todo.append((_quantizer(left), _quantizer(right)))
+            elif one or other or not self._same_alone(left, right):
+                same = False
+            elif isinstance(left, Node) and isinstance(right, Node) and (id(left), id(right)) not in seen:
+                seen.add((id(left), id(right)))
+                parts = _parts(left, self.a), _parts(right, self.b)
+                same = same and len(parts[0]) == len(parts[1])
+                todo += list(zip(*parts, strict=False))[::-1]
+        return same, tensors
+
+    # Steps
+
+    def _step(self, place: Place | None) -> None:
+        self._steps -= 1
+        if place:
+            place.length = len(place.segment) + (place.parent.length if place.parent else 0)
+            self._room -= place.length
+        if self._steps < 0 or self._room < 0:
+            raise LimitError(
+                "the two share their parts in such ways that comparing them would take too long", where=self.a.checkpoint.source.path,
+                expected=f"at most {_STEPS:,} pairs, and {_STEPS_EACH} for each opcode and each place",
+            )  # fmt: skip
+
+    def _differ(self, a: Place, b: Place) -> bool:
+        """Note what the nodes at A and B do not have in common, and say whether to look into them."""
+        left, right = a.node, b.node
+        tensors = bool(self.a.tensor(left)), bool(self.b.tensor(right))
+        if all(tensors):
+            self.tensors.append((a, b))
+        elif any(tensors):
+            self._other(a, b)
+            return False
+        elif isinstance(left, PersistentId) and isinstance(right, PersistentId):
+            self.storages.append((a, b))
+            return False
+        elif not self._same_alone(left, right):
+            self._other(a, b)
+            if not (isinstance(left, Object) and isinstance(right, Object)):
+                return False
+        if not (isinstance(left, Node) and isinstance(right, Node)) or (id(left), id(right)) in self._seen:
+            return False
+        if self.a.data(left) and self.b.data(right):
+            return False
+        self._seen.add((id(left), id(right)))
+        return True
+
+    def _same_alone(self, a: Value, b: Value) -> bool:
+        """Whether A and B are the same as far as that can be told without looking into them; what nobody looks into is compared whole."""
+        if type(a) is type(b) and isinstance(a, (str, bytes, int)):
+            return a == b
+        if not (isinstance(a, Node) and isinstance(b, Node)):
+            return self._is_same(a, b)
+        pair = id(a), id(b)
+        if pair not in self._alike:  # once: a text of gigabytes can stand in any number of places
+            self._alike[pair] = self._is_same(a, b)
+        return self._alike[pair]
+
+    def _is_same(self, a: Value, b: Value) -> bool:
+        data = self.a.data(a), self.b.data(b)
+        if data[0] and data[1]:
+            return data[0].kind == data[1].kind and same_streams(data[0].chunks(), data[1].chunks())
+        if self.a.kind(a) != self.b.kind(b):
+            return False
+        if isinstance(a, Global):
+            return self.a.name(a) == self.b.name(b)
+        if isinstance(a, Extension) and isinstance(b, Extension):
+            return a.code == b.code
+        if isinstance(a, float) and isinstance(b, float):
+            return a == b or (a != a and b != b)
+        if not isinstance(a, Node):
+            return a == b
+        members = self.a.members(a), self.b.members(b)
+        if members[0] is not None and members[1] is not None:
+            return self._sorted(members[0], self.a) == self._sorted(members[1], self.b)
+        if is_word(a) and isinstance(a, Call) and isinstance(b, Call):
+            return self._same_words(a, b)
+        return True
+
+    def _same_words(self, a: Call, b: Call) -> bool:
+        """Whether two of torch's small words, devices and sizes, are the same."""
+        devices = torch_device(a), torch_device(b)
+        if devices != (None, None):
+            return devices[0] == devices[1]
+        return _word(a) == _word(b)
+
+    def _pairs_below(self, a: Place, b: Place) -> list[tuple[Place, Place]]:
+        """The places below A and B that both have; what one alone has is noted."""
+        members = self.a.members(a.node), self.b.members(b.node)
+        if members[0] is not None and members[1] is not None:
+            if self._sorted(members[0], self.a) is not None:
+                return []
+            left, right = _numbered(a, members[0]), _numbered(b, members[1])
+        else:
+            left, right = self._below(a, self.a), self._below(b, self.b)
+        there = dict(right)
+        pairs = []
+        for what, place in left:
+            other = there.pop(what, None)
+            if other:
+                pairs.append((place, other))
+            else:
+                self._alone(place, self.a)
+        for place in there.values():
+            self._alone(place, self.b)
+        return pairs
+
+    def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
+        """The places right below PLACE, each with what it is paired by: its segment, or the key as it is meant, where that is no text."""
+        node = place.node
+        keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
+        if all(isinstance(key, str) for key, _ in keys):
+            return [(below.segment, below) for below in inside(place, side.leaf)]
+        found: list[tuple[object, Place]] = []
+        meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
+        times: Counter[object] = Counter()
+        n = 0
+        for below in inside(place, side.leaf):
+            key, value = keys[n] if n < len(keys) else ("", place)
+            meant = meanings[n] if n < len(keys) else None
+            if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
+                continue  # the key, which stands before its value
+            if value is not below.node or not below.segment.startswith(key_segment(key, n)):
+                found.append((below.segment, below))
+                continue
+            n += 1
+            if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # as protocol 2 spells them
+                below.segment = key_segment(meant[1], n)
+            times[meant] += 1
+            found.append(((meant, times[meant]) if meant else below.segment, below))
+        return found
+
+    def _sorted(self, members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
+        """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are paired by their places."""
+        found = []
+        for member in members:
+            meant = self._canonical(member, side)
+            if meant is None:
+                return None
+            found.append(meant)
+        return sorted(found)
+
+    def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
+        """VALUE, a key or member, so that it can be compared with others and sorted; None where it is an object, or too large."""
+        meaning = _Meaning(side)
+        meant = meaning.of(value, _KEY_DEPTH)
+        self._steps -= _KEY_SIZE - meaning.room - 1
+        self._step(None)
+        return meant
+
+    # What was found
+
+    def _other(self, a: Place, b: Place) -> None:
+        words = self.a.words(a.node), self.b.words(b.node)
+        if words[0] == words[1]:
+            kinds = self.a.kind(a.node), self.b.kind(b.node)
+            words = _apart(a.node, b.node, words[0]) if kinds[0] == kinds[1] else (f"{words[0]} ({kinds[0]})", f"{words[1]} ({kinds[1]})")  # fmt: skip
+        self.others.append(OtherDifference(a.path, *words))
+
+    def _alone(self, place: Place, side: Side) -> None:
+        """Note what stands at PLACE of SIDE and not in the other: its tensors, each, and what is no tensor as one thing."""
+        self._step(place)
+        info = side.tensor(place.node)
+        if info:
+            side.only.append(_only(place, info))
+            return
+        words = side.words(place.node)
+        self.others.append(OtherDifference(place.path, *((words, None) if side is self.a else (None, words))))
+        todo = [place]
+        while todo:
+            at = todo.pop()
+            if isinstance(at.node, Node) and id(at.node) not in side.listed:
+                side.listed.add(id(at.node))
+                for below in inside(at, side.leaf)[::-1]:
+                    self._step(below)
+                    todo.append(below)
+            if at is not place and (info := side.tensor(at.node)):
+                side.only.append(_only(at, info))
+
+    def _items(self, a: Place, b: Place) -> None:
+        """Pair the tensors that are items of the roots A and B, by name."""
+        found: list[dict[str, Place]] = []
+        for side, root, others in ((self.a, a, self.passed_over[0]), (self.b, b, self.passed_over[1])):
+            tensors = {}
+            for place in inside(root, side.leaf):
+                self._step(place)
+                if side.tensor(place.node) and place.key is not None:
+                    tensors[place.segment] = place
+                else:
+                    others.append(place.path)
+            found.append(tensors)
+        for segment, place in found[0].items():
+            if segment in found[1]:
+                self.tensors.append((place, found[1][segment]))
+        for side, own, other in ((self.a, found[0], found[1]), (self.b, found[1], found[0])):
+            for segment, place in own.items():
+                info = side.tensor(place.node)
+                if info and segment not in other:
+                    side.only.append(_only(place, info))
+
+
+def _only(place: Place, info: TensorInfo) -> OnlyIn:
+    return OnlyIn(place.path, info.dtype, info.shape, info.nbytes, info.tied_to)
+
+
+def _parts(node: Node, side: Side) -> list[Value]:
+    """What NODE, in the call of a tensor, is made of, without its device and its attributes, which are compared elsewhere."""
+    if side.data(node) is not None or is_word(node):
+        return []
+    parts = children(node)
+    if not isinstance(node, Call):
+        return parts
+    attributes = {id(state) for state in side.leaf(node) or ()} if side.tensor(node) else set()
+    arguments = device_arguments(node)
+    devices, nested = {argument.index for argument in arguments}, any(argument.nested for argument in arguments)
+    args: list[Value] = []
+    for i, arg in enumerate(args_of(node)):
+        if nested and i == 2 and isinstance(arg, Tuple):
+            args += [each for j, each in enumerate(arg.items) if j not in devices]
+        elif (nested or i not in devices) and id(arg) not in attributes:
+            args.append(arg)
+    states = [value for effect in node.effects for value in effect.values if id(value) not in attributes]
+    return [node.callable, *args, *states]
+
+
+def _quantizer(node: Value) -> Value:
+    """The scheme, scales and zero points of the quantized tensor that NODE makes."""
+    part = strided_part(node) if isinstance(node, Call) else None
+    return next(iter(part.args.items[4:5]), None) if part else None
+
+
+def _word(word: Call) -> list[tuple[str, object]]:
+    """The arguments of one of torch's small words."""
+    args = args_of(word)
+    first = args[0] if len(args) == 1 else None
+    return [_atom(item) for item in (first.items if isinstance(first, Tuple) else args)]
+
+
+@dataclass
+class _Meaning:
+    """What a key or member of SIDE means, as long as there is ROOM."""
+
+    side: Side
+    room: int = _KEY_SIZE
+
+    def of(self, value: Value, depth: int) -> tuple[str, object] | None:
+        """VALUE, up to DEPTH levels of it; None where something in it is an object, and where it is too large."""
+        data = self.side.data(value)
+        self.room -= 1 + (len(data.of) >> 10 if data and isinstance(data.of, bytes) else 0)
+        if depth < 0 or self.room < 0:
+            return None
+        if data:
+            return None if isinstance(data.of, Span) else (data.kind, data.of)
+        if isinstance(value, Global):
+            return "global", self.side.name(value)
+        if not isinstance(value, Node):
+            return _atom(value)
+        is_tuple = isinstance(value, Tuple)
+        items = value.items if isinstance(value, Tuple) else self.side.members(value)
+        if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
+            return None
+        found = []
+        for item in items:
+            meant = self.of(item, depth - 1)
+            if meant is None:
+                return None
+            found.append(meant)
+        return ("tuple", tuple(found)) if is_tuple else ("frozenset", tuple(sorted(found)))
+
+
+def _numbered(place: Place, members: list[Value]) -> list[tuple[object, Place]]:
+    """The MEMBERS of the set at PLACE, paired by their places."""
+    return [(n, Place(place, f"/{{{n}}}", member, place.depth + 1)) for n, member in enumerate(members)]
+
+
+def _atom(value: Value) -> tuple[str, object]:
+    """VALUE so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
+    if isinstance(value, float):
+        return "float", struct.pack(">d", value if value == value else float("nan"))
+    if value is None or isinstance(value, bool):
+        return type(value).__name__, int(bool(value))
+    return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)
+
+
+def _apart(a: Value, b: Value, words: str) -> tuple[str, str]:
+    """Where A and B differ, which look alike at their beginnings, in WORDS."""
+    if isinstance(a, (str, bytes)) and isinstance(b, (str, bytes)) and type(a) is type(b):
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        start = max(0, at - 10)
+        return f"… {glimpse(a[start:])} at {start:,}", f"… {glimpse(b[start:])} at {start:,}"
+    return words, f"{words}, but not the same"

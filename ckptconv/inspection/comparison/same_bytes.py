@@ -1,0 +1,116 @@
+"""Whether byte ranges of two files are the same: read in threads (reading lets go of the interpreter), compared buffer with buffer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+from ckptconv.checkpoint.model import Span
+
+__all__ = ["Unequal", "same_streams", "unequal_parts"]
+
+_BUFFER = 1 << 20  # bytes of each side that a thread holds
+_SEGMENT = 16 << 20  # bytes that a thread takes at once
+_SMALL = 128 << 10  # bytes; a range of less is not worth another thread
+_MOST_THREADS = 4
+
+#: A part of a pair of ranges: the offset in both, and the length.
+Unequal = tuple[int, int]
+
+
+def unequal_parts(
+    pairs: Sequence[tuple[Span, Span]], progress: Callable[[int], None] | None = None
+) -> dict[int, list[Unequal]]:
+    """Where PAIRS of ranges of one length differ: by their index, the parts, of some megabytes, in which they do. Those that are the same are not in it.
+
+    PROGRESS is called with the number of bytes that were compared since the last time. Raises what reading raises.
+    """
+    found: dict[int, list[Unequal]] = {}
+    large = []
+    for i, (a, b) in enumerate(pairs):
+        if a.length > _SMALL:
+            large.append(i)
+        elif a.length and a.source.read(a.offset, a.length) != b.source.read(b.offset, b.length):
+            found[i] = [(0, a.length)]
+    reader = _Reader(pairs, large, progress)
+    threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
+    if threads:
+        from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
+
+        with ThreadPoolExecutor(threads, "ckptconv-diff") as pool:
+            try:
+                for done in [pool.submit(reader.run) for _ in range(threads)]:
+                    done.result()
+            finally:
+                reader.stopped = True
+    for i, parts in reader.found.items():
+        found[i] = sorted(parts)
+    return found
+
+
+class _Reader:
+    """What the threads share: the segments that nobody has taken, and what was found."""
+
+    def __init__(
+        self, pairs: Sequence[tuple[Span, Span]], large: Sequence[int], progress: Callable[[int], None] | None
+    ) -> None:
+        self.pairs = pairs
+        self.progress = progress
+        self.found: dict[int, list[Unequal]] = {}
+        self.stopped = False
+        self.lock = threading.Lock()
+        self.segments = chain.from_iterable(
+            ((i, at, min(_SEGMENT, pairs[i][0].length - at)) for at in range(0, pairs[i][0].length, _SEGMENT))
+            for i in large
+        )
+
+    def run(self) -> None:
+        """Compare segments until there are none."""
+        buffers = bytearray(_BUFFER), bytearray(_BUFFER)
+        try:
+            while (segment := self.take()) is not None:
+                i, offset, length = segment
+                same = self.same_bytes(*self.pairs[i], offset, length, buffers)
+                with self.lock:
+                    if same < length:
+                        self.found.setdefault(i, []).append((offset + same, length - same))
+                    if self.progress:
+                        self.progress(length)
+        except BaseException:
+            self.stopped = True
+            raise
+
+    def take(self) -> tuple[int, int, int] | None:
+        with self.lock:
+            return None if self.stopped else next(self.segments, None)
+
+    def same_bytes(self, a: Span, b: Span, offset: int, length: int, buffers: tuple[bytearray, bytearray]) -> int:
+        """How many bytes of a segment are the same, in whole buffers."""
+        for at in range(0, length, _BUFFER):
+            n = min(_BUFFER, length - at)
+            left, right = buffers if n == _BUFFER else (bytearray(n), bytearray(n))
+            a.source.read_into(a.offset + offset + at, memoryview(left))
+            b.source.read_into(b.offset + offset + at, memoryview(right))
+            if left != right:  # of two bytearrays, and not of views, which would be compared number by number
+                return at
+        return length
+
+
+def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
+    """Whether A and B give the same bytes, in whatever buffers."""
+    left = right = memoryview(b"")
+    while True:
+        left, right = left or _next(a), right or _next(b)
+        n = min(len(left), len(right))
+        if not n:
+            return not (left or right)
+        if bytes(left[:n]) != bytes(right[:n]):
+            return False
+        left, right = left[n:], right[n:]
+
+
+def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
+    """The next buffer with anything in it; an empty one at the end."""
+    return next((memoryview(chunk) for chunk in stream if chunk), memoryview(b""))

@@ -1,0 +1,326 @@
+"""The values of two checkpoints, pair of tensors by pair: as bytes where they can be, as numbers where those differ.
+
+torch is not imported unless bytes differ, or do not stand in the order of their tensors. A storage whose checksum is known on both sides, and equal, is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.materialise import Pieces, fillings
+from ckptconv.byteranges.slicing import piece_of
+from ckptconv.checkpoint.model import (
+    Cast,
+    Checkpoint,
+    Gather,
+    Inflate,
+    Late,
+    Piece,
+    Progress,
+    Span,
+    Storage,
+    TensorInfo,
+)
+from ckptconv.dtypes import dtype_called
+from ckptconv.errors import LimitError
+from ckptconv.inspection.comparison.differences import ValueDifference
+from ckptconv.inspection.comparison.same_bytes import Unequal, same_streams, unequal_parts
+from ckptconv.limits import LIMITS
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.kernels.comparing import Comparer
+
+__all__ = ["Key", "Meter", "Values", "bytes_of"]
+
+_BLOCK = 1 << 15  # elements that are compared at once where bytes differ: as few as torch gives to one thread
+_READ_THROUGH = 16  # bytes between elements that are read as quickly as one is compared
+_WHOLE_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+
+#: The views of a pair of tensors.
+Key = tuple[tuple[object, ...], tuple[object, ...]]
+#: Called with the bytes to compare, for what is called with each number of bytes compared.
+Meter = Callable[[int], AbstractContextManager[Progress | None]]
+
+
+class Values:
+    """Compares the values of pairs of tensors of A and B, each pair of views once."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, rtol: float, atol: float) -> None:
+        self.orders = a.byteorder, b.byteorder
+        self.rtol, self.atol = rtol, atol
+        #: What came of it, None where values that differ cannot be told from what stands beside them.
+        self.found: dict[Key, ValueDifference | None] = {}
+        self.near: dict[Key, float] = {}
+        self.wanted: dict[Key, tuple[TensorInfo, TensorInfo]] = {}
+        self._repeats: dict[Key, int] = {}
+        self._packed: dict[Key, int] = {}
+        self._believed: set[tuple[int, int]] = set()
+        self._room = 0
+
+    def want(self, a: TensorInfo, b: TensorInfo) -> Key:
+        """Have A and B, of one shape, compared; where the result will be found."""
+        a, b = _in_numbers(a), _in_numbers(b)
+        key = a.view, b.view
+        if key not in self.found and key not in self.wanted:
+            if not a.nbytes or self.known_equal(a, b):
+                self.found[key] = ValueDifference(prod(a.shape), 0)
+                if a.nbytes:
+                    self._believed.add(_storages(a, b))
+            elif dtype_called(a.dtype).packed != 1 or dtype_called(b.dtype).packed != 1:
+                self.want_storages(key, a, b)
+            else:
+                self.wanted[key] = _without_repeats(a, b)
+                self._repeats[key] = prod(a.shape) // prod(self.wanted[key][0].shape)
+        return key
+
+    def want_storages(self, key: Key, a: TensorInfo, b: TensorInfo) -> None:
+        """Have the storages of A and B compared, whose elements share bytes with what is not theirs: only if those are equal the elements are known to be."""
+        assert a.storage and b.storage
+        if a.view[1:] != b.view[1:] or a.storage.nbytes != b.storage.nbytes:
+            self.found[key] = None
+            return
+        self.wanted[key] = bytes_of(a.storage), bytes_of(b.storage)
+        self._repeats[key] = 1
+        self._packed[key] = prod(a.shape)
+
+    @property
+    def unread(self) -> int:
+        """How many pairs of storages are taken for equal by their checksums alone."""
+        return len(self._believed.difference(_storages(a, b) for a, b in self.wanted.values()))
+
+    def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether A and B are the same view of storages that have the same checksum, by what their files say."""
+        if not a.storage or not b.storage or not self.is_same_view(a, b):
+            return False
+        sums = [each.storage.data.crc32 for each in (a, b) if each.storage and isinstance(each.storage.data, (Span, Inflate))]  # fmt: skip
+        return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
+
+    def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether A and B are the same elements of their storages, read in one way."""
+        return a.view[1:] == b.view[1:] and self.orders[0] == self.orders[1]
+
+    def run(self, progress: Meter | None) -> None:
+        """Compare what is wanted: as bytes where they can be, and as numbers where they differ."""
+        held = {id(info.storage): info.storage.nbytes for pair in self.wanted.values() for info in pair if info.storage}
+        self._room = max(LIMITS.gathered_ratio * sum(held.values()), sum(held.values()) + LIMITS.gathered_bytes)
+        as_bytes = {key: spans for key, (a, b) in self.wanted.items() if (spans := self.spans(a, b))}
+        pairs, homes = _merged(as_bytes)
+        nbytes = sum(a.length for a, _ in pairs)
+        self.spend(2 * nbytes, "the tensors")
+        with progress(nbytes) if progress else nullcontext() as tick:
+            unequal = unequal_parts(pairs, tick)
+        slow: list[tuple[Key, Piece, Piece]] = []
+        for key, (a, b) in self.wanted.items():
+            spans = as_bytes.get(key)
+            found = _shared(unequal.get(homes[key], []), pairs[homes[key]][0], spans[0], a) if spans else []
+            if spans and not found:
+                self.equal(key)
+                continue
+            pieces = piece_of(a, self.orders[0]), piece_of(b, self.orders[1])
+            if spans and pieces == spans:
+                self.compare_parts(key, (a, b), spans, found)
+            else:
+                slow.append((key, *pieces))
+        self.compare_streams(self.without_equal_storages(slow))
+        for key, elements in self._packed.items():
+            values = self.found[key]
+            self.found[key] = None if values is None or values.differing else ValueDifference(elements, 0)
+
+    def equal(self, key: Key) -> None:
+        self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
+
+    def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[Span, Span] | None:
+        """Ranges of the files which, if they are the same, say that A and B are: the elements, or the whole storages of the same view."""
+        if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
+            return None
+        assert a.storage and b.storage
+        found: list[Piece]
+        if a.contiguous and b.contiguous:
+            found = [piece.of if isinstance(piece, Cast) else piece for piece in (piece_of(a, self.orders[0]), piece_of(b, self.orders[1]))]  # fmt: skip
+        elif self.is_same_view(a, b):
+            found = [a.storage.data, b.storage.data]
+        else:
+            return None
+        left, right = found
+        return (left, right) if isinstance(left, Span) and isinstance(right, Span) and left.length == right.length else None  # fmt: skip
+
+    def compare_parts(
+        self, key: Key, infos: tuple[TensorInfo, TensorInfo], spans: tuple[Span, Span], parts: Sequence[Unequal]
+    ) -> None:
+        """Compare as numbers what differs as bytes."""
+        for info in infos:
+            self.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
+        comparer = self.comparer(*infos)
+        size = _BLOCK * dtype_called(infos[0].dtype).itemsize
+        for offset, length in parts:
+            buffers = [memoryview(bytearray(min(size, length))) for _ in spans]
+            for at in range(0, length, size):
+                filled = [buffer[: min(size, length - at)] for buffer in buffers]
+                for span, buffer in zip(spans, filled, strict=True):
+                    span.source.read_into(span.offset + offset + at, buffer)
+                comparer.add(*filled)
+        self.conclude(key, comparer)
+
+    def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
+        """SLOW without what are the same views of equal storages: those that are deflated are compared once, however many views they have."""
+        same: dict[tuple[int, int], bool] = {}
+        left = []
+        for key, *pieces in slow:
+            a, b = self.wanted[key]
+            assert a.storage and b.storage
+            pair, data = _storages(a, b), (a.storage.data, b.storage.data)
+            if (
+                self.is_same_view(a, b)
+                and data[0].length == data[1].length
+                and any(isinstance(each, Inflate) for each in data)
+                and all(isinstance(each, (Span, Inflate)) for each in data)
+            ):
+                if pair not in same:
+                    same[pair] = same_streams(_stored(data[0]), _stored(data[1]))
+                if same[pair]:
+                    self.equal(key)
+                    continue
+            left.append((key, pieces[0], pieces[1]))
+        return left
+
+    def compare_streams(self, slow: list[tuple[Key, Piece, Piece]]) -> None:
+        """Compare what has to be inflated, gathered, turned round or widened."""
+        for key, *pieces in slow:
+            for info, piece in zip(self.wanted[key], pieces, strict=True):
+                _check_repeats(info)
+                self.spend(_cost(info, piece), f"the tensors up to {info.path}")
+        with Pieces(piece for _, *pieces in slow for piece in pieces) as reader:
+            reader.check_space()
+            for key, a, b in slow:
+                infos = self.wanted[key]
+                assert not isinstance(a, (bytes, Late)) and not isinstance(b, (bytes, Late))
+                stored = not isinstance(a, (Gather, Cast)) and not isinstance(b, (Gather, Cast))
+                if stored and infos[0].dtype == infos[1].dtype and same_streams(reader.chunks(a), reader.chunks(b)):
+                    self.equal(key)
+                    continue
+                comparer = self.comparer(*infos)
+                sizes = [_BLOCK * dtype_called(info.dtype).itemsize for info in infos]
+                rooms = [memoryview(bytearray(size)) for size in sizes]
+                both = zip(fillings(reader.chunks(a), rooms[0]), fillings(reader.chunks(b), rooms[1]), strict=True)
+                for left, right in both:
+                    comparer.add(rooms[0][:left], rooms[1][:right])
+                self.conclude(key, comparer)
+
+    def spend(self, nbytes: int, what: str) -> None:
+        """Count NBYTES that are read for WHAT. Raises LimitError where all views together repeat what storages hold more often than anybody can wait for."""
+        self._room -= nbytes
+        if self._room < 0:
+            raise LimitError(
+                f"{what} have too many elements for their storages",
+                expected=f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes more",
+                hint="compare a part: --include GLOB",
+            )  # fmt: skip
+
+    def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
+        from ckptconv.byteranges.kernels.comparing import Comparer
+
+        return Comparer(a.dtype, b.dtype, self.rtol, self.atol)
+
+    def conclude(self, key: Key, comparer: Comparer) -> None:
+        times = self._repeats[key]
+        self.found[key] = ValueDifference(
+            prod(self.wanted[key][0].shape) * times, comparer.differing * times, comparer.largest, comparer.largest_relative, comparer.not_finite * times
+        )  # fmt: skip
+        if comparer.is_near:
+            self.near[key] = float(comparer.largest or 0)
+
+
+def bytes_of(storage: Storage) -> TensorInfo:
+    """All bytes of STORAGE as a tensor of them."""
+    return TensorInfo(
+        "", None, "strided", "uint8", (storage.nbytes,), (1,), 0, storage.device, storage.nbytes, storage, False, False, True
+    )  # fmt: skip
+
+
+def _in_numbers(info: TensorInfo) -> TensorInfo:
+    """INFO, a tensor with a storage, where it is quantized as its whole numbers; where several are packed in a byte, and all bytes are its own, as bytes."""
+    dtype = dtype_called(info.dtype)
+    if dtype.name in _WHOLE_NUMBERS:
+        return replace(info, dtype=_WHOLE_NUMBERS[dtype.name], kind="strided")
+    if dtype.packed == 1 or not info.contiguous or info.offset or prod(info.shape) % dtype.packed:
+        return info
+    return replace(info, dtype="uint8", kind="strided", shape=(info.nbytes,), stride=(1,))
+
+
+def _without_repeats(a: TensorInfo, b: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
+    """A and B, of one shape, with one element in each dimension along which both repeat theirs."""
+    repeated = [not (left or right) and n > 1 for left, right, n in zip(a.stride, b.stride, a.shape, strict=True)]
+    if not any(repeated):
+        return a, b
+    shape = tuple(1 if again else n for again, n in zip(repeated, a.shape, strict=True))
+    infos = (replace(info, shape=shape, nbytes=prod(shape) * dtype_called(info.dtype).itemsize) for info in (a, b))
+    return next(infos), next(infos)
+
+
+def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
+    return id(a.storage), id(b.storage)
+
+
+def _stored(data: Piece) -> Iterator[bytes]:
+    """The bytes of a whole storage."""
+    assert isinstance(data, (Span, Inflate))
+    return reading.inflated(data) if isinstance(data, Inflate) else reading.read(data)
+
+
+def _merged(spans: dict[Key, tuple[Span, Span]]) -> tuple[list[tuple[Span, Span]], dict[Key, int]]:
+    """SPANS that overlap as one, so that nothing is read twice; and where in the list each is."""
+
+    def place(key: Key) -> tuple[int, int]:
+        a, b = spans[key]
+        return b.offset - a.offset, a.offset
+
+    merged: list[tuple[Span, Span]] = []
+    homes: dict[Key, int] = {}
+    apart = end = -1
+    for key in sorted(spans, key=place):
+        a, b = spans[key]
+        if merged and b.offset - a.offset == apart and a.offset < end:
+            end = max(end, a.offset + a.length)
+            left, right = merged[-1]
+            length = end - left.offset
+            merged[-1] = Span(left.source, left.offset, length), Span(right.source, right.offset, length)
+        else:
+            apart, end = b.offset - a.offset, a.offset + a.length
+            merged.append((a, b))
+        homes[key] = len(merged) - 1
+    return merged, homes
+
+
+def _shared(parts: Sequence[Unequal], home: Span, span: Span, info: TensorInfo) -> list[Unequal]:
+    """Those of the PARTS of HOME that lie in SPAN, as parts of it, in whole elements of INFO."""
+    itemsize, before = dtype_called(info.dtype).itemsize, span.offset - home.offset
+    found = []
+    for offset, length in parts:
+        start = max(offset - before, 0) // itemsize * itemsize
+        stop = min(-((before - offset - length) // itemsize) * itemsize, span.length)
+        if start < stop:
+            found.append((start, stop - start))
+    return found
+
+
+def _check_repeats(info: TensorInfo) -> None:
+    """Raise LimitError where one view repeats its elements too often."""
+    most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
+    if info.nbytes > most:
+        raise LimitError(
+            f"{info.path} has too many elements for its storage", expected=f"at most {most:,} bytes", got=f"{info.nbytes:,}"
+        )  # fmt: skip
+
+
+def _cost(info: TensorInfo, piece: Piece) -> int:
+    """The bytes to compare, or as much as takes as long: what lies between the elements of a view has to be read too."""
+    of = piece.of if isinstance(piece, Cast) else piece
+    if not isinstance(of, Gather):
+        return info.nbytes
+    reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
+    return max(info.nbytes, reach * of.itemsize // _READ_THROUGH)

@@ -1,0 +1,196 @@
+"""What a finding is made of: a complaint in words, the flags that cure it, and the command line that they make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+from ckptconv import errors
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.pickled_modules import PickledModule
+from ckptconv.checkpoint.state_dicts import Customs, NamedOptimizer, StateDict
+from ckptconv.conversion.targets import suffix_of, usual_format
+from ckptconv.errors import printable
+from ckptconv.formats.sharded import shards
+from ckptconv.hints import shell
+from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.pickles.graph import Node, PersistentId, walk
+
+__all__ = [
+    "SHOWN",
+    "Below",
+    "Complaint",
+    "Cure",
+    "Diagnosis",
+    "Finding",
+    "Scope",
+    "command",
+    "finding",
+    "some",
+    "together",
+    "with_names_apart",
+]
+
+SHOWN = 3  # words of a list, unknown classes that get a line each
+
+
+class Finding(TypedDict):
+    """Something to know before loading the file, in a line, and the command that mends it, if one does.
+
+    ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
+    """
+
+    kind: str
+    blocks: bool
+    text: str
+    command: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command can mend, where there are several."""
+
+    findings: list[Finding]
+    remedy: str | None
+
+    @property
+    def loads_here(self) -> bool | None:
+        """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which nobody can tell."""
+        if any(finding["blocks"] for finding in self.findings):
+            return False
+        return None if any(finding["kind"] == "device" for finding in self.findings) else True
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS), storages made COMPACT. The output is the source's name with SUFFIX behind it."""
+
+    suffix: str
+    part: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    to_cpu: bool = False
+    maps: dict[str, str] = field(default_factory=dict)
+    compact: bool = False
+    format: str | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether every conversion of the whole file does it."""
+        return not self.flags() and self.format is None
+
+    def flags(self) -> list[str]:
+        maps = [] if self.to_cpu else [word for old, new in self.maps.items() for word in ("--map", f"{old}={new}")]
+        to_cpu = ["--to", "cpu"] if self.to_cpu else []
+        return [*self.part, *self.names, *to_cpu, *maps, *(["--compact"] if self.compact else [])]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    kind: str
+    text: str
+    cure: Cure | None = None
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is."""
+
+    checkpoint: Checkpoint
+    customs: Customs
+    machine: Machine
+    reach: set[int] | None = None
+    module: PickledModule | None = None
+
+    @cached_property
+    def storages(self) -> list[Storage]:
+        """Its storages, each once."""
+        used = (
+            each.storage for each in self.checkpoint.references if self.reach is None or id(each.node) in self.reach
+        )
+        return list(dict.fromkeys(used))
+
+    def named(self) -> Sequence[StateDict | NamedOptimizer | PickledModule]:
+        """Where names are; in a file of optimizers alone, theirs."""
+        if self.module is not None:
+            return [self.module]
+        if self.reach is None:
+            return self.customs.state_dicts or self.customs.optimizers
+        return [found for found in self.customs.state_dicts if id(found.node) in self.reach]
+
+
+class Below:
+    """Which storages parts lead to. What stands in two parts counts for the first, because looking again and again could take forever."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.by_node = {id(each.node): each.storage for each in checkpoint.references}
+        self.seen: set[int] = set()
+
+    def storages(self, *nodes: Node) -> list[Storage]:
+        reached = walk([*nodes], self.seen)
+        return list(dict.fromkeys(self.by_node[id(each)] for each in reached if isinstance(each, PersistentId)))
+
+    def nbytes(self, *nodes: Node) -> int:
+        return sum(storage.nbytes for storage in self.storages(*nodes))
+
+
+def finding(checkpoint: Checkpoint, complaint: Complaint) -> Finding:
+    line = command(checkpoint, complaint.cure) if complaint.cure else None
+    return Finding(kind=complaint.kind, blocks=complaint.blocks, text=complaint.text, command=line)
+
+
+def with_names_apart(complaints: list[Complaint]) -> list[Complaint]:
+    """COMPLAINTS whose cures write files of different names, where they are different cures."""
+    names: dict[tuple[str, ...], str] = {}
+    apart = []
+    for complaint in complaints:
+        cure = complaint.cure
+        if cure:
+            flags = (*cure.flags(), cure.format or "")
+            while flags not in names and cure.suffix in names.values():
+                stem, _, number = cure.suffix.rpartition("-")
+                cure = replace(
+                    cure, suffix=f"{stem}-{int(number) + 1}" if stem and number.isdecimal() else f"{cure.suffix}-2"
+                )
+            cure = replace(cure, suffix=names.setdefault(flags, cure.suffix))
+        apart.append(replace(complaint, cure=cure))
+    return apart
+
+
+def together(cures: list[Cure]) -> Cure:
+    """All of CURES at once; of two that send one tag somewhere the later is heard."""
+    return Cure(
+        "-fixed",
+        part=tuple(word for part in dict.fromkeys(cure.part for cure in cures) for word in part),
+        names=tuple(word for cure in cures for word in cure.names),
+        to_cpu=any(cure.to_cpu for cure in cures),
+        maps={old: new for cure in cures for old, new in cure.maps.items()},
+    )
+
+
+def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
+    """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
+    path = checkpoint.source.path
+    format = cure.format or ("safetensors" if checkpoint.is_state_dict else "pt")
+    if isinstance(checkpoint.source, SourceFolder):
+        name, suffix = os.path.basename(os.path.abspath(path)), ""
+        name = name if path.is_dir() else name.split(".")[0]
+    else:
+        name, suffix = path.name, suffix_of(path.name)
+    target = name[: len(name) - len(suffix)] + cure.suffix
+    in_shards = checkpoint.format.startswith(shards.NAME) and cure.format is None and not cure.part
+    if not in_shards:
+        kept = suffix and usual_format(name, checkpoint.format) == format
+        target += suffix if kept else f".{format}"
+    line = shell("ckptconv", "convert", path, Path(target), *cure.flags())
+    return line if printable(line) == line else None
+
+
+def some(words: Sequence[str]) -> str:
+    """WORDS, or the first of them and how many more."""
+    return errors.some(words, SHOWN)

@@ -1,0 +1,109 @@
+"""Complaints about names: what DataParallel, torch.compile, FSDP and others put before and into them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from ckptconv.edits.wrappers import WRAPPERS, unwrapped
+from ckptconv.errors import count
+from ckptconv.inspection.diagnosis.findings import Complaint, Cure, Scope, some
+
+__all__ = ["inner_prefixes", "prefixes"]
+
+_MODULE, *_UNMISTAKABLE = WRAPPERS
+_AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
+_WRAPPED_INSIDE = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
+_LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
+#: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and more than a parameter inside.
+_INNER = re.compile(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
+_MOST_PARENTS = 20
+
+
+def prefixes(scope: Scope) -> Iterator[Complaint]:
+    """What wrappers put before and into the names of state dicts."""
+    every = [found.names() for found in scope.named()]
+    chains = [_chain(names) for names in every]
+    stripped = list(dict.fromkeys(max(chains, key=len, default=[]) + [w for chain in chains for w in chain]))
+    after = every
+    for wrapper in stripped:
+        after = [[name.removeprefix(wrapper) for name in names] for names in after]
+    inside = Counter(match for names in after for name in names for match in set(_WRAPPED_INSIDE.findall(name)))
+    if not stripped and not inside:
+        return
+    flags = [word for wrapper in stripped for word in ("--strip-prefix", wrapper)]
+    if inside:
+        rename = rf"(^|\.)({'|'.join(re.escape(w) for w in _UNMISTAKABLE if w in inside)})+", r"\1"
+        flags += ("--rename", *rename)
+        after = [[re.sub(*rename, name) for name in names] for names in after]
+    is_more = inside or len(stripped) > 1
+    if is_more and all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
+        flags = ["--unwrap"]
+    safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
+        _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
+    )
+    facts = [f"{wrapper} is in {count(n, 'name')} ({WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
+    if stripped:
+        n = sum(name.startswith(stripped[0]) for names in every for name in names)
+        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({some([WRAPPERS[w] for w in stripped])})")  # fmt: skip
+    text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
+    if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
+        text += "; below it they all start with module. again, which may be the model's own"
+    yield Complaint("prefix", text, Cure("-plain", names=tuple(flags)) if safe else None)
+
+
+def inner_prefixes(scope: Scope) -> Iterator[Complaint]:
+    """A ``module.`` that all names of one submodule go through: nn.DataParallel's, or the model's own."""
+    every = [found.names() for found in scope.named()]
+    parents = sorted({match[1] for names in every for name in names if (match := _inner(name))})
+    if len(parents) > _MOST_PARENTS:
+        return
+    below = {parent: [name for names in every for name in names if name.startswith(parent)] for parent in parents}
+    ways = [parent for parent in parents if all(name.startswith(parent + _MODULE) for name in below[parent])]
+    if not ways:
+        return
+    pattern = "|".join(re.escape(parent[:-1]) for parent in ways)
+    rename = (rf"^({pattern})\.module\.", r"\1.") if len(ways) > 1 else (rf"^{pattern}\.module\.", ways[0])
+    after = [[re.sub(*rename, name) for name in names] for names in every]
+    safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True))
+    text = f"all names under {some(ways)} go through module. there: if nn.DataParallel wrapped only that part, the plain model has no such names"
+    yield Complaint("inner-prefix", text, Cure("-inner", names=("--rename", *rename)) if safe else None)
+
+
+def _chain(names: list[str]) -> list[str]:
+    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once, since a model can have one of its own."""
+    chain: list[str] = []
+    while names:
+        wrapper = next((w for w in WRAPPERS if (w != _MODULE or w not in chain) and _all_start(names, w)), None)
+        if wrapper is None or len(chain) > len(WRAPPERS):
+            break
+        chain.append(wrapper)
+        names = [name.removeprefix(wrapper) for name in names]
+    return chain
+
+
+def _all_start(names: list[str], wrapper: str) -> bool:
+    return len(names) > (_AVERAGES in names) and all(
+        name.startswith(wrapper) or (wrapper == _MODULE and name == _AVERAGES) for name in names
+    )
+
+
+def _inner(name: str) -> re.Match[str] | None:
+    """The match of what stands before an inner ``module.`` of NAME."""
+    if ".module." not in name:
+        return None
+    leading = _LEADING.match(name)
+    match = _INNER.match(name)
+    return match if match and leading and not leading.end() else None
+
+
+def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
+    """Whether taking off STRIPPED, in this order, does to NAMES what their CHAIN of wrappers asks for: no less, and nothing to a module of the model's own."""
+    others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
+    return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(n.startswith(others) for n in names)  # fmt: skip
+
+
+def _keeps_apart(old: list[str], new: list[str]) -> bool:
+    """Whether different names stay different, and none becomes empty."""
+    return len(set(new)) == len(set(old)) and "" not in new

@@ -1,0 +1,150 @@
+"""What torch's safe loader refuses in a checkpoint: where each of it stands, and which part loads without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.pickled_modules import PickledModule, detached
+from ckptconv.checkpoint.safe_globals import refused_opcodes
+from ckptconv.checkpoint.state_dicts import Customs, StateDict
+from ckptconv.errors import count
+from ckptconv.formats import plain_pickle, torch_legacy
+from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.inspection.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
+from ckptconv.pickles.paths import is_item
+from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.referrers import Uses
+
+__all__ = ["Part", "Refused", "containers", "opcodes", "refusals"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH. NODES are what is in it; MODULE: what would give it."""
+
+    nodes: list[Node]
+    path: str | None
+    nbytes: int
+    module: PickledModule | None = None
+
+
+def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Complaint], Part | None]:
+    """A complaint for each thing REFUSED, the cure with the last, and what the cure takes."""
+    found = Refused(scope.checkpoint, refused)
+    part = found.loadable_part(scope.customs)
+    texts = []
+    for word, (first, times) in list(found.where.items())[:SHOWN]:
+        more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
+        texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
+    if len(found.where) > SHOWN:
+        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
+    if scope.checkpoint.script_classes is not None:
+        texts = ["it is a TorchScript archive, which torch.jit.load loads and torch.load does not"]
+    cure, last = _cure(scope.checkpoint, part)
+    complaints = [Complaint("code", text, blocks=True) for text in texts]
+    complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
+    return [*complaints, *containers(scope.checkpoint)], part
+
+
+def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
+    is_script = checkpoint.script_classes is not None
+    if part is None:
+        if is_script:
+            return None, "it has no state dict"
+        return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
+    total = sum(storage.nbytes for storage in checkpoint.storages.values())
+    share = f"{part.nbytes:,} of {total:,} bytes"
+    if part.module:
+        select = () if part.path is None else ("--select", part.path)
+        what = "it" if part.module.path == "." else part.module.path
+        text = f"{what} is a whole pickled model, whose state dict alone loads ({share})"
+        if is_script:
+            text = f"its state dict alone loads ({share})"
+        return Cure("-weights", part=(*select, "--state-dict")), text
+    if part.path is None:
+        return Cure("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
+    return Cure("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
+
+
+class Refused:
+    """What is in the way of torch's safe loader: REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for CHECKPOINT, or some of it."""
+
+    def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
+        self.checkpoint = checkpoint
+        self.nodes = [node for _, node in refused]
+        self.uses = Uses(checkpoint.graph, checkpoint.places)
+        #: Each global's name or reason, the path where it stands first, and the number of places.
+        self.where: dict[str, tuple[str, int]] = {}
+        for reason, node in refused:
+            word = imported_name(node, 2) if isinstance(node, Global) else reason
+            places = self.uses.of(node)
+            first, times = self.where.get(word) or (self.uses.path(places[0]), 0)
+            self.where[word] = first, times + len(places)
+
+    def loadable_part(self, customs: Customs) -> Part | None:
+        """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
+        tainted = self.uses.above(self.nodes)
+        meant = next(iter(customs.main()), None) if len(customs.main()) == 1 else None
+        below = Below(self.checkpoint)
+        modules = [Part([*map(detached, found.tensors.values())], found.path, 0, found) for found in customs.modules]
+        loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, walk([*part.nodes])))]
+        for part in loadable:
+            if part.module is meant:
+                return replace(part, path=None, nbytes=below.nbytes(*part.nodes))
+        if isinstance(meant, StateDict) and id(meant.node) not in tainted:
+            return Part([meant.node], None, below.nbytes(meant.node))
+        state_dicts = [Part([f.node], f.path, 0) for f in customs.state_dicts if id(f.node) not in tainted]
+        others = state_dicts or loadable or _other_parts(self.checkpoint, tainted)
+        sized = [replace(part, nbytes=below.nbytes(*part.nodes)) for part in others]
+        largest = max(sized, key=lambda part: part.nbytes, default=None)
+        enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
+        return largest if largest and largest.nbytes > enough else None
+
+
+def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
+    """The outermost parts that are not TAINTED, each an item of something that is itself an item."""
+    items: dict[int, bool] = {}
+    found: list[Part] = []
+    for place in checkpoint.places:
+        parent = place.parent
+        items[id(place)] = parent is None or (items[id(parent)] and is_item(place))
+        if parent is None or not items[id(place)] or id(parent.node) not in tainted or id(place.node) in tainted:
+            continue
+        if isinstance(place.node, (Dict, List, Call)):
+            found.append(Part([place.node], place.path, 0))
+    return found
+
+
+def containers(checkpoint: Checkpoint) -> list[Complaint]:
+    """What torch does not read, for what it is."""
+    if checkpoint.format in (dcp.NAME, safetensors_parts.NAME):
+        text = "torch.load reads files, and this is a folder with parts of tensors (torch.distributed.checkpoint)"
+        return [Complaint("parts", text, Cure("-whole"), blocks=True)]
+    if checkpoint.format == plain_pickle.NAME:
+        text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
+        return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
+    lost = torch_legacy.unreadable(checkpoint) if checkpoint.format == torch_legacy.NAME else None
+    if lost is None:
+        return []
+    text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"
+    return [Complaint("legacy", text, Cure("-readable"), blocks=True)]
+
+
+def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
+    """A pickle that only has to be written in another way."""
+    unread = containers(checkpoint)
+    if unread:
+        return unread
+    graph = checkpoint.graph
+    unknown = refused_opcodes(graph)
+    if unknown:
+        protocol = graph.protocol or "0 or 1"  # neither says which it is
+        text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
+    elif graph.protocol > 2:
+        text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
+    else:
+        return []
+    return [Complaint("opcodes", text, Cure("-loadable"), blocks=bool(unknown))]

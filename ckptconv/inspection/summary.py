@@ -1,0 +1,413 @@
+"""A checkpoint or a report as a plain, versioned dict: what ``--json`` prints and :mod:`ckptconv.cli.render` draws. All sizes in bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import isinf, prod
+from typing import Any, TypedDict
+
+from ckptconv.byteranges.sources import open_input
+from ckptconv.checkpoint.describe import glimpse, is_flat
+from ckptconv.checkpoint.index import every_place
+from ckptconv.checkpoint.model import Checkpoint, Place, Report, TensorInfo
+from ckptconv.checkpoint.pickled_modules import PickledModule
+from ckptconv.checkpoint.rebuild_functions import torch_device
+from ckptconv.checkpoint.safe_globals import obstacles, refused_opcodes
+from ckptconv.checkpoint.state_dicts import StateDict, read_customs
+from ckptconv.edits.devices import FAMILIES
+from ckptconv.edits.names import prefixes_of
+from ckptconv.formats import opening
+from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
+from ckptconv.inspection.diagnosis.diagnose import diagnose
+from ckptconv.inspection.diagnosis.findings import Finding
+from ckptconv.inspection.diagnosis.host import Machine, this_machine
+from ckptconv.inspection.verification import Verdict
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, is_global, uncollected
+from ckptconv.safety.scan import Level, concerns, level_of
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Finding",
+    "Summary",
+    "difference_as_dict",
+    "inspect",
+    "report_as_dict",
+    "summarize",
+    "verdict_as_dict",
+]
+
+SCHEMA_VERSION = 1
+_DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
+
+
+class Share(TypedDict):
+    """How many tensors have something in common, and the bytes of their storages."""
+
+    tensors: int
+    nbytes: int
+
+
+class StateDictSummary(TypedDict):
+    """A state dict: where it is, what it holds, and the first segments of its names with their number."""
+
+    path: str
+    tensors: int
+    parameters: int
+    nbytes: int
+    prefixes: dict[str, int]
+    names: int
+
+
+class NamedTensor(TypedDict):
+    """A name in the state dict that a module would give, and the path of its tensor in the file; None where nothing but the module has one."""
+
+    name: str
+    path: str | None
+
+
+class ModuleSummary(TypedDict):
+    """A whole module: its class, as the file names it, and the state dict that it would give. ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known."""
+
+    path: str
+    class_name: str
+    tensors: list[NamedTensor]
+    parameters: int
+    nbytes: int
+    prefixes: dict[str, int]
+    unknown: list[str]
+    trouble: str | None
+
+
+class TensorSummary(TypedDict):
+    """One row of the tensor table; shape, stride and offset in elements. ``name`` is the key in a mapping, or the name in the state dict that the whole module at the path ``module`` would give."""
+
+    path: str
+    name: str | None
+    module: str | None
+    kind: str
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset: int
+    device: str | None
+    nbytes: int
+    storage_nbytes: int | None
+    requires_grad: bool
+    tied_to: str | None
+
+
+class ConcernSummary(TypedDict):
+    """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how many more places, and whether no checkpoint needs it."""
+
+    name: str
+    path: str
+    dangerous: bool
+    more: int
+
+
+class Summary(TypedDict):
+    """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
+
+    ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts that a safetensors file has.
+    """
+
+    schema_version: int
+    path: str
+    format: str
+    size: int
+    loads_here: bool | None
+    findings: list[Finding]
+    remedy: str | None
+    protocol: int | None
+    nbytes: int
+    stored_nbytes: int
+    storages: int
+    dtypes: dict[str, Share]
+    devices: dict[str, Share]
+    state_dicts: list[StateDictSummary]
+    modules: list[ModuleSummary]
+    ties: list[list[str]]
+    views: list[str]
+    rng_states: list[str]
+    weights_only: bool
+    obstacles: dict[str, int]
+    safety: Level
+    concerns: list[ConcernSummary]
+    dangerous: list[str]
+    globals: dict[str, int]
+    user_devices: dict[str, str]
+    others: dict[str, str]
+    metadata: dict[str, str]
+    notes: list[str]
+    tensors: list[TensorSummary]
+
+
+def inspect(path: str | os.PathLike[str]) -> Summary:
+    """What is in the checkpoint at PATH: tensors, devices, dtypes, names, and the rest. Reads headers and the pickle, no tensor data.
+
+    Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
+    """
+    with open_input(path) as source, uncollected():
+        return summarize(opening.read(source), this_machine())
+
+
+def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
+    """The summary of CHECKPOINT, to be loaded on MACHINE."""
+    customs = read_customs(checkpoint)
+    tensors = list(checkpoint.tensors.values())
+    untied = [info for info in tensors if info.tied_to is None]
+    graph = checkpoint.graph
+    has_pickle = not checkpoint.is_state_dict
+    refused = list(obstacles(graph)) if has_pickle else []
+    concerned = concerns(checkpoint)
+    diagnosis = diagnose(checkpoint, customs, machine, refused, concerned)
+    refusals = Counter(reason for reason, _ in refused)
+    refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
+    globals_ = Counter(map(str, graph.globals))
+    in_modules = {
+        place.path: (name, found.path) for found in customs.modules for name, place in reversed(found.places.items())
+    }
+    places = every_place(
+        checkpoint
+    )  # not before: there are as many of them as of opcodes, and the concerns need some too
+    others = dict(_others(checkpoint, places))
+    return Summary(
+        schema_version=SCHEMA_VERSION,
+        path=str(checkpoint.source.path),
+        format=checkpoint.format,
+        size=checkpoint.source.size,
+        loads_here=diagnosis.loads_here,
+        findings=diagnosis.findings,
+        remedy=diagnosis.remedy,
+        protocol=graph.protocol if has_pickle else None,
+        nbytes=sum(info.nbytes for info in untied),
+        stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
+        storages=len(checkpoint.storages),
+        dtypes=_dtypes(untied),
+        devices=_devices(checkpoint, untied) if has_pickle else {},
+        state_dicts=[_state_dict(found, checkpoint) for found in customs.state_dicts],
+        modules=[_module(found, checkpoint) for found in customs.modules],
+        ties=_ties(tensors),
+        views=[
+            info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
+        ],
+        rng_states=[info.path for info in customs.rng_states],
+        weights_only=not refusals,
+        obstacles=dict(refusals),
+        safety=level_of(checkpoint, concerned, refused=bool(refusals)),
+        concerns=[
+            ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
+            for each in concerned
+        ],
+        dangerous=sorted(concern.name for concern in concerned if concern.dangerous),
+        globals=dict(globals_.most_common()),
+        user_devices=_user_devices(places),
+        others=others,
+        metadata=checkpoint.metadata,
+        notes=list(checkpoint.notes),
+        tensors=[
+            _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
+        ],
+    )
+
+
+def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
+    found: dict[str, Share] = {}
+    for info in tensors:
+        share = found.setdefault(info.dtype, Share(tensors=0, nbytes=0))
+        share["tensors"] += 1
+        share["nbytes"] += info.nbytes
+    return found
+
+
+def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
+    found: dict[str, Share] = {}
+    for storage in checkpoint.storages.values():
+        found.setdefault(storage.device, Share(tensors=0, nbytes=0))["nbytes"] += storage.nbytes
+    for info in tensors:
+        found.setdefault(info.device, Share(tensors=0, nbytes=0))["tensors"] += 1
+    return found
+
+
+def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
+    infos = [info for _, value in found.items() if (info := checkpoint.tensor_nodes.get(id(value)))]
+    parameters, nbytes = _sizes(infos)
+    names = found.names()
+    return StateDictSummary(
+        path=found.path,
+        tensors=len(infos),
+        parameters=parameters,
+        nbytes=nbytes,
+        prefixes=dict(prefixes_of(names).most_common()),
+        names=len(names),
+    )
+
+
+def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
+    parameters, nbytes = _sizes([checkpoint.tensor_nodes[id(node)] for node in found.tensors.values()])
+    places = found.places
+    return ModuleSummary(
+        path=found.path,
+        class_name=found.cls,
+        tensors=[NamedTensor(name=n, path=places[n].path if n in places else None) for n in found.tensors],
+        parameters=parameters,
+        nbytes=nbytes,
+        prefixes=dict(prefixes_of(found.tensors).most_common()),
+        unknown=list(found.unknown),
+        trouble=found.trouble,
+    )
+
+
+def _sizes(infos: list[TensorInfo]) -> tuple[int, int]:
+    """The elements and bytes of INFOS, ties once."""
+    distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
+    return sum(prod(info.shape) for info in distinct.values()), sum(info.nbytes for info in distinct.values())
+
+
+def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for info in tensors:
+        if info.tied_to is not None:
+            groups.setdefault(info.tied_to, [info.tied_to]).append(info.path)
+    return list(groups.values())
+
+
+def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool) -> TensorSummary:
+    return TensorSummary(
+        path=info.path, name=name, module=module, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
+        offset=info.offset, device=info.device if stores_device else None, nbytes=info.nbytes,
+        storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
+    )  # fmt: skip
+
+
+# What is no tensor
+
+
+def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
+    """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
+    hidden: set[int] = set()
+    for place in places:
+        node = place.node
+        if place.parent is not None and id(place.parent) in hidden:
+            hidden.add(id(place))
+            continue
+        if isinstance(node, Node) and id(node) in checkpoint.tensor_nodes:
+            continue
+        if place.segment.startswith("/._metadata"):
+            hidden.add(id(place))
+        elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
+            hidden.add(id(place))
+            yield place.path, glimpse(node)
+        elif isinstance(node, Call) and not _is_ordered_dict(node):
+            yield place.path, glimpse(node)
+
+
+def _is_ordered_dict(node: Call) -> bool:
+    return is_global(node.callable, "collections.OrderedDict")
+
+
+def _user_devices(places: list[Place]) -> dict[str, str]:
+    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``."""
+    found = {}
+    for place in places:
+        device = torch_device(place.node)
+        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
+            found[place.path] = device
+    return found
+
+
+def report_as_dict(report: Report) -> dict[str, Any]:
+    """REPORT for ``--json``."""
+    changes = report.changes
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "src": report.src,
+        "dst": report.dst,
+        "formats": list(report.formats),
+        "size": report.size,
+        "files": [{"name": name, "size": size} for name, size in report.files],
+        "failed": [{"path": path, "error": str(error)} for path, error in report.failed],
+        "written": report.written,
+        "seconds": round(report.seconds, 6),
+        "devices": [
+            {"old": old, "new": new, "tensors": tensors, "nbytes": nbytes}
+            for (old, new), (tensors, nbytes) in changes.devices.items()
+        ],
+        "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
+        "ties": [list(tie) for tie in report.ties],
+        "unprefixed": changes.unprefixed,
+        "dtypes": [{"old": old, "new": new, **done._asdict()} for (old, new), done in changes.dtypes.items()],
+        "not_cast": changes.not_cast,
+        "separated": changes.separated,
+        "overflowed": [{"paths": list(paths), "numbers": numbers} for paths, numbers in report.overflowed.items()],
+        "compacted": changes.compacted._asdict(),
+        "rng_states": changes.rng_states,
+        "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
+        "notes": list(report.notes),
+    }
+
+
+def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+    """VERDICT for ``--json``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": verdict.path,
+        "ok": verdict.ok,
+        "strict": verdict.strict,
+        "format": verdict.format,
+        "safety": verdict.safety,
+        "checked": verdict.checked,
+        "nbytes": verdict.nbytes,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "more": verdict.more,
+    }
+
+
+def difference_as_dict(difference: Difference) -> dict[str, Any]:
+    """DIFFERENCE for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "a": difference.a,
+        "b": difference.b,
+        "formats": list(difference.formats),
+        "same": difference.same,
+        "tensors": difference.tensors,
+        "nbytes": difference.nbytes,
+        "near": difference.near,
+        "only_in_a": [_only_in(found) for found in difference.only_in_a],
+        "only_in_b": [_only_in(found) for found in difference.only_in_b],
+        "differing": [_differing(found) for found in difference.differing],
+        "others": [{"path": other.path, "a": other.a, "b": other.b} for other in difference.others],
+        "notes": list(difference.notes),
+        "suggestion": difference.suggestion,
+    }
+
+
+def _only_in(found: OnlyIn) -> dict[str, Any]:
+    return {
+        "path": found.path, "dtype": found.dtype, "shape": list(found.shape), "nbytes": found.nbytes, "tied_to": found.tied_to
+    }  # fmt: skip
+
+
+def _differing(found: TensorDifference) -> dict[str, Any]:
+    values = found.values
+    return {
+        "path": found.path,
+        **{
+            name: None if (pair := getattr(found, name)) is None else list(pair)
+            for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
+        },
+        "values": values and {
+            "elements": values.elements, "differing": values.differing, "not_finite": values.not_finite,
+            "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
+        },
+        "rng_state": found.rng_state,
+    }  # fmt: skip
+
+
+def _in_json(number: float | None) -> float | str | None:
+    return "inf" if isinstance(number, float) and isinf(number) else number

@@ -1,0 +1,272 @@
+"""Is a checkpoint sound, and is it safe: everything that can be checked, and every finding, not the first alone. Nothing in the file is run, and torch is not needed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ckptconv.byteranges.checksums import Sums, check_crc32, combined, crc32_of
+from ckptconv.byteranges.fault_sink import Collected, Unread
+from ckptconv.byteranges.reading import inflated, read
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder, Window, open_input
+from ckptconv.checkpoint.model import Checkpoint, Inflate, Progress, Span
+from ckptconv.conversion.discovery import find
+from ckptconv.errors import (
+    CkptconvError,
+    DangerousError,
+    InputError,
+    LimitError,
+    UnsupportedError,
+    UsageError,
+    count,
+)
+from ckptconv.formats import opening
+from ckptconv.pickles.graph import uncollected
+from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
+from ckptconv.safety.scan import Level as Safety
+
+__all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verify"]
+
+_PIECE = 16 << 20  # bytes that a thread sums at once
+_BATCH = 64  # pieces between two words about progress
+_SHA256_DIGITS = 64
+
+#: ``unknown``: sound or not, this version cannot say. Neither ``needs code`` nor ``note`` is damage.
+Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found: what, in which file or record, what was expected there and what stands there, and what to do; of what needs code, the PATH at which it stands in the checkpoint. ``str`` gives it as a printable line."""
+
+    level: Level
+    what: str
+    where: str | None = None
+    expected: str | None = None
+    got: str | None = None
+    hint: str | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        where = self.where if self.path is None else f"{self.where}: at {self.path}"
+        line = CkptconvError(self.what, where=where, expected=self.expected, got=self.got, hint=self.hint)
+        return f"{self.level}: {line}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`verify` found. ``format`` and ``safety`` are None where no checkpoint could be made of the file; ``safety`` says what loading it takes.
+
+    ``checked`` records had a checksum, of ``nbytes`` in all. FINDINGS beyond the limit are counted in ``more``. STRICT: what needs code is not ``ok`` either.
+    """
+
+    path: str
+    format: str | None
+    safety: Safety | None
+    checked: int
+    nbytes: int
+    findings: tuple[Finding, ...]
+    more: int = 0
+    strict: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is sound and not dangerous."""
+        bad = {"damaged", "unknown", "dangerous"} | ({"needs code"} if self.strict else set())
+        return not any(finding.level in bad for finding in self.findings)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    expect_sha256: str | None = None,
+    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
+) -> Verdict:
+    """Everything that is wrong with the checkpoint at PATH: a file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one.
+
+    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal digits of the whole file's, which is read for it. PROGRESS, called with the bytes that have a checksum, gives a context manager for what is called with those that are done.
+    Raises :class:`~ckptconv.errors.InputError` where nothing can be opened at PATH, UsageError.
+    """
+    expected = _digits(expect_sha256)
+    faults = Collected()
+    with open_input(path, faults) as source, uncollected():
+        if expected and isinstance(source, SourceFolder):
+            raise UsageError("a SHA-256 is that of one file", where=source.path)
+        checkpoint, found = None, []
+        try:
+            checkpoint = opening.read(source)
+            found = concerns(checkpoint)
+        except InputError as error:
+            faults.found(error)
+        records = faults.records
+        with progress(_length_of(records)) if progress else nullcontext() as tick:
+            _check_records(records, faults, tick or _unheard)
+        if expected and isinstance(source, Source):
+            _check_sha256(source, expected, faults)
+        try:
+            source.check_unchanged()
+        except InputError as error:
+            faults.found(error)
+        findings = _findings(checkpoint, found, faults, source.path)
+        safety = _safety(checkpoint, found, findings)
+    return Verdict(
+        str(source.path), checkpoint.format if checkpoint else None, safety, len(records), _length_of(records),
+        tuple(findings), faults.more, strict,
+    )  # fmt: skip
+
+
+def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
+    """The checkpoints that PATH means: itself, or those in the folder PATH and below it, each to be verified by itself. Raises InputError where a folder cannot be listed."""
+    folder = Path(os.fsdecode(path))
+    if not os.fspath(path) or not folder.is_dir():  # pathlib takes nothing for the folder that we are in
+        return [os.fsdecode(path)]
+    found = [str(each.path) for each in find(folder) if each.kind in ("file", "shards", "dcp")]
+    return list(dict.fromkeys(found)) or [str(folder)]
+
+
+def _digits(sha256: str | None) -> str | None:
+    if sha256 is None:
+        return None
+    digits = sha256.strip().lower()
+    if len(digits) != _SHA256_DIGITS or not set(digits) <= set("0123456789abcdef"):
+        raise UsageError("no SHA-256", expected=f"{_SHA256_DIGITS} hexadecimal digits", got=sha256)
+    return digits
+
+
+# What was found
+
+
+def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Collected, path: Path) -> list[Finding]:
+    """All that is to be said of CHECKPOINT, in which there were FAULTS and concerns FOUND."""
+    if faults.errors:  # then not all of it may have become a checkpoint
+        known = {concern.name for concern in found}
+        found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
+    findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
+    findings += (_of_concern(concern, path) for concern in found)
+    return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
+
+
+def _safety(checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding]) -> Safety | None:
+    """What loading takes; None where that is not known."""
+    levels = {finding.level for finding in findings}
+    if "dangerous" in levels:
+        return "dangerous"
+    if checkpoint:
+        return level_of(checkpoint, found)
+    return "needs code" if "needs code" in levels else None
+
+
+def _of_error(error: CkptconvError) -> Finding:
+    level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
+    level = "dangerous" if isinstance(error, DangerousError) else level
+    where, expected, got = (None if part is None else str(part) for part in (error.where, error.expected, error.got))
+    return Finding(level, error.what, where, expected, got, error.hint)
+
+
+def _of_concern(concern: Concern, path: Path) -> Finding:
+    more = f", and {count(concern.more, 'time')} more" if concern.more else ""
+    hints = {
+        "dangerous": "attacks are made of it: do not load it",
+        "unknown": "it cannot be judged, so it may be an attack",
+    }
+    return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)
+
+
+def _notes(checkpoint: Checkpoint, records: list[Unread]) -> Iterator[Finding]:
+    """What is neither damage nor danger."""
+    path = checkpoint.source.path
+    if not records and not any("checksum" in note for note in checkpoint.notes):
+        yield Finding("note", "it has no checksums, so damage to the tensors' bytes cannot be seen", str(path), hint="--expect-sha256 compares the whole file")  # fmt: skip
+    for note in checkpoint.notes:
+        yield Finding("note", note, str(path))
+    for each in checkpoint.unused:
+        yield Finding("note", f"{each.path}, {each.nbytes:,} bytes: {each.why}", str(path))
+
+
+# Checksums
+
+
+def _unheard(nbytes: int) -> None:
+    """Nobody asks how far it is."""
+
+
+def _length_of(records: Iterable[Unread]) -> int:
+    return sum(record.data.length for record in records)
+
+
+def _check_records(records: list[Unread], faults: Collected, counted: Callable[[int], None]) -> None:
+    """Compare RECORDS with their checksums, and say of each piece that it is done."""
+    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
+    alone = {id(record) for record in apart}
+    for record in apart:
+        try:
+            _check_here(record)
+        except InputError as error:
+            faults.found(error)
+        counted(record.data.length)
+    plain = [record for record in records if id(record) not in alone]
+    sums = _sums(plain, counted)
+    for record in plain:
+        crc32, unreadable = 0, None
+        for i, piece in enumerate(_pieces(record.data)):
+            found, wrong = next(sums)
+            crc32 = combined(crc32, found, piece.length) if i else found
+            unreadable = unreadable or wrong
+        try:
+            if unreadable:
+                raise unreadable
+            check_crc32(record.data.crc32, crc32, record.name)
+        except InputError as error:
+            faults.found(error)
+
+
+def _is_in_file(source: Readable) -> bool:
+    """Whether threads may read SOURCE at once: the kernel does, what stands in for a file may not."""
+    while isinstance(source, Window):
+        source = source.of
+    return isinstance(source, (Source, SourceFolder))
+
+
+def _check_here(record: Unread) -> None:
+    """Compare RECORD with its checksum, here and now. Raises InputError."""
+    if isinstance(record.data, Inflate):
+        for _ in inflated(record.data):
+            pass
+        return
+    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
+
+
+def _pieces(data: Span | Inflate) -> Iterator[Span]:
+    """DATA, which is a range, in pieces for several threads."""
+    assert isinstance(data, Span)
+    for at in range(0, data.length, _PIECE):
+        yield Span(data.source, data.offset + at, min(_PIECE, data.length - at))
+
+
+def _sums(records: list[Unread], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
+    """The checksum of each piece of RECORDS, or why there is none."""
+    pieces = (piece for record in records for piece in _pieces(record.data))
+    while batch := [*islice(pieces, _BATCH)]:
+        with Sums(batch, keep_going=True) as sums:
+            results = sums.results()
+        counted(sum(piece.length for piece in batch))
+        yield from ((crc32, sums.errors.get(i)) for i, crc32 in enumerate(results))
+
+
+def _check_sha256(source: Source, expected: str, faults: Collected) -> None:
+    digest = hashlib.sha256()
+    try:
+        for chunk in read(Span(source, 0, source.size)):
+            digest.update(chunk)
+    except InputError as error:
+        faults.found(error)
+        return
+    if digest.hexdigest() != expected:
+        faults.found(InputError("the file is another one: its SHA-256 differs", where=source.path, expected=expected, got=digest.hexdigest()))  # fmt: skip

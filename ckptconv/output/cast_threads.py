@@ -1,0 +1,130 @@
+"""Threads that cast the pieces of a file, block by block: each reads a block, rounds it, sums it and writes it where it belongs, while others do so with the next ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.checksums import check_crc32, checksum, combined
+from ckptconv.byteranges.materialise import CastBuffer, Pieces
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.model import Cast, Chain, Span
+from ckptconv.dtypes import BY_NAME
+
+__all__ = ["BLOCK", "Workers"]
+
+BLOCK = 4 << 20  # bytes of the source that a thread holds
+_MOST_THREADS = 4
+_NOTHING = Chain((), Span(Readable(), 0, 0), 0)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What became of a block: bytes written, the checksums of what was read and of what was written, numbers that were too large."""
+
+    read: int
+    crc32_read: int
+    written: int
+    crc32_written: int
+    overflowed: int
+
+
+class Workers:
+    """Casts pieces beside whatever else is being done. A context manager: leaving it ends the threads, whether they are done or not."""
+
+    def __init__(self, pieces: Pieces, write: Callable[[int, memoryview], None]) -> None:
+        """PIECES makes the buffers; WRITE puts bytes at a place."""
+        self._pieces, self._write = pieces, write
+        self._own = threading.local()  # what each thread keeps from block to block
+        self._stopped = False
+        self._active = 0  # blocks that are being cast
+        self._change = threading.Condition()
+        self._tasks: list[tuple[Cast, list[Future[_Done]]]] = []
+        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
+        #: By the id of a piece, the checksum of what was written for it.
+        self.sums: dict[int, int] = {}
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._change:
+            self._stopped = True
+        self._threads.shutdown(cancel_futures=True)
+        with self._change:  # by a thread that the pool does not know, because Ctrl-C came while it was started
+            self._change.wait_for(lambda: not self._active)
+
+    def begin(self, piece: Cast, at: int) -> None:
+        """Have PIECE, which is made of what stands in the source as it is, written to AT."""
+        old, new = BY_NAME[piece.old].itemsize, BY_NAME[piece.new].itemsize
+        elements = piece.length // new
+        step = BLOCK // max(old, new)
+        blocks = [(start, min(step, elements - start)) for start in range(0, elements, step)]
+        self._tasks.append(
+            (piece, [self._submit(piece, start * old, n * old, at + start * new) for start, n in blocks])
+        )  # fmt: skip
+
+    def _submit(self, piece: Cast, offset: int, length: int, at: int) -> Future[_Done]:
+        """Have a block cast by one of the threads."""
+        try:
+            return self._threads.submit(self._cast, piece, offset, length, at)
+        except RuntimeError:  # the system gives no more: done here, and by those that run perhaps once more
+            done: Future[_Done] = Future()
+            done.set_result(self._cast(piece, offset, length, at))
+            return done
+
+    def finish(self, progress: Callable[[int], None] | None) -> None:
+        """Wait for everything that has begun. Raises what went wrong."""
+        for piece, blocks in self._tasks:
+            crc32_read = crc32_written = overflowed = 0
+            for block in blocks:
+                done = block.result()
+                crc32_read = combined(crc32_read, done.crc32_read, done.read)
+                crc32_written = combined(crc32_written, done.crc32_written, done.written)
+                overflowed += done.overflowed
+                if progress:
+                    progress(done.written)
+            if isinstance(piece.of, Span):
+                check_crc32(piece.of.crc32, crc32_read, f"{piece.of.source.path} at byte {piece.of.offset}")
+            self.sums[id(piece)] = crc32_written
+            self._pieces.count_overflow(piece, overflowed)
+        self._tasks.clear()
+
+    def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
+        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to AT, unless nobody waits for it any more."""
+        with self._change:
+            if self._stopped:
+                return _Done(0, 0, 0, 0, 0)
+            self._active += 1
+        try:
+            return self._cast_block(piece, offset, length, at)
+        finally:
+            with self._change:
+                self._active -= 1
+                self._change.notify_all()
+
+    def _cast_block(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
+        assert isinstance(piece.of, (Span, Chain))
+        buffer = self._buffer(piece)
+        data = buffer.room[:length]
+        reading.read_into(piece.of, offset, data)
+        crc32_read = checksum(data) if isinstance(piece.of, Span) and piece.of.crc32 is not None else 0
+        result, overflowed = buffer.cast(length, offset, piece.shown)
+        self._write(at, result)
+        return _Done(length, crc32_read, len(result), checksum(result), overflowed)
+
+    def _buffer(self, piece: Cast) -> CastBuffer:
+        """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is slow."""
+        key = replace(piece, of=_NOTHING, length=BLOCK, paths=(), shown=())
+        if getattr(self._own, "key", None) != key:
+            self._own.key = key
+            self._own.buffer = self._pieces.buffer_for(key, BLOCK)
+        buffer: CastBuffer = self._own.buffer
+        return buffer

@@ -1,0 +1,277 @@
+"""A folder of planned files, whole or not at all: built beside its target and given its name at once.
+
+Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder changes names with the new one (``renameat2``, RENAME_EXCHANGE), which is one step for
+everybody who looks; where the system has no such call it is moved aside, and back if the new one cannot take its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.model import Other, OutFile, Overflow, Progress
+from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
+from ckptconv.output import linux
+from ckptconv.output.files import (
+    as_output_error,
+    check_parent,
+    fill,
+    no_space,
+    shares_blocks,
+    still_in_place,
+    sync_folder,
+    temporary_beside,
+)
+from ckptconv.output.other_files import bring
+
+__all__ = ["check_target_folder", "names_in", "no_name", "write_folder"]
+
+_SHOWN = 3  # names in an error
+_ATTEMPTS = 3  # to delete a folder: a signal can end the first
+_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where something stands by now
+
+
+def no_name(name: str) -> bool:  # noqa: ARG001 - as all that say which names may go
+    """No file of an old folder may go that the new one has not."""
+    return False
+
+
+def check_target_folder(
+    target: Path, names: Collection[str], *, replace: bool, may_go: Callable[[str], bool] = no_name
+) -> None:
+    """Raise unless a folder with files of these NAMES may be put at TARGET.
+
+    In the way are what is no folder, a folder that is not empty without REPLACE, and, even with it, one in which something stands that the new one would not have and that is none of what MAY_GO.
+    """
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        check_parent(target)
+        return
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=target) from error
+    if not stat.S_ISDIR(mode):
+        raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
+    with as_output_error(target):
+        there = sorted(names_in(target))
+    if not there:
+        return
+    if not replace:
+        raise TargetExistsError("the output exists, and is not empty", where=target, hint="--force replaces the folder")
+    lost = [name for name in there if name not in names and not may_go(name)]
+    if lost:
+        raise RefusedError(
+            f"the folder has what the new one would not have: {some(lost, _SHOWN)}", where=target,
+            hint="take another folder, or --copy-others if they are the input's",
+        )  # fmt: skip
+
+
+def names_in(folder: Path) -> Iterator[str]:
+    """The files below FOLDER, and its empty folders, as paths from there. Raises OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for path, folders, files in os.walk(folder, onerror=fail):
+        below = Path(path).relative_to(folder)
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        for name in (*files, *links):
+            yield str(below / name)
+        if not files and not folders and path != str(folder):
+            yield str(below)
+
+
+def write_folder(
+    target: Path,
+    files: Sequence[OutFile],
+    source: Readable,
+    *,
+    replace: bool,
+    verify: bool,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    may_go: Callable[[str], bool] = no_name,
+    others: Sequence[Other] = (),
+    like: Path | None = None,
+) -> Overflow:
+    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what overflowed. Raises what :func:`ckptconv.output.files.write` raises.
+
+    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that write files. LIKE: the folder whose folders' modes new ones get.
+    """
+    every: list[OutFile | Other] = [*files, *others]
+    names = {str(each.path.relative_to(target)) for each in every}
+    check_target_folder(target, names, replace=replace, may_go=may_go)
+    temporary = temporary_beside(target)
+    ours = True
+    try:
+        with as_output_error(target):
+            try:
+                os.mkdir(temporary)
+            except FileExistsError:  # another writer's, by the same random name
+                ours = False
+                raise
+            _check_space(temporary, files, sum(each.size for each in every))
+            _make_folders(temporary, target, every, like)
+            tasks = [each for each in every if not (isinstance(each, Other) and each.kind == "folder")]
+            overflowed = _fill_all(temporary, target, tasks, source, verify=verify, jobs=jobs, progress=progress)
+            for path, _, _ in os.walk(temporary, topdown=False):
+                sync_folder(Path(path))
+            source.check_unchanged()
+
+            def check(folder: Path) -> None:
+                check_target_folder(folder, names, replace=replace, may_go=may_go)
+
+            _publish(temporary, target, check)
+    except BaseException:
+        if ours:
+            _remove(temporary)
+        raise
+    try:
+        with still_in_place(target):
+            sync_folder(target.parent)
+    finally:
+        is_gone = _remove(temporary)  # the old folder
+    if not is_gone:
+        raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
+    return overflowed
+
+
+def _remove(folder: Path) -> bool:
+    """Delete FOLDER, whatever comes in between; whether it is gone."""
+    came: BaseException | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:  # where Ctrl-C came as it closed a folder, rmtree closes that once more
+            came = error.__context__ or error
+        except BaseException as error:  # Ctrl-C
+            came = error
+        if not os.path.lexists(folder):
+            break
+    if came is not None:
+        raise came
+    return not os.path.lexists(folder)
+
+
+def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | Other], like: Path | None) -> None:
+    """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of, or that are LIKE them in the source."""
+    needed: set[Path] = set()
+    for file in files:
+        place = file.path.relative_to(target)
+        needed.update(place.parents)
+        if isinstance(file, Other) and file.kind == "folder":
+            needed.add(place)
+    for place in sorted(needed - {Path()}, key=lambda each: each.parts):
+        os.mkdir(temporary / place, _mode_of(like / place) if like else 0o777)
+        if (target / place).is_dir():
+            os.chmod(temporary / place, _mode_of(target / place))
+
+
+def _mode_of(folder: Path) -> int:
+    try:
+        return stat.S_IMODE(os.stat(folder).st_mode)
+    except OSError:
+        return 0o777
+
+
+def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None:
+    """Raise OutputError where what is NEEDED for FILES and what comes along is more than is free, unless their blocks will be shared. Each file's own is reserved when it is written."""
+    space = os.statvfs(temporary)
+    if space.f_bavail * space.f_frsize >= needed:
+        return
+    probe = temporary / "probe"
+    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        if not shares_blocks(fd, max(files, key=lambda file: file.size)):
+            raise no_space(space, temporary.parent, needed)
+    finally:
+        os.close(fd)
+        os.unlink(probe)
+
+
+def _fill_all(
+    temporary: Path, target: Path, files: Sequence[OutFile | Other], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
+) -> Overflow:  # fmt: skip
+    """Write FILES of TARGET below TEMPORARY, so many JOBS at a time; what overflowed."""
+    stopped = threading.Event()
+    overflowed: Counter[tuple[str, ...]] = Counter()
+
+    def tick(nbytes: int) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        if progress:
+            progress(nbytes)
+
+    def one(file: OutFile | Other) -> Overflow:
+        path = temporary / file.path.relative_to(target)
+        if isinstance(file, Other):
+            bring(file, path, verify=verify, progress=tick)
+            return {}
+        return fill(path, file, source, verify=verify, progress=tick)
+
+    if jobs == 1 or len(files) == 1:
+        for file in files:
+            overflowed.update(one(file))
+        return dict(overflowed)
+    with ThreadPoolExecutor(jobs, thread_name_prefix="ckptconv-files") as pool:
+        try:
+            futures = [pool.submit(one, file) for file in files]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((error for each in done if (error := each.exception())), None)
+            if failed:
+                raise failed
+        except BaseException:  # Ctrl-C too: whoever writes finds out at the next tick
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    for each in futures:
+        overflowed.update(each.result())
+    return dict(overflowed)
+
+
+class _Stopped(Exception):
+    """Another file could not be written, or somebody has had enough."""
+
+
+def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> None:
+    """Give the finished folder its name; CHECK raises where the old one must not go. Raises TargetExistsError where another took the name meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        if os.listdir(target):
+            check(target)  # again: filling the new one took a while
+            _change_names(temporary, target)
+            try:
+                check(temporary)  # the old one by now, into which nobody can put anything by its name any more
+            except BaseException:
+                _change_names(temporary, target)
+                raise
+            return
+    try:
+        os.rename(temporary, target)
+    except OSError as error:
+        if error.errno not in _APPEARED:
+            raise
+        raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
+
+
+def _change_names(a: Path, b: Path) -> None:
+    """Let the folders A and B have each other's name: at once, or in steps of which the first is taken back where the second fails."""
+    if linux.exchange(str(a), str(b)):
+        return
+    aside = a.with_name(f"{a.name}.old")
+    os.rename(b, aside)
+    try:
+        os.rename(a, b)
+    except BaseException:
+        os.rename(aside, b)
+        raise
+    os.rename(aside, a)

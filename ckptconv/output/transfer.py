@@ -1,0 +1,209 @@
+"""Move the bytes of pieces into a file: the only place where bytes move.
+
+The measure is ``cp``: the kernel copies from file to file in large steps, and writing to disk begins while copying goes on. Where the filesystem can share
+blocks, ``copy_file_range`` does, if both offsets agree modulo a block. Checksums are computed in threads beside it; what depends on them is written last.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.checksums import Sums, checksum
+from ckptconv.byteranges.materialise import Pieces
+from ckptconv.checkpoint.model import (
+    BLOCK,
+    Assemble,
+    Cast,
+    Chain,
+    Late,
+    OutFile,
+    Overflow,
+    Part,
+    Piece,
+    Progress,
+    Span,
+)
+from ckptconv.errors import OutputError
+from ckptconv.output import linux
+
+if TYPE_CHECKING:
+    from ckptconv.output.cast_threads import Workers
+
+__all__ = ["Transfer"]
+
+_COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
+_BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
+_WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over
+_COMPUTED = (Cast, Assemble)  # whose checksums are those of what is written
+_CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+
+
+class Transfer:
+    """The bytes of FILE, on their way. A context manager: leaving it ends the threads and forgets what was inflated."""
+
+    def __init__(self, file: OutFile) -> None:
+        self.file = file
+        self.pieces = Pieces(file.pieces, file.path.parent)
+        self.sums = Sums([each for each in file.sums if not isinstance(each, (Cast, Assemble))])
+        self.computed_sums: dict[int, int] = {}  # by the id of the piece
+        self.all_sums: Sequence[int] = ()  # those of the file's ``sums``, when all are known
+        #: What was too large for the dtype that it was cast to.
+        self.overflowed: Overflow = {}
+
+    def __enter__(self) -> Transfer:
+        self.sums.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.sums.__exit__(kind, error, trace)
+        self.pieces.__exit__(kind, error, trace)
+
+    def fill(self, fd: int, progress: Progress | None) -> None:
+        """Write everything to FD. Raises OSError, OutputError, and what reading raises."""
+        late: list[tuple[int, Late]] = []
+        with self._workers(fd) as workers:
+            at = begun = 0
+            for piece in self.file.pieces:
+                if isinstance(piece, Late):
+                    late.append((at, piece))
+                    at += piece.length
+                elif workers and isinstance(piece, Cast) and _is_for_workers(piece):
+                    workers.begin(piece, at)
+                    at += piece.length
+                    begun = at
+                else:
+                    for length in self._move(fd, at, piece):
+                        at += length
+                        if at - begun >= _BEHIND:
+                            linux.start_writeback(fd, begun, at - begun)
+                            begun = at
+                        if progress:
+                            progress(length)
+                self.sums.check()
+            self._check_plan(at, self.file.size)
+            if workers:
+                workers.finish(progress)
+                self.computed_sums |= workers.sums
+        self.overflowed = dict(self.pieces.overflowed)
+        self.all_sums = self._sums()
+        for start, piece in late:
+            data = piece.make(self.all_sums)
+            self._check_plan(len(data), piece.length)
+            _write_all(fd, start, data)
+            if progress:
+                progress(len(data))
+
+    def _workers(self, fd: int) -> AbstractContextManager[Workers | None]:
+        """The threads that cast, if there is something for them."""
+        if not any(map(_is_for_workers, self.file.pieces)):
+            return nullcontext()
+
+        from ckptconv.output.cast_threads import Workers  # which costs every other conversion some milliseconds
+
+        def write(at: int, data: memoryview) -> None:
+            _write_all(fd, at, data)
+            linux.start_writeback(fd, at, len(data))
+
+        return Workers(self.pieces, write)
+
+    def _sums(self) -> Sequence[int]:
+        """The checksums of the file's ``sums``."""
+        others = iter(self.sums.results())
+        return [
+            self.computed_sums[id(each)] if isinstance(each, _COMPUTED) else next(others) for each in self.file.sums
+        ]
+
+    def _check_plan(self, length: int, planned: int) -> None:
+        if length != planned:
+            raise OutputError(
+                "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=planned, got=length
+            )  # fmt: skip
+
+    def compare(self, fd: int) -> None:
+        """Read everything back, from the disk where the kernel can be asked to forget it, and compare it with what it was to be."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        at = 0
+        for piece in self.file.pieces:
+            for chunk in self._chunks(piece):
+                back = os.pread(fd, len(chunk), at)
+                if back != chunk:
+                    raise OutputError(
+                        "what was written reads back differently",
+                        where=f"{self.file.path} at byte {at}",
+                        hint="the disk may be failing",
+                    )
+                at += len(chunk)
+
+    def _move(self, fd: int, at: int, piece: Piece) -> Iterator[int]:
+        """Write PIECE at AT; the lengths written, one after another."""
+        if isinstance(piece, Part):
+            piece = self.pieces.part(piece)
+        if isinstance(piece, Span):
+            yield from _copy(fd, at, piece)
+            return
+        crc32 = 0
+        for chunk in self._chunks(piece):
+            _write_all(fd, at, chunk)
+            at += len(chunk)
+            if isinstance(piece, _COMPUTED):
+                crc32 = checksum(chunk, crc32)
+            yield len(chunk)
+        if isinstance(piece, _COMPUTED):
+            self.computed_sums[id(piece)] = crc32
+
+    def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
+        """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""
+        if isinstance(piece, bytes):
+            yield piece
+        elif isinstance(piece, Late):
+            yield piece.make(self.all_sums)
+        else:
+            yield from self.pieces.chunks(piece)
+
+
+def _is_for_workers(piece: Piece) -> bool:
+    """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a thread's time."""
+    return isinstance(piece, Cast) and isinstance(piece.of, (Span, Chain)) and piece.length >= _WORTH_A_THREAD
+
+
+def _copy(fd: int, at: int, span: Span) -> Iterator[int]:
+    """Let the kernel copy SPAN to AT: up to the next block, then whole blocks, which it may share, then the rest."""
+    offset, left = span.offset, span.length
+    by_kernel = hasattr(os, "copy_file_range")
+    while left:
+        until_block = -offset % BLOCK
+        length = min(left, until_block or _COPY)
+        if length > BLOCK:
+            length -= length % BLOCK
+        if by_kernel:
+            try:
+                done = os.copy_file_range(span.source.fd, fd, length, offset, at)
+            except OSError as error:
+                if error.errno not in _CANNOT_COPY:
+                    raise
+                done = 0
+            if not done:  # or the file became shorter, which reading it will tell
+                by_kernel = False
+                continue
+        else:
+            done = min(length, reading.BUFFER)
+            _write_all(fd, at, span.source.read(offset, done))
+        offset, at, left = offset + done, at + done, left - done
+        yield done
+
+
+def _write_all(fd: int, at: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, at)
+        at += done
+        view = view[done:]

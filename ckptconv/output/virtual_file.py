@@ -1,0 +1,101 @@
+"""A planned file as a stream: readable at every place without being written. What torch's loader takes instead of a path."""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.materialise import Pieces
+from ckptconv.checkpoint.model import Assemble, Inflate, OutFile, Piece, Span
+
+__all__ = ["Unwritten"]
+
+
+class Unwritten(io.RawIOBase):
+    """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges. Reading raises what reading its sources raises."""
+
+    def __init__(self, file: OutFile) -> None:
+        super().__init__()
+        self._size = file.size
+        self._pieces = file.pieces
+        self._lengths = [len(piece) if isinstance(piece, bytes) else piece.length for piece in file.pieces]
+        self._starts = [0, *accumulate(self._lengths)][:-1]
+        self._at = 0
+        self._streaming: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]] = (
+            None,
+            0,
+            b"",
+            iter(()),
+        )
+        #: What reading raised, for a reader that forgets why it failed.
+        self.failure: Exception | None = None
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where reading goes on."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go on reading OFFSET bytes from the start, from here, or from the end."""
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's WriteableBuffer has no name at run time
+        """Fill BUFFER as far as the file goes; the number of bytes."""
+        try:
+            return self._readinto(buffer)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _readinto(self, buffer: memoryview) -> int:
+        left = memoryview(buffer).cast("B")
+        length = min(len(left), max(self._size - self._at, 0))
+        left = left[:length]
+        i = bisect_right(self._starts, self._at) - 1
+        while left:
+            while self._at >= self._starts[i] + self._lengths[i]:
+                i += 1
+            done = self._read_piece(self._pieces[i], self._at - self._starts[i], left)
+            self._at += done
+            left = left[done:]
+        return length
+
+    def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
+        """What PIECE has from OFFSET on, as much as BUFFER takes."""
+        if isinstance(piece, Span):
+            length = min(piece.length - offset, len(buffer))
+            piece.source.read_into(piece.offset + offset, buffer[:length])
+            return length
+        if isinstance(piece, (Inflate, Assemble)):
+            return self._read_stream(piece, offset, buffer)
+        assert isinstance(piece, bytes)
+        data = piece[offset : offset + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _read_stream(self, piece: Inflate | Assemble, offset: int, buffer: memoryview) -> int:
+        """Some bytes of what PIECE gives, from OFFSET on. Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back."""
+        current, start, chunk, chunks = self._streaming
+        if current is not piece or offset < start:
+            whole = reading.inflated(piece) if isinstance(piece, Inflate) else Pieces([piece]).chunks(piece)
+            start, chunk, chunks = 0, b"", whole
+        while offset >= start + len(chunk):
+            start += len(chunk)
+            chunk = next(chunks)
+        self._streaming = piece, start, chunk, chunks
+        data = chunk[offset - start : offset - start + len(buffer)]
+        buffer[: len(data)] = data
+        if start + len(chunk) == piece.length:
+            next(chunks, None)  # which checks what has been inflated
+        return len(data)

@@ -1,0 +1,28 @@
+"""The name that unpickling looks up for a global: below protocol 3, Python 2's names are mapped to Python 3's."""
+
+from __future__ import annotations
+
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+
+from ckptconv.pickles.graph import Global
+
+__all__ = ["imported_as", "imported_name"]
+
+
+def imported_name(node: Global, protocol: int) -> str:
+    """``module.name`` as a pickle with a header of PROTOCOL means NODE. Nothing is imported."""
+    return ".".join(imported_as(node, protocol))
+
+
+def imported_as(node: Global, protocol: int) -> tuple[str, str]:
+    """Module and name of :func:`imported_name`.
+
+    Source: CPython's ``Lib/pickle.py``, ``_Unpickler.find_class``.
+    """
+    module, name = node.module, node.name
+    if protocol < 3:
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+    return module, name

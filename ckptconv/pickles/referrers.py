@@ -1,0 +1,61 @@
+"""Which node of a graph stands in which, and the path of what stands at no place of its own: what is called, what a tensor is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptconv.checkpoint.model import Place
+from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, children, walk
+
+__all__ = ["Uses"]
+
+
+class Uses:
+    """The users of each node of GRAPH, whose nodes stand at PLACES. Byte strings count as nodes: one that holds something is one object."""
+
+    def __init__(self, graph: Graph, places: Iterable[Place]) -> None:
+        self.root = graph.root
+        self.discarded = {id(node) for node in graph.discarded}
+        self.users: dict[int, list[Node]] = {}
+        for node in walk([graph.root, *graph.discarded]):
+            for child in children(node):
+                if isinstance(child, (Node, bytes)):
+                    self.users.setdefault(id(child), []).append(node)
+        self.places: dict[int, Place] = {}
+        for place in places:
+            self.places.setdefault(id(place.node), place)
+
+    def of(self, node: Value) -> list[Value]:
+        """What NODE stands in or is, once for each place; what is called stands where its call does."""
+        users = self.users.get(id(node), [])
+        if not isinstance(node, Global) or not users:
+            return [node]
+        return [user if isinstance(user, Call) and user.callable is node else node for user in users]
+
+    def has(self, node: Value) -> bool:
+        """Whether the graph has NODE still: in its value, or in what is thrown away after something was done to it."""
+        return node is self.root or id(node) in self.users or id(node) in self.discarded
+
+    def path(self, node: Value) -> str:
+        """Where NODE stands, or what it is a part of."""
+        climbed: set[int] = set()
+        while id(node) not in self.places:
+            users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
+            if not users:
+                return "." if node is self.root else "what is made and thrown away"
+            climbed.add(id(node))
+            node = users[0]
+        place = self.places[id(node)]
+        self.places.update(dict.fromkeys(climbed, place))  # nobody climbs there again
+        return place.path
+
+    def above(self, nodes: Iterable[Value]) -> set[int]:
+        """The ids of NODES and of all that they stand in."""
+        found: set[int] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if id(node) not in found:
+                found.add(id(node))
+                todo += self.users.get(id(node), [])
+        return found

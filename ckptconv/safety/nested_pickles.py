@@ -1,0 +1,278 @@
+"""Pickles inside byte strings: what a reader of attacks misses, and a call of ``pickle.loads`` finds.
+
+Looked into are, from their first byte on, bytes objects, bytearrays, Python 2's strings, and texts of which ``_codecs.encode``, ``bytes`` or ``bytearray`` makes bytes, as the codec that is named there does
+where it is one of Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, and files of torch, read as leniently as their readers do (:mod:`ckptconv.pickles.lenient`), of which a pickle
+that names nothing is none.
+
+Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the
+numbers of tensors, lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives that are not called ``.pkl`` or ``.pickle``. Whoever loads one of these
+needs code to get at it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from encodings import normalize_encoding
+from encodings.aliases import aliases
+from typing import NamedTuple
+
+from ckptconv.byteranges.fault_sink import RAISED
+from ckptconv.byteranges.reading import inflated
+from ckptconv.byteranges.sources import Held, Readable, Window
+from ckptconv.checkpoint.dangerous_globals import is_dangerous
+from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.model import Inflate, Span
+from ckptconv.errors import InputChangedError, InputError, MalformedError
+from ckptconv.formats import torch_legacy, torch_zip
+from ckptconv.formats.plain_pickle import Decoded
+from ckptconv.formats.zip_archive import STORED, Member, read_archive
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of
+from ckptconv.pickles.lenient import NAMING, STARTS, Glance, glance
+from ckptconv.pickles.python2_names import imported_name
+
+__all__ = [
+    "Encoded",
+    "Inner",
+    "Unjudged",
+    "byte_strings",
+    "is_pickle",
+    "length_of",
+    "opened",
+    "pickles_from",
+    "pickles_in",
+]
+
+_HEAD = 64
+_WINDOW = 1 << 20  # bytes searched at a time
+_SHORTEST = 3  # bytes of a pickle that names something: EXT1, its code, STOP
+_LONGEST_TEXT = 16 << 20  # bytes of a text that is encoded in memory
+#: Codecs of Python's own in which a text can be a pickle, and what they do with characters that they do not have.
+_CODECS = frozenset(
+    ["ascii", "latin_1", "raw_unicode_escape", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le", "utf_7", "utf_8", "utf_8_sig"]
+)  # fmt: skip
+_ERRORS = frozenset(["backslashreplace", "ignore", "replace", "strict", "surrogateescape", "surrogatepass"])
+_ENCODERS = ("_codecs.encode", "builtins.bytearray", "builtins.bytes")
+_NAMES = re.compile(b"[" + re.escape(NAMING) + b"]")
+
+
+class Inner(NamedTuple):
+    """A pickle that was found: what it is called in paths, its graph, and what its own long byte strings are ranges of."""
+
+    name: str
+    graph: Graph
+    of: Readable
+
+
+class Unjudged(Exception):
+    """Nobody can tell what is in a byte string; the text says why."""
+
+
+class Encoded(NamedTuple):
+    """Bytes that are a long TEXT in CODEC."""
+
+    text: Blob
+    codec: str
+    errors: str
+
+
+def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
+    """What in GRAPH can hold a pickle, each once: byte strings, texts that become such, as their bytes. Each is named beside what stands for it in the graph."""
+    for value in graph.byte_strings:
+        if _may_hold(value):
+            yield value, value
+    encoders = {id(node) for node in graph.globals if imported_name(node, 2) in _ENCODERS}
+    if not encoders:
+        return
+    seen = set()
+    known: dict[str, str] = {}
+    for call in graph.calls:
+        if id(call.callable) in encoders and args_of(call):
+            text, codec, errors = _encoding(args_of(call), known)
+            if (id(text), codec, errors) not in seen:
+                seen.add((id(text), codec, errors))
+                data = _as_bytes(text, codec, errors)
+                if data is not None and _may_hold(data):
+                    yield data, call
+
+
+def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str]:
+    """Text, codec and what becomes of characters that it does not have, as ARGS say them to an encoder; KNOWN are the codecs by what the file calls them. The names given are ours, not the file's."""
+    text, codec, errors = (*args, None, None)[:3]
+    said = "utf-8" if len(args) == 1 else text_of(codec) or ""
+    if said not in known:
+        word = normalize_encoding(said.lower()).replace(".", "_")
+        word = aliases.get(word, word)
+        known[said] = word if word in _CODECS else "latin_1"
+    how = text_of(errors)
+    return text, known[said], how if how in _ERRORS else "strict"
+
+
+def _as_bytes(text: Value, codec: str, errors: str) -> bytes | Encoded | None:
+    if isinstance(text, Blob) and text.kind == "str":
+        return Encoded(text, codec, errors)
+    return _encoded(text, codec, errors) if isinstance(text, str) else None
+
+
+def _encoded(text: str, codec: str, errors: str) -> bytes | None:
+    try:
+        return text.encode(codec, errors)
+    except UnicodeError:
+        return None
+
+
+def length_of(value: Value | Encoded) -> int:
+    """The bytes of VALUE, a byte string or a text that becomes one."""
+    if isinstance(value, Encoded):
+        return value.text.length
+    if isinstance(value, Blob):
+        return value.length
+    data = _held(value)
+    return len(data) if data is not None else 0
+
+
+def _held(value: Value | Encoded) -> bytes | None:
+    """The bytes of VALUE where they are in memory, and are such."""
+    return value.data if isinstance(value, (Py2String, ByteArray)) else value if isinstance(value, bytes) else None
+
+
+def _may_hold(value: Value | Encoded) -> bool:
+    if isinstance(value, (Blob, Encoded)):
+        return True
+    data = _held(value)
+    return data is not None and len(data) >= _SHORTEST and data[0] in STARTS and _NAMES.search(data) is not None
+
+
+def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
+    """The pickles in VALUE, which if it is long is a range of BLOBS, and before each the number of bytes that were looked at, MOST in all; less than none, where an archive has more. Raises Unjudged."""
+    held = _readable(value, blobs)
+    head = held.read(0, min(_HEAD, held.size)) if held else b""
+    if held is None or head[:1] not in _FIRST:
+        return
+    if torch_zip.looks_like(head):
+        for name, data in _members(held):
+            yield -data.size  # which can be more than the archive has
+            yield from _pickles_from(data, name, most)
+    else:
+        yield from _pickles_from(held, "torch file" if torch_legacy.looks_like(head) else "pickle", most)
+
+
+def _pickles_from(held: Readable, name: str, most: int) -> Iterator[Inner | int]:
+    """All pickles in HELD, one behind the other."""
+    yield from pickles_from(held, name, LIMITS.pickles_inside, most)
+
+
+_FIRST = frozenset(bytes([code]) for code in STARTS)
+
+
+def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
+    """VALUE as a file."""
+    if isinstance(value, Encoded):
+        return _text_as_file(value, blobs)
+    if isinstance(value, Blob):
+        return _window(value, blobs)
+    data = _held(value)
+    return None if data is None else Held(data, blobs.path)
+
+
+def _window(blob: Blob, blobs: Readable) -> Readable:
+    window = Window(blobs, blob.offset, blob.length)
+    window.faults = RAISED
+    return window
+
+
+def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
+    """A long text, encoded; in memory, where it must be."""
+    text, codec, errors = value
+    if (codec, errors) == ("latin_1", "strict"):
+        try:
+            return Decoded(blobs, text, str(blobs.path))
+        except MalformedError:  # characters that no byte has
+            return None
+    if codec == "utf_8":
+        return _window(text, blobs)  # as it stands
+    if text.length > _LONGEST_TEXT:
+        raise Unjudged("a text too long to encode")
+    data = _encoded(blobs.read(text.offset, text.length).decode("utf-8", "surrogatepass"), codec, errors)
+    return None if data is None else Held(data, blobs.path)
+
+
+def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[Inner | int]:
+    """The pickles in HELD, one behind the other, COUNT at most."""
+    at, names = 0, -1
+    left = min(LIMITS.nested_opcodes, most)
+    for _ in range(count):
+        if held.size - at < _SHORTEST or held.read(at, 1) not in _FIRST:
+            return
+        names = names if names >= at else _next_name(held, at)
+        if names < 0:
+            return
+        seen = glance(held.read, at, held.size, most=left)
+        yield seen.end - at
+        if _counts(seen):
+            yield Inner(name, seen.graph, held)
+        if seen.is_long:
+            raise Unjudged("a pickle too long to look into")
+        if not seen.is_whole:
+            return
+        at = seen.end
+        left -= seen.graph.opcodes
+    if count == LIMITS.pickles_inside:
+        raise Unjudged("more pickles inside than are looked into")
+
+
+def _next_name(held: Readable, at: int) -> int:
+    """The offset of the first byte from AT on with which a pickle can name something; less than none, where there is none."""
+    for start in range(at, held.size, _WINDOW):
+        found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
+        if found:
+            return start + found.start()
+    return -1
+
+
+def _counts(seen: Glance) -> bool:
+    """Whether it is a pickle with anything in it. What breaks off is one where something was called before, or what is dangerous was named: bytes can start as a pickle by chance."""
+    graph = seen.graph
+    if seen.is_whole:
+        return bool(graph.globals or graph.extensions or graph.byte_strings)
+    return bool(graph.calls) or any(map(is_dangerous, graph.globals))
+
+
+def _members(held: Readable) -> Iterator[tuple[str, Readable]]:
+    """The members of the archive HELD that are pickles by their names. Raises Unjudged."""
+    try:
+        members = read_archive(held, _want_pickles).members
+        for member in members:
+            if is_pickle(member.name):
+                yield member.name, opened(held, member)
+    except _OtherArchive:
+        return
+    except InputChangedError:
+        raise
+    except InputError:
+        raise Unjudged("an archive that cannot be read") from None
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a member of an archive is a pickle by its NAME, in any case: so torch looks names up."""
+    return name.casefold().endswith((".pkl", ".pickle"))
+
+
+class _OtherArchive(Exception):
+    """No member is a pickle."""
+
+
+def _want_pickles(names: list[str]) -> None:
+    if not any(map(is_pickle, names)):
+        raise _OtherArchive
+
+
+def opened(held: Readable, member: Member) -> Readable:
+    """MEMBER of the archive HELD; where it is deflated, in memory. Raises Unjudged, InputError."""
+    if member.method == STORED:
+        return Window(held, member.data_offset, member.size)
+    if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):
+        raise Unjudged("a pickle too long to look into")
+    stream = Inflate(Span(held, member.data_offset, member.stored_size), member.size, None)
+    return Held(b"".join(inflated(stream)), held.path)

@@ -1,0 +1,306 @@
+"""What loading a checkpoint would run, by an allowlist: nothing, code that has to be there, code that no checkpoint needs. Looks; runs nothing.
+
+Every global that torch's safe loader refuses is a *concern*, wherever the file names it: in each of its pickles, in what they make and throw away, and in pickles inside byte strings
+(:mod:`ckptconv.safety.nested_pickles`, which says what is not looked into).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
+from ckptconv.checkpoint.index import every_place
+from ckptconv.checkpoint.model import Checkpoint, Place
+from ckptconv.checkpoint.rebuild_functions import OtherDType
+from ckptconv.checkpoint.safe_globals import is_allowed, obstacles, refused_opcodes
+from ckptconv.errors import InputChangedError, InputError, LimitError
+from ckptconv.formats import plain_pickle, torch_legacy, torch_zip
+from ckptconv.formats.foreign.pickles import LOADER
+from ckptconv.formats.sharded import shards
+from ckptconv.formats.zip_archive import Archive
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Graph,
+    Py2String,
+    Value,
+    args_of,
+    children,
+    is_global,
+    walk,
+)
+from ckptconv.pickles.paths import find_places
+from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.referrers import Uses
+from ckptconv.safety.nested_pickles import (
+    Encoded,
+    Unjudged,
+    byte_strings,
+    is_pickle,
+    length_of,
+    opened,
+    pickles_from,
+    pickles_in,
+)
+
+__all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
+
+#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or because torch.load reads no such container.
+Level: TypeAlias = Literal[
+    "holds no code", "loads with weights_only=True", "refused by weights_only=True, needs no code", "needs code", "dangerous"
+]  # fmt: skip
+
+#: The worst first. ``unknown``: nobody can tell what is there.
+Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]
+_KINDS: tuple[Kind, ...] = ("dangerous", "unknown", "needs code")
+
+_NOT_LISTED = "others that are not listed"
+
+
+@dataclass(frozen=True)
+class Concern:
+    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody can judge; where it stands first, and in how many more places. INSIDE: in byte strings alone, which loading the file leaves as they are."""
+
+    name: str
+    path: str
+    kind: Kind
+    more: int = 0
+    inside: bool = False
+
+    @property
+    def dangerous(self) -> bool:
+        """Whether no checkpoint needs it, and attacks do."""
+        return self.kind == "dangerous"
+
+
+def concerns(checkpoint: Checkpoint) -> list[Concern]:
+    """What is to be known of CHECKPOINT before it is loaded, the worst first."""
+    search = _Search()
+    search.checkpoint(checkpoint, "")
+    for name, other in checkpoint.beside.items():
+        search.checkpoint(other, f"{name}: ")
+    for part in _parts(checkpoint):
+        search.members(part)
+    for graph in _around(checkpoint):
+        search.left = _left_for(graph)
+        search.graph(graph, _Where(graph, "around the object: "), checkpoint.source, 0)
+    return search.listed()
+
+
+def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
+    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads them runs that much."""
+    search = _Search()
+    for each in pickles:
+        search.left = LIMITS.nested_pickles * each.of.size
+        try:
+            for inner in pickles_from(each.of, each.name, each.number, each.of.size):
+                if not isinstance(inner, int):
+                    inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
+                    search.graph(inner.graph, _Where(inner.graph, ""), inner.of, 0)
+        except (Unjudged, InputError):  # which was said when it was to be read
+            continue
+    return search.listed()
+
+
+def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
+    """What is dangerous in CHECKPOINT, edited, or cannot be judged, and would be in all that is written of it but safetensors; the worst first. AS_ARCHIVE: what its own archive has besides comes along."""
+    search = _Search(carried=True)
+    search.checkpoint(checkpoint, "")
+    if as_archive and checkpoint.script_classes is None:
+        search.members(checkpoint)
+    return search.listed()
+
+
+def level_of(checkpoint: Checkpoint, found: Iterable[Concern], *, refused: bool | None = None) -> Level:
+    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing. REFUSED: whether torch's safe loader refuses something in its graph, where that was asked before."""
+    met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
+    if met:
+        return "dangerous" if "dangerous" in met else "needs code"
+    if not checkpoint.graph.opcodes:
+        return "holds no code"
+    graphs = _around(checkpoint) if refused is not None else [checkpoint.graph, *_around(checkpoint)]
+    refused = (
+        refused
+        or checkpoint.format == plain_pickle.NAME
+        or any(refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in graphs)
+    )
+    return "refused by weights_only=True, needs no code" if refused else "loads with weights_only=True"
+
+
+def _around(checkpoint: Checkpoint) -> list[Graph]:
+    """The pickles of a file of torch before 1.6 that stand around its object."""
+    containers = [part.container for part in _parts(checkpoint)]
+    return [graph for each in containers if isinstance(each, torch_legacy.LegacyFile) for graph in each.around]
+
+
+def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """The files of CHECKPOINT."""
+    container = checkpoint.container
+    return [shard.part for shard in container.shards] if isinstance(container, shards.Container) else [checkpoint]
+
+
+def _left_for(graph: Graph) -> int:
+    return LIMITS.nested_pickles * sum(length_of(value) for value, _ in byte_strings(graph))
+
+
+class _Where:
+    """Paths in one graph, made when the first is asked for. What is INSIDE a byte string stands where that does: beside HOLDER in OUTER."""
+
+    def __init__(
+        self, of: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
+    ) -> None:
+        self.of, self.inside, self.outer, self.holder = of, inside, outer, holder
+        self._uses: Uses | None = None
+
+    @property
+    def uses(self) -> Uses:
+        if self._uses is None:
+            of = self.of
+            self._uses = Uses(of.graph, every_place(of)) if isinstance(of, Checkpoint) else Uses(of, _places(of))
+        return self._uses
+
+    def path(self, value: Value) -> str:
+        path = self.uses.path(value)
+        if self.outer is None:
+            return self.inside + path
+        outer = f"{self.outer.path(self.holder)} ({self.inside} inside)"
+        return outer if path == "." else f"{outer}/{path}"
+
+
+def _places(graph: Graph) -> Iterator[Place]:
+    """The places in a GRAPH that is no checkpoint, as far as there is room for them."""
+    try:
+        yield from find_places(graph.root, lambda _: None, "", graph.opcodes)
+    except LimitError:
+        return
+
+
+class _Search:
+    """Collects concerns by their names. CARRIED: only what is dangerous or cannot be judged, and only in byte strings that the graph still has."""
+
+    def __init__(self, *, carried: bool = False) -> None:
+        self.carried = carried
+        self.found: dict[str, Concern] = {}
+        self.urgent = 0  # concerns of a kind that is always listed
+        self.left = 0  # bytes that may still be looked at inside byte strings
+        self.inside = 0  # pickles that were found there
+
+    def listed(self) -> list[Concern]:
+        """What was found, the worst first."""
+        return sorted(self.found.values(), key=lambda concern: _KINDS.index(concern.kind))
+
+    def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
+        graph = checkpoint.graph
+        self.left = _left_for(graph)
+        self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
+
+    def members(self, checkpoint: Checkpoint) -> None:
+        """Look at the pickles in the archive of CHECKPOINT that are not its own, which whoever knows them loads."""
+        archive = checkpoint.container
+        known = {torch_zip.PICKLE, *checkpoint.beside}
+        for name, member in archive.names().items() if isinstance(archive, Archive) else ():
+            if not is_pickle(name) or name in known:
+                continue
+            self.left = LIMITS.nested_pickles * member.size
+            try:
+                self.member(opened(checkpoint.source, member), name)
+            except Unjudged as why:
+                self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
+            except InputChangedError:
+                raise
+            except InputError:  # a fault of the archive's, which its checksums show
+                continue
+
+    def member(self, held: Readable, name: str) -> None:
+        """Look at the pickles in HELD, a member called NAME."""
+        for inner in pickles_from(held, name, LIMITS.pickles_inside, self.left):
+            if not isinstance(inner, int):
+                self.inside += 1
+                self.graph(inner.graph, _Where(inner.graph, f"{name}: "), inner.of, 1)
+
+    def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
+        """Look at what GRAPH names, and into its byte strings, of which the long ones are ranges of BLOBS."""
+        read_here = _storages_loaded(graph) if depth else set()
+        for name, named, kind in _named(graph):
+            if id(named) not in read_here:
+                self.add(name, where, named, kind, inside=depth > 0)
+        for value, holder in byte_strings(graph):
+            if self.inside > LIMITS.pickles_inside:
+                return
+            try:
+                self.byte_string(value, holder, where, blobs, depth)
+            except Unjudged as why:
+                if self.has(holder, where, depth):
+                    self.add(str(why), where, holder, "unknown", inside=True)
+
+    def has(self, holder: Value, where: _Where, depth: int) -> bool:
+        """Whether what HOLDER says is wanted."""
+        return not self.carried or depth > 0 or where.uses.has(holder)
+
+    def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
+        """Look at the pickles in VALUE, which stands where HOLDER does."""
+        for inner in pickles_in(value, blobs, self.left):
+            if isinstance(inner, int):
+                self.left -= inner
+            elif depth == LIMITS.nested_pickles:
+                raise Unjudged("pickles nested too deeply")
+            elif self.has(holder, where, depth):
+                self.inside += 1
+                if self.inside > LIMITS.pickles_inside:
+                    raise Unjudged("more pickles inside than are looked into")
+                self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
+
+    def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
+        """NAME is, or stands at, VALUE."""
+        urgent = kind != "needs code"
+        if self.carried and not urgent:
+            return
+        known = self.found.get(name)
+        if known is None and len(self.found) >= LIMITS.concerns and not (urgent and self.urgent < LIMITS.concerns):
+            name, known = _NOT_LISTED, self.found.get(_NOT_LISTED)
+        self.urgent += urgent and known is None
+        if known is None:
+            places = where.uses.of(value)
+            self.found[name] = Concern(name, where.path(places[0]), kind, len(places) - 1, inside)
+        else:
+            more = 1 if where.outer else len(where.uses.of(value))
+            worst = min(kind, known.kind, key=_KINDS.index)
+            self.found[name] = replace(known, more=known.more + more, kind=worst, inside=known.inside and inside)
+
+
+def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
+    """What GRAPH names that torch's safe loader refuses, where, and of what kind it is."""
+    for node in graph.globals:
+        dangerous = is_dangerous(node)
+        if dangerous or not (is_allowed(node) or isinstance(node, OtherDType)):
+            yield imported_name(node, graph.protocol), node, "dangerous" if dangerous else "needs code"
+    for extension in graph.extensions:
+        yield f"extension code {extension.code}", extension, "needs code"
+    yield from ((what, node, "dangerous") for what, node in reaches(graph))
+
+
+def _storages_loaded(graph: Graph) -> set[int]:
+    """The ids of what in GRAPH, a pickle inside a byte string, loads storages out of byte strings as plain pickles do, and nothing else: those are looked into in turn."""
+    loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
+    if not loaders:
+        return loaders
+    others = set()
+    for node in walk([graph.root, *graph.discarded]):
+        is_load = isinstance(node, Call) and id(node.callable) in loaders and _is_of_bytes(node)
+        others |= {id(child) for child in children(node) if not (is_load and id(child) in loaders)}
+    return loaders - others - {id(graph.root)}
+
+
+def _is_of_bytes(call: Call) -> bool:
+    """Whether CALL is one of a byte string, or of a text as Latin-1."""
+    (value, *more) = args_of(call) or [None]
+    if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
+        value = (*args_of(value), None)[0]
+        return isinstance(value, (str, Blob)) and not more
+    return isinstance(value, (bytes, ByteArray, Py2String, Blob)) and not more
