@@ -6,10 +6,12 @@ On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:
 
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.checkpoint.model import Changes, LeftBehind, NameChange, Report, TensorInfo
+from ckptconv.checkpoint.model import LeftBehind, TensorInfo
 from ckptconv.conversion.batches import convert_many, jobs_in, write_index
 from ckptconv.conversion.convert import convert
 from ckptconv.conversion.jobs import Job, Outcome
+from ckptconv.conversion.plan import Report
+from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.devices import MapLocation
 from ckptconv.edits.in_memory import add_prefix, strip_prefix
 from ckptconv.errors import (

@@ -164,7 +164,7 @@ class CollisionError(RefusedError):
 class NoMatchError(RefusedError):
     """A prefix, filter or path that matches nothing.
 
-    ``unmatched``: the field of :class:`~ckptconv.checkpoint.model.Edits`, and what in it means nothing here, where the rest could be done without it: in a batch it may mean something in another file.
+    ``unmatched``: the field of :class:`~ckptconv.edits.options.Edits`, and what in it means nothing here, where the rest could be done without it: in a batch it may mean something in another file.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.kernels import assembling, gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Held, Readable
-from ckptconv.checkpoint.model import Assemble, Box, Chain, OutFile, Span
+from ckptconv.byteranges.spans import Assemble, Box, Chain, OutFile, Span
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.output.virtual_file import Unwritten

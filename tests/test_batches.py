@@ -24,7 +24,7 @@ from killer import die, stall
 
 import ckptconv
 from ckptconv import Job, Outcome, convert_many, jobs_in
-from ckptconv.cli import main as cli
+from ckptconv.cli import convert_batch
 from ckptconv.cli.main import main
 from ckptconv.conversion import jobs
 from ckptconv.conversion.batches import run_jobs
@@ -500,7 +500,7 @@ def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_jobs", interrupt)
+    monkeypatch.setattr(convert_batch, "run_jobs", interrupt)
     assert convert("run", "run", "--force") == 130
     assert capsys.readouterr().err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
 
@@ -664,7 +664,7 @@ def test_one_bar_for_all(
     deep = Path("run") / ("x" * 60) / ("y" * 60)
     deep.mkdir(parents=True)
     shutil.copy("run/step-0/model.pt", deep)
-    monkeypatch.setattr(cli, "_PROGRESS_FROM", 1)
+    monkeypatch.setattr(convert_batch, "PROGRESS_FROM", 1)
     assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 0
     said = capsys.readouterr().err
     total = sum(len(data) for data in files_in(Path("new")).values())

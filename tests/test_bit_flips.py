@@ -23,7 +23,7 @@ from judge import assert_same
 import ckptconv
 from ckptconv.byteranges import checksums
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Span
+from ckptconv.byteranges.spans import Span
 from ckptconv.formats import opening
 from ckptconv.inspection.verification import verify
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptconv.byteranges.kernels.casting import CastBuffer
-from ckptconv.checkpoint.model import Cast, Span
+from ckptconv.byteranges.spans import Cast, Span
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ import pytest
 from ckptconv.byteranges import checksums
 from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Late, OutFile, Span
+from ckptconv.byteranges.spans import Late, OutFile, Span
 from ckptconv.errors import InputChangedError, MalformedError, OutputError
 from ckptconv.output import files as output_files
 

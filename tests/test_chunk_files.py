@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptconv.byteranges.sources import Held, Window
-from ckptconv.checkpoint.model import Span
+from ckptconv.byteranges.spans import Span
 from ckptconv.errors import InputError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed import chunk_files

@@ -14,8 +14,9 @@ import click
 import pytest
 import torch
 
-from ckptconv import __version__, convert
-from ckptconv.cli import main as cli
+from ckptconv import CkptconvError, __version__, convert, inspect
+from ckptconv.cli import convert as convert_module
+from ckptconv.cli import terminal
 from ckptconv.cli.main import main
 from ckptconv.errors import UsageError
 
@@ -125,9 +126,9 @@ def test_a_path_with_a_nul_is_a_usage_error(ddp: Path) -> None:
 
 def test_debug_raises(ddp: Path) -> None:
     """--debug lets the traceback through."""
-    with pytest.raises(cli.CkptconvError):
+    with pytest.raises(CkptconvError):
         main(["inspect", "missing.pt", "--debug"])
-    with pytest.raises(cli.CkptconvError):
+    with pytest.raises(CkptconvError):
         main(["convert", "missing.pt", str(ddp.with_name("o.pt")), "--debug"])
 
 
@@ -149,7 +150,7 @@ def test_inspect_piped_is_plain(fixtures: Path, capsys: pytest.CaptureFixture[st
     """Without a terminal: facts, then a line with tabs for each tensor, all of them."""
     assert main(["inspect", str(fixtures / "training.pt")]) == 0
     printed = capsys.readouterr().out
-    summary = cli.inspect(fixtures / "training.pt")
+    summary = inspect(fixtures / "training.pt")
     assert [line.split("\t")[0].split(" = ")[0] for line in printed.splitlines() if "\t" in line] == [
         t["path"] for t in summary["tensors"]
     ]
@@ -160,7 +161,7 @@ def test_inspect_piped_is_plain(fixtures: Path, capsys: pytest.CaptureFixture[st
 def test_inspect_json_is_the_summary(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints what the function returns."""
     assert main(["inspect", str(fixtures / "two_gpus.pt"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(cli.inspect(fixtures / "two_gpus.pt")))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(inspect(fixtures / "two_gpus.pt")))
 
 
 def test_inspect_selects_and_sorts(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +178,7 @@ def test_inspect_selects_and_sorts(fixtures: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", path, "--sort", "size", "--limit", "2"]) == 0
     sizes = [int(line.split("\t")[-1]) for line in capsys.readouterr().out.splitlines() if "\t" in line]
     assert len(sizes) == 2
-    assert sizes[0] == max(t["nbytes"] for t in cli.inspect(path)["tensors"])
+    assert sizes[0] == max(t["nbytes"] for t in inspect(path)["tensors"])
     assert main(["inspect", path, "--sort", "name", "--all", "--json"]) == 0
     paths = [tensor["path"] for tensor in json.loads(capsys.readouterr().out)["tensors"]]
     assert paths == sorted(paths)
@@ -208,7 +209,7 @@ def test_inspect_fits_a_terminal(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     path = str(fixtures / "resnet18.pt")
-    total = len(cli.inspect(path)["tensors"])
+    total = len(inspect(path)["tensors"])
     for height, drawn in ((5, 10), (30, None), (200, 40)):
         monkeypatch.setenv("LINES", str(height))
         assert main(["inspect", path]) == 0
@@ -249,7 +250,7 @@ def test_tree_groups_modules(fixtures: Path, capsys: pytest.CaptureFixture[str])
     """--tree: a level for each module, with the number and bytes of what is below; single branches are joined."""
     assert main(["inspect", str(fixtures / "dataparallel.pt"), "--tree"]) == 0
     printed = capsys.readouterr().out
-    total = len(cli.inspect(fixtures / "dataparallel.pt")["tensors"])
+    total = len(inspect(fixtures / "dataparallel.pt")["tensors"])
     assert f"\nmodule.  {total} tensors" in printed
     assert "\n    weight  float32" in printed
 
@@ -274,7 +275,7 @@ def test_progress_on_a_terminal(
     monkeypatch.setenv("NO_COLOR", "1")
     out = ddp.with_name("o.pt")
     convert(fixtures / "training.pt", out, state_dict=True)
-    monkeypatch.setattr(cli, "_PROGRESS_FROM", out.stat().st_size)
+    monkeypatch.setattr(terminal, "PROGRESS_FROM", out.stat().st_size)
     command = ["convert", str(fixtures / "training.pt"), str(out), "--state-dict", "--force"]
     assert main(command) == 0
     total = f"/{out.stat().st_size / 1000:.1f} kB"
@@ -283,7 +284,7 @@ def test_progress_on_a_terminal(
     for flag in ("--dry-run", "-q"):
         assert main([*command, flag]) == 0
         assert total not in capsys.readouterr().err
-    monkeypatch.setattr(cli, "_PROGRESS_FROM", out.stat().st_size + 1)
+    monkeypatch.setattr(terminal, "PROGRESS_FROM", out.stat().st_size + 1)
     assert main(command) == 0
     assert total not in capsys.readouterr().err
 
@@ -294,7 +295,7 @@ def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupt)
+    monkeypatch.setattr(convert_module, "run", interrupt)
     assert main(["convert", str(ddp), str(ddp.with_name("o.pt"))]) == 130
     assert capsys.readouterr().err.strip() == "ckptconv: interrupted"
 

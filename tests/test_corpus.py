@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Span
+from ckptconv.byteranges.spans import Span
 from ckptconv.checkpoint.rebuild_functions import STRIDED
-from ckptconv.edits.names import key_segment
 from ckptconv.errors import CkptconvError, RefusedError
 from ckptconv.formats import opening
 from ckptconv.pickles.graph import (
@@ -40,6 +39,7 @@ from ckptconv.pickles.graph import (
     children,
 )
 from ckptconv.pickles.parser import parse
+from ckptconv.pickles.paths import key_segment
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 

@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.checkpoint.model import Assemble, Cast, Chain, Checkpoint, Edits, Span
-from ckptconv.conversion.convert import make_plan
+from ckptconv.byteranges.spans import Assemble, Cast, Chain, Span
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.conversion.plan import make_plan
+from ckptconv.edits.options import Edits
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed import dcp
 

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 import ckptconv
 from ckptconv.byteranges.kernels.comparing import comparable
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import Edits
 from ckptconv.cli.main import main
 from ckptconv.cli.render import Look, difference_lines
 from ckptconv.dtypes import BY_NAME
+from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
 from ckptconv.inspection.comparison.differences import (
     Difference,
@@ -714,7 +714,7 @@ def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever goes wrong, 1 means that the files are different."""
     good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})
-    monkeypatch.setattr("ckptconv.cli.main.compare", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("ckptconv.cli.diff.compare", lambda *args, **kwargs: 1 / 0)
     assert status(good, good) == 2
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import ckptconv
-from ckptconv.checkpoint.model import Report
+from ckptconv.conversion.plan import Report
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 
 W = torch.zeros(2)

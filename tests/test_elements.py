@@ -13,20 +13,11 @@ from hypothesis import strategies as st
 
 from ckptconv import errors
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.slicing import length_of, part_of, piece_of, spooled, stored
+from ckptconv.byteranges.slicing import length_of, part_of, spooled, stored
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import (
-    Cast,
-    Chain,
-    Data,
-    Gather,
-    Inflate,
-    Part,
-    Piece,
-    Span,
-    Storage,
-    TensorInfo,
-)
+from ckptconv.byteranges.spans import Cast, Chain, Data, Gather, Inflate, Part, Piece, Span
+from ckptconv.checkpoint.model import Storage, TensorInfo
+from ckptconv.checkpoint.tensor_bytes import piece_of
 
 NUMBERS = torch.arange(-60.0, 60).to(torch.float32)
 RAW = NUMBERS.numpy().tobytes()

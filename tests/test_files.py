@@ -24,7 +24,6 @@ from torch import nn
 import ckptconv
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
-from ckptconv.edits.names import parse_path
 from ckptconv.errors import (
     DeviceUnavailable,
     InputChangedError,
@@ -39,6 +38,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening, torch_zip
 from ckptconv.output.virtual_file import Unwritten
+from ckptconv.pickles.paths import parse_path
 from ckptconv.tensors import loading
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.

@@ -18,8 +18,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from ckptconv import convert
-from ckptconv.checkpoint.model import Report
 from ckptconv.cli.main import cli
+from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
 
 SET = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]  # fmt: skip

@@ -23,6 +23,8 @@ from ckptconv.cli.main import main
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import opening
 from ckptconv.formats.foreign import folders as foreign_folders
+from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.opening import open_input
 from ckptconv.limits import Limits
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -46,11 +48,10 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def error_of(path: Path) -> InputError:
-    with pytest.raises(InputError) as caught:
-        Source(path)
-    assert "a folder and not a file" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    return caught.value
+    error = folder_error(path)
+    assert "a folder and not a file" in str(error)
+    assert "\n" not in str(error)
+    return error
 
 
 def words_of(error: InputError) -> list[str]:
@@ -338,11 +339,11 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
     fill(folder, "model_best.pth", "other")
     for name in ("model_bset.pth", "model_best.pt"):
         with pytest.raises(InputError, match="No such file") as caught:
-            Source(folder / name)
+            open_input(folder / name)
         assert caught.value.hint == f"is it {shlex.quote(str(folder / 'model_best.pth'))}?"
     for path in (folder / "nothing like it", folder / "no folder" / "model_best.pth"):
         with pytest.raises(InputError, match="No such file") as caught:
-            Source(path)
+            open_input(path)
         assert caught.value.hint is None
 
 
@@ -353,7 +354,7 @@ def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatc
     fill(folder, "model.safetensors", "epoch_12.ckpt")
     for typed, near in (("model.safetensor", "model.safetensors"), ("epoch_12.pt", "epoch_12.ckpt")):
         with pytest.raises(InputError, match="No such file") as caught:
-            Source(folder / typed)
+            open_input(folder / typed)
         assert caught.value.hint == f"is it {shlex.quote(str(folder / near))}?"
 
 

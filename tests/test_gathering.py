@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.kernels import gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Cast, Gather, Span
+from ckptconv.byteranges.spans import Cast, Gather, Span
 from ckptconv.dtypes import BY_NAME
 
 DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")

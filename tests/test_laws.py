@@ -21,9 +21,10 @@ from judge import assert_same, tags_of
 from torch.utils._pytree import tree_flatten
 
 import ckptconv
-from ckptconv.cli.main import convert_command, main
+from ckptconv.cli.convert import convert_command
+from ckptconv.cli.json_views import report_as_dict
+from ckptconv.cli.main import main
 from ckptconv.edits.wrappers import unwrapped
-from ckptconv.inspection.summary import report_as_dict
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 

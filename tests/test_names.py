@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.edits.names import escaped, key_segment, normal_prefix, parse_path
+from ckptconv.edits.names import normal_prefix
 from ckptconv.errors import UsageError
 from ckptconv.pickles.graph import Dict, Tuple
+from ckptconv.pickles.paths import escaped, key_segment, parse_path
 
 texts = st.text(max_size=8) | st.text(st.sampled_from("ab.\\/[](){}<>'\"2e\n"), max_size=6)
 atoms = texts | st.integers() | st.floats() | st.binary(max_size=6) | st.booleans() | st.none()

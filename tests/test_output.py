@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from ckptconv import convert
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Inflate, OutFile, Span
+from ckptconv.byteranges.spans import Inflate, OutFile, Span
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -377,7 +377,7 @@ import os, signal, sys
 from contextlib import nullcontext
 from ckptconv.conversion.convert import run
 from ckptconv.edits.devices import to_devices
-from ckptconv.checkpoint.model import Edits
+from ckptconv.edits.options import Edits
 run(*sys.argv[1:], Edits(to_devices("cpu")), force=True, progress=lambda size: nullcontext(lambda n: os.kill(os.getpid(), signal.SIGKILL)))
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import OutFile, Span
+from ckptconv.byteranges.spans import OutFile, Span
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import folders as output_folders
 from ckptconv.output import linux

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.checkpoint.model import Place
-from ckptconv.edits.names import parse_path
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph, Node
 from ckptconv.pickles.parser import parse
-from ckptconv.pickles.paths import find_places
+from ckptconv.pickles.paths import Place, find_places, parse_path
 
 
 def graph_of(data: bytes) -> Graph:

@@ -24,7 +24,7 @@ from zoo import TAGS, ZOO, save, tagging
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Span
+from ckptconv.byteranges.spans import Span
 from ckptconv.cli.main import main
 from ckptconv.errors import (
     CkptconvError,

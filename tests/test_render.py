@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptconv.checkpoint.model import Changes, NameChange, Report
 from ckptconv.cli.render import Look, facts, report_lines, table_lines, tree_lines
 from ckptconv.cli.render.folding import leaves, tree_of
 from ckptconv.cli.render.renames import patterns
 from ckptconv.cli.render.text import broken, cells, natural, wrapped
+from ckptconv.conversion.plan import Report
+from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.hints import shell
 from ckptconv.inspection.summary import Finding, Summary, TensorSummary, inspect
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from legacy_files import Old
 
 import ckptconv
-from ckptconv.byteranges.sources import open_input
 from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, DangerousError, InputError, UnsupportedError
 from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
 from ckptconv.limits import Limits
 from ckptconv.pickles.parser import parse
 from ckptconv.safety import nested_pickles, scan

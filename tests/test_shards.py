@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.checkpoint.model import Report
 from ckptconv.conversion import convert as conversion
+from ckptconv.conversion.plan import Report
 from ckptconv.errors import (
     CollisionError,
     InputError,
@@ -33,7 +33,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.formats import opening
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.sharded import reading
 
 State = dict[str, torch.Tensor]
 
@@ -694,13 +694,13 @@ def test_nothing_to_deal(tmp_path: Path) -> None:
 def test_a_folder_that_changes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose shards go after they were seen says what it is then; one that cannot be listed has none."""
     with SourceFolder(saved) as folder:
-        assert shards.looks_like(folder)
+        assert reading.looks_like(folder)
         for path in saved.iterdir():
             path.unlink()
         with pytest.raises(InputError, match="empty"):
-            shards.read(folder, opening.read)
+            reading.read(folder, opening.read)
         monkeypatch.setattr(os, "listdir", lambda path: os.scandir(path / "nowhere"))
-        assert not shards.looks_like(folder)
+        assert not reading.looks_like(folder)
 
 
 # Whatever there is

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.checkpoint.model import Changes, LeftBehind, Report
+from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.cli.render import Look, report_lines, size, tree_lines
+from ckptconv.conversion.plan import Report
+from ckptconv.edits.changes import Changes
 from ckptconv.inspection import summary
 from ckptconv.inspection.summary import inspect
 
@@ -198,7 +200,7 @@ def test_report_lines_group_names() -> None:
 
 
 def summary_change(path: str, old: str, new: str) -> Any:
-    from ckptconv.checkpoint.model import NameChange
+    from ckptconv.edits.changes import NameChange
 
     return NameChange(path, old, new)
 

@@ -21,9 +21,11 @@ from judge import assert_same, tags_of
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Checkpoint, Edits, Span, TensorInfo
-from ckptconv.conversion.convert import make_plan
+from ckptconv.byteranges.spans import Span
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.conversion.plan import make_plan
 from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import Edits
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats import opening
 

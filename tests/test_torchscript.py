@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import ckptconv
 from ckptconv.byteranges.sources import Readable, Source
-from ckptconv.checkpoint.model import Checkpoint, Place, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
@@ -30,6 +30,7 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
+from ckptconv.pickles.paths import Place
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 

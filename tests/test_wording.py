@@ -11,7 +11,7 @@ import torch
 
 import ckptconv
 from ckptconv.cli.main import main
-from ckptconv.wording import in_python
+from ckptconv.hints import in_python
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import combined
 from ckptconv.byteranges.kernels.casting import CastBuffer
 from ckptconv.byteranges.sources import Source
-from ckptconv.conversion.convert import edits_from, run
+from ckptconv.conversion.convert import run
+from ckptconv.edits.options import edits_from
 from ckptconv.output import cast_threads, transfer
 
 OLD = b"the old output"

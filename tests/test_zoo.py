@@ -24,9 +24,9 @@ from torch.utils.serialization import config
 import ckptconv
 from ckptconv import dtypes
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Edits
 from ckptconv.edits.apply import apply
 from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import Edits
 from ckptconv.formats import opening, torch_zip
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.

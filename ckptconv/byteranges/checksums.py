@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from types import TracebackType
 
-from ckptconv.checkpoint.model import Chain, Span
+from ckptconv.byteranges.spans import Chain, Span
 from ckptconv.errors import InputError, MalformedError
 
 try:  # the extra ``fast``: the same numbers, several times as fast

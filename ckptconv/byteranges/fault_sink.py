@@ -6,14 +6,11 @@ A reader hands a fault to :meth:`Faults.found` of its source and goes on without
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ckptconv.byteranges.spans import ByteSource, Inflate, Span
 from ckptconv.errors import CkptconvError
 from ckptconv.limits import LIMITS
-
-if TYPE_CHECKING:
-    from ckptconv.byteranges.sources import Readable
-    from ckptconv.checkpoint.model import Inflate, Span
 
 __all__ = ["RAISED", "Collected", "Faults", "Pickles", "Unread"]
 
@@ -29,7 +26,7 @@ class Pickles(NamedTuple):
     """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors. KNOWN are the globals that whoever reads them has to know."""
 
     name: str
-    of: Readable
+    of: ByteSource
     number: int
     known: Collection[str] = ()
 

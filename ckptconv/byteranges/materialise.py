@@ -13,7 +13,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.slicing import spooled
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
+from ckptconv.byteranges.spans import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
 from ckptconv.errors import OutputError
 
 __all__ = ["CastBuffer", "Pieces", "fillings"]

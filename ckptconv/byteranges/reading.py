@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.checkpoint.model import Chain, Inflate, Span
+from ckptconv.byteranges.spans import Chain, Inflate, Span
 from ckptconv.errors import MalformedError
 
 __all__ = ["BUFFER", "inflated", "read", "read_into"]

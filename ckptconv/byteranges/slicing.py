@@ -8,21 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ckptconv.byteranges.checksums import combined
-from ckptconv.checkpoint.model import (
-    Assemble,
-    Cast,
-    Chain,
-    Data,
-    Gather,
-    Inflate,
-    Part,
-    Piece,
-    Span,
-    TensorInfo,
-)
-from ckptconv.dtypes import BY_NAME, dtype_called
+from ckptconv.byteranges.spans import Assemble, Cast, Chain, Data, Gather, Inflate, Part, Piece, Span
+from ckptconv.dtypes import BY_NAME
 
-__all__ = ["crc32_known", "length_of", "part_of", "piece_of", "spooled", "stored", "with_checksums"]
+__all__ = ["crc32_known", "length_of", "part_of", "spooled", "stored", "with_checksums"]
 
 
 def length_of(piece: Piece) -> int:
@@ -99,37 +88,3 @@ def _within(chain: Chain, offset: int, length: int) -> Iterator[Span]:
         done = min(part.length - skipped, length)
         yield Span(part.source, part.offset + skipped, done)
         offset, length, i = offset + done, length - done, i + 1
-
-
-def _part_around(chain: Chain, offset: int) -> tuple[Span, int]:
-    """The part of CHAIN that has the byte at OFFSET, and where in it that is. A view lies within one part, because parts are made of what views reach over."""
-    i = bisect_right(starts := [0, *accumulate(part.length for part in chain.parts)], offset) - 1
-    return chain.parts[i], offset - starts[i]
-
-
-def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of INFO, a strided tensor, in row-major order, little-endian; its storage's numbers stand in BYTEORDER."""
-    assert info.storage is not None
-    data = info.storage.data
-    dtype, cast = dtype_called(info.dtype), data if isinstance(data, Cast) else None
-    of = cast.of if cast else data
-    old = dtype_called(cast.old) if cast else dtype
-    assert isinstance(of, (Span, Inflate, Chain, Assemble))
-    elements: Span | Inflate | Part | Chain | Gather | Assemble
-    if info.contiguous:
-        part = part_of(of, info.offset * old.itemsize, info.nbytes // dtype.itemsize * old.itemsize)
-        assert not isinstance(part, Cast)
-        elements = part
-    else:
-        assert not isinstance(of, Assemble)
-        whole, offset = (
-            _part_around(of, info.offset * old.itemsize) if isinstance(of, Chain) else (of, info.offset * old.itemsize)
-        )
-        length = info.nbytes // dtype.itemsize * old.itemsize
-        elements = Gather(whole, old.itemsize, info.shape, info.stride, offset // old.itemsize, length)
-    swapped = byteorder == "big" and old.itemsize > 1 and old.name in BY_NAME
-    if not (cast or swapped or info.conj or info.neg):
-        return elements
-    return Cast(
-        elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
-    )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import stat
 from bisect import bisect_right
 from pathlib import Path
@@ -16,13 +15,9 @@ from types import TracebackType
 
 from ckptconv.byteranges.fault_sink import RAISED, Faults
 from ckptconv.errors import InputChangedError, InputError
-from ckptconv.formats.foreign.folders import folder_error, name_like
-from ckptconv.hints import shell
 
-__all__ = ["INDEX_SUFFIX", "Held", "Readable", "Source", "SourceFolder", "Window", "is_index", "open_input"]
+__all__ = ["Held", "Readable", "Source", "SourceFolder", "Window"]
 
-#: What the name of a sharded set's index ends with, there where no variant follows (``model.safetensors.index.fp16.json``).
-INDEX_SUFFIX = ".index.json"
 _SPARE = 64  # open files that the rest of the process may need
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -122,16 +117,12 @@ class Source(Readable):
         self.path = Path(os.fsdecode(path))
         try:
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
-            if stat.S_ISDIR(mode):
-                raise folder_error(self.path)
             if not stat.S_ISREG(mode):
                 raise InputError(f"{_kind(mode)} and not a file", where=self.path)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            near = name_like(self.path) if isinstance(error, FileNotFoundError) else None
-            hint = f"is it {shell(near)}?" if near else None
-            if error.errno == errno.EMFILE:
-                hint = "ulimit -n says how many files may be open, and lets more be"
+            too_many = error.errno == errno.EMFILE
+            hint = "ulimit -n says how many files may be open, and lets more be" if too_many else None
             raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
@@ -247,21 +238,12 @@ class SourceFolder(Readable):
             source.close()
 
 
-def open_input(path: str | os.PathLike[str], faults: Faults = RAISED) -> Source | SourceFolder:
-    """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
-    name = os.fsdecode(path)
-    if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
-        return SourceFolder(name, faults)
-    return Source(path, faults)
-
-
-def is_index(name: str) -> bool:
-    """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
-    return name.endswith(INDEX_SUFFIX) or (INDEX_SUFFIX.removesuffix("json") in name and name.endswith(".json"))
-
-
 def _leave_spare(fd: int) -> None:
     """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as many as it may: a set can have more shards than the usual 1,024."""
+    try:
+        import resource  # of Unix alone
+    except ImportError:
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE

@@ -9,9 +9,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from ckptconv.byteranges.fault_sink import RAISED, Faults
 from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.effect_order import forget_order
 from ckptconv.checkpoint.legacy_python import text_of
-from ckptconv.checkpoint.model import Checkpoint, Data, Place, Reference, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
     FROM_TYPE,
     TensorReader,
@@ -23,7 +24,7 @@ from ckptconv.checkpoint.rebuild_functions import (
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
-from ckptconv.pickles.paths import Leaf, find_places
+from ckptconv.pickles.paths import Leaf, Place, find_places
 
 __all__ = ["attributes", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.effect_order import forget_order
 from ckptconv.checkpoint.index import checkpoint_of, index_again
-from ckptconv.checkpoint.model import Checkpoint, Data, Reference
+from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.errors import UnsupportedError
 from ckptconv.pickles.graph import (

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptconv.checkpoint.model import Checkpoint, Place
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, STRIDED
 from ckptconv.pickles.graph import (
     SET_CLASSES,
@@ -35,6 +35,7 @@ from ckptconv.pickles.graph import (
     children,
     is_global,
 )
+from ckptconv.pickles.paths import Place
 
 __all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import TypeGuard
 
 from ckptconv.byteranges.fault_sink import RAISED, Faults
-from ckptconv.checkpoint.model import DeviceArgument, Place, Storage, TensorInfo
+from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
@@ -28,6 +28,7 @@ from ckptconv.pickles.graph import (
     args_of,
     is_global,
 )
+from ckptconv.pickles.paths import Place
 
 __all__ = [
     "FROM_TYPE",

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptconv.checkpoint.model import Checkpoint, Place, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
+from ckptconv.pickles.paths import Place
 
 __all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
 

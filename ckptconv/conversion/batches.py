@@ -17,17 +17,18 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.checkpoint.model import Edits, Progress
+from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import Engine, others, processes
 from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
 from ckptconv.conversion.targets import Item, list_items
+from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
 from ckptconv.formats import opening
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
+from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import uncollected
-from ckptconv.wording import for_python, in_python
 
 __all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
 
@@ -89,8 +90,8 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
         if found is None or found.index is not None:
             what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"
             raise RefusedError(what, where=folder, expected="shards without an index")
-        checkpoint = shards.read(source, opening.read)
-        index = shards.layout(checkpoint, source.path, shards.format_of(checkpoint)).files[-1]
+        checkpoint = reading.read(source, opening.read)
+        index = writing.layout(checkpoint, source.path, writing.format_of(checkpoint)).files[-1]
         output_files.write(index, source, replace=False, verify=False)
     return index.path
 

@@ -10,29 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder, open_input
-from ckptconv.checkpoint.model import Checkpoint, Edits, Other, OutFile, Overflow, Plan, Progress, Report
-from ckptconv.checkpoint.safe_globals import is_allowed
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
+from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
 from ckptconv.conversion.targets import find_item, format_of, usual_format
-from ckptconv.edits.apply import apply
-from ckptconv.edits.devices import Devices, MapLocation, to_devices
-from ckptconv.edits.dtype_rules import DTypeLike, to_dtypes
-from ckptconv.edits.names import strings
-from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, some
-from ckptconv.formats import opening, safetensors, torchscript
+from ckptconv.edits.devices import MapLocation
+from ckptconv.edits.dtype_rules import DTypeLike
+from ckptconv.edits.options import Edits, check_flags, edits_from
+from ckptconv.errors import RefusedError
+from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.formats.opening import WRITERS
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.opening import open_input
+from ckptconv.formats.sharded import writing
+from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
 from ckptconv.output.folders import no_name, write_folder
 from ckptconv.pickles.graph import uncollected
-from ckptconv.safety.scan import dangers_carried
-from ckptconv.wording import for_python
 
-__all__ = ["convert", "edits_from", "make_plan", "report_of", "run", "write"]
-
-_SHOWN = 5  # dangers in an error
+__all__ = ["convert", "run", "write"]
 
 
 @for_python
@@ -79,7 +75,7 @@ def convert(
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
     """
-    _check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run, copy_others=copy_others)
+    check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run, copy_others=copy_others)
     edits = edits_from(
         map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
         unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
@@ -88,42 +84,6 @@ def convert(
         src, dst, edits, format=format, copy_tied=copy_tied, max_shard_size=max_shard_size, copy_others=copy_others,
         force=force, dry_run=dry_run, verify=verify, allow_unsafe=allow_unsafe, jobs=jobs,
     )  # fmt: skip
-
-
-def edits_from(
-    *,
-    map_location: MapLocation | None = None,
-    state_dict: bool = False,
-    select: str | None = None,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    unwrap: bool = False,
-    strip_prefix: str | Iterable[str] = (),
-    rename: Iterable[tuple[str, str]] = (),
-    add_prefix: str | Iterable[str] = (),
-    dtype: DTypeLike | None = None,
-    compact: bool = False,
-) -> Edits:
-    """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
-    _check_flags(state_dict=state_dict, unwrap=unwrap, compact=compact)
-    return Edits(
-        to_devices(map_location), select, state_dict, strings("include", include), strings("exclude", exclude),
-        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix), unwrap, to_dtypes(dtype), compact,
-    )  # fmt: skip
-
-
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            part = "; a part is taken with select=PATH" if name == "state_dict" else ""
-            raise TypeError(f"{name} must be True or False, not {flag!r}{part}")
-
-
-def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    found = tuple(rename) if isinstance(rename, Iterable) else (rename,)
-    if not all(isinstance(pair, (tuple, list)) and [type(word) for word in pair] == [str, str] for pair in found):
-        raise TypeError(f"rename must be pairs like [('^module[.]', '')], not {rename!r}")
-    return tuple((old, new) for old, new in found)
 
 
 def run(
@@ -155,7 +115,7 @@ def run(
 
     def plan_one(source: Source | SourceFolder, path: Path, is_folder: bool, edits: Edits) -> Plan:
         checkpoint = opening.read(source)
-        usual = shards.format_of(checkpoint) if is_folder else usual_format(path.name, checkpoint.format)
+        usual = writing.format_of(checkpoint) if is_folder else usual_format(path.name, checkpoint.format)
         return make_plan(
             checkpoint, path, edits, format=meant or usual, copy_tied=copy_tied, allow_unsafe=allow_unsafe,
             is_folder=is_folder, max_shard_size=max_shard_size if is_folder else None,
@@ -213,94 +173,6 @@ def write(
         plan.target, plan.files, source, replace=replace, verify=verify, jobs=jobs, progress=progress, may_go=may_go,
         others=plan.others, like=like,
     )  # fmt: skip
-
-
-def report_of(
-    plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow,
-    failed: tuple[tuple[Path, CkptconvError], ...] = (),
-) -> Report:  # fmt: skip
-    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
-    others = [other for other in plan.others if other.kind == "file"]
-    inside: list[OutFile | Other] = [*plan.files, *others] if plan.is_folder else []
-    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
-    return Report(
-        str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
-        seconds, written, overflowed, files, tuple((str(path), error) for path, error in failed),
-    )  # fmt: skip
-
-
-def make_plan(
-    checkpoint: Checkpoint,
-    path: Path,
-    edits: Edits,
-    *,
-    format: str = "pt",
-    copy_tied: bool = False,
-    allow_unsafe: bool = False,
-    is_folder: bool = False,
-    max_shard_size: int | str | None = None,
-) -> Plan:
-    """Everything about the output, before a byte of it is written. CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has."""
-    if copy_tied and format != "safetensors":
-        raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
-    torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
-    notes: list[str] = []
-    if max_shard_size is not None:
-        edits = replace(edits, state_dict=True)
-    if format == "safetensors":
-        notes = _about_devices(checkpoint, edits)
-        if edits.compact:
-            notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
-        edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
-    changes = apply(checkpoint, edits)
-    if format != "safetensors":
-        if not allow_unsafe:
-            _refuse_dangers(checkpoint, as_archive=format == "pt")
-        notes = _about_code(checkpoint) if format != "pickle" else []
-    if is_folder:
-        layout = shards.layout(checkpoint, path, format, copy_tied=copy_tied, max_shard_size=max_shard_size)
-    elif format == "safetensors":
-        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
-    else:
-        layout = WRITERS[format].layout(checkpoint, path)
-    name = safetensors.NAME if format == "safetensors" else WRITERS[format].NAME
-    if len(layout.files) > 1:
-        name = f"{shards.NAME} {name}"
-    return Plan(
-        (checkpoint.format, name), path, is_folder, layout.files, changes, layout.ties,
-        (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
-        (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
-    )  # fmt: skip
-
-
-def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
-    """What becomes of devices in a format that stores none."""
-    if edits.devices:
-        return ["no device was changed: safetensors stores none, and whoever loads it says where to"]
-    tags = sorted({storage.device for storage in checkpoint.storages.values()} - {"cpu"})
-    return [f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to"] if tags else []
-
-
-def _about_code(checkpoint: Checkpoint) -> list[str]:
-    """What the output still needs, which no edit of devices or names takes away."""
-    unknown = list(dict.fromkeys(str(node) for node in checkpoint.graph.globals if not is_allowed(node)))
-    if not unknown:
-        return []
-    more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
-    return [
-        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about that"
-    ]
-
-
-def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
-    found = dangers_carried(checkpoint, as_archive=as_archive)
-    dangers = [concern for concern in found if concern.dangerous]
-    if found:
-        raise DangerousError(
-            "this file names what no checkpoint needs, and loading it may call that" if dangers else "there are pickles inside this file that cannot be judged",
-            where=checkpoint.source.path, got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
-            hint="do not load it; --allow-unsafe carries the call over, unrun" if dangers else "--allow-unsafe carries them over as they are",
-        )  # fmt: skip
 
 
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:

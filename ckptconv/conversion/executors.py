@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
-from ckptconv.checkpoint.model import Progress
+from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.jobs import Outcome, Task, work
 
 __all__ = ["Engine", "others", "processes"]

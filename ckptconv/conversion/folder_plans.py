@@ -12,17 +12,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Source, SourceFolder, open_input
-from ckptconv.checkpoint.model import CastCount, Changes, Dropped, Edits, LeftBehind, Other, Plan
+from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import Found, find, find_in
+from ckptconv.conversion.plan import Plan
 from ckptconv.conversion.targets import name_in_folder
+from ckptconv.edits.changes import CastCount, Changes, Dropped
+from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, RefusedError, count, some
 from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.opening import open_input
 from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import edit_flag
 from ckptconv.limits import LIMITS
 from ckptconv.output.folders import names_in, no_name
-from ckptconv.output.other_files import others_in, rest_of
+from ckptconv.output.other_files import Other, others_in, rest_of
 
 __all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
 

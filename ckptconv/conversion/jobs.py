@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 from ckptconv.byteranges.checksums import crc32_of
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Changes, Edits, OutFile, Progress, Report, Span
-from ckptconv.conversion.convert import edits_from, run
+from ckptconv.byteranges.spans import OutFile, Progress, Span
+from ckptconv.conversion.convert import run
+from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Item, find_item, is_there
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
 from ckptconv.hints import edit_flag
 from ckptconv.output import files as output_files

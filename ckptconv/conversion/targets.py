@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.byteranges.sources import is_index
 from ckptconv.conversion.discovery import Found, Kind, find, find_in
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.sharded.index import sets_in
+from ckptconv.formats.sharded.index import is_index, sets_in
 from ckptconv.hints import shell
 
 __all__ = [

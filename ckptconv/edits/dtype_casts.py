@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.index import every_place
-from ckptconv.checkpoint.model import CastCount, Changes, Checkpoint, Place, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.state_dicts import Customs
 from ckptconv.dtypes import BY_NAME
+from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
-from ckptconv.edits.names import glob_of
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, UsageError, some
 from ckptconv.pickles.graph import Node
+from ckptconv.pickles.paths import Place
 
 __all__ = ["cast"]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ckptconv.byteranges.sources import Held
+from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import attributes, places_in, restrict
-from ckptconv.checkpoint.model import Checkpoint, Edits, LeftBehind, Place, Storage
+from ckptconv.checkpoint.left_behind import left_behind_at, storages_below
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict, read_customs
-from ckptconv.edits.names import glob_of, matches
+from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import shell
 from ckptconv.pickles.graph import (
@@ -20,15 +22,13 @@ from ckptconv.pickles.graph import (
     Global,
     Node,
     Object,
-    PersistentId,
     Tuple,
     Value,
     set_items,
-    walk,
 )
-from ckptconv.pickles.paths import is_item, is_repeated, item_segments
+from ckptconv.pickles.paths import Place, item_segments
 
-__all__ = ["cannot_hold", "left_behind_at", "select"]
+__all__ = ["select"]
 
 _LISTED = 20  # candidates in an error
 
@@ -133,7 +133,7 @@ def _candidates(checkpoint: Checkpoint) -> str:
     customs = read_customs(checkpoint)
     found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in customs.state_dicts]
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in customs.modules if each.tensors]
-    sizes = [sum(s.nbytes for s in _storages(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
+    sizes = [sum(s.nbytes for s in storages_below(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
     listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
     return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
 
@@ -146,7 +146,7 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     left = left_behind_at(
         checkpoint,
         [other for other in others if other.node is not place.node],
-        _storages(checkpoint, place.node),
+        storages_below(checkpoint, place.node),
         f"not in {place.path}",
     )
     checkpoint.graph.discarded = []
@@ -181,7 +181,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
             of_torch.append(place)
         else:
             whys.setdefault(f"not in the state dict of {module.path}", []).append(place)
-    kept = _storages(checkpoint, *module.tensors.values())
+    kept = storages_below(checkpoint, *module.tensors.values())
     left = [each for why, places in whys.items() for each in left_behind_at(checkpoint, places, kept, why)]
     if of_torch:  # a line for all: there are more of them than of everything else
         numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
@@ -264,7 +264,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
     root = checkpoint.root
-    left = left_behind_at(checkpoint, unwanted, _storages(checkpoint, root.node), "left out as asked")
+    left = left_behind_at(checkpoint, unwanted, storages_below(checkpoint, root.node), "left out as asked")
     named = {place.path for place in unwanted}
     for place in again:  # a mapping that stands in two places loses its items in both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
@@ -294,57 +294,4 @@ def _remove(mapping: Object, segments: set[str]) -> None:
     mapping.effects = effects
 
 
-def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
-    of_source: dict[int, list[Place]] = {}  # names may have been edited since
-    for place in checkpoint.places:
-        of_source.setdefault(id(place.node), []).append(place)
-    listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
-    once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
-    droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
-    if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
-        once = []  # what has no key cannot be left out, or nothing would be left
-    globs = [f"--exclude {shlex.quote(glob)}" for glob in _globs(checkpoint, once)]
-    hint = f"to leave them out: {' '.join(globs)}" if globs else None
-    if len(globs) > _LISTED:
-        listed = f"{len(troubles):,} tensors: {listed}"
-        hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
-    return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
-
-
-def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
-    """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
-    named = {id(found.node) for found in read_customs(checkpoint).state_dicts} if places else set()
-    return [
-        glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
-        else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
-        for place in places
-    ]  # fmt: skip
-
-
 # Both
-
-
-def left_behind_at(
-    checkpoint: Checkpoint, places: Iterable[Place], kept: Iterable[Storage | None], why: str
-) -> list[LeftBehind]:
-    """What stands at PLACES, each with the bytes of the storages that go with it: those that are not KEPT, each counted once."""
-    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
-    counted = {id(storage) for storage in kept}
-    seen: set[int] = set()
-    left = []
-    for place in places:
-        nbytes = 0
-        for node in walk([place.node], seen):
-            storage = by_node.get(id(node))
-            if storage is not None and id(storage) not in counted:
-                counted.add(id(storage))
-                nbytes += storage.nbytes
-        left.append(LeftBehind(place.path, nbytes, why))
-    return left
-
-
-def _storages(checkpoint: Checkpoint, *roots: Value) -> list[Storage]:
-    """The storages that ROOTS lead to, each once."""
-    by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
-    return list(dict.fromkeys(by_node[id(node)] for node in walk([*roots]) if isinstance(node, PersistentId)))

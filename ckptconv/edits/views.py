@@ -11,22 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from ckptconv.byteranges.slicing import part_of
-from ckptconv.checkpoint.model import (
-    Cast,
-    Chain,
-    Checkpoint,
-    Data,
-    Inflate,
-    Reference,
-    Span,
-    Storage,
-    TensorInfo,
-)
+from ckptconv.byteranges.spans import Cast, Chain, Data, Inflate, Span
+from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, dtype_called
+from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
 
-__all__ = ["Group", "View", "Views", "extent", "packed_ranges"]
+__all__ = ["Group", "View", "Views", "compact", "extent", "packed_ranges"]
 
 Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
@@ -294,3 +286,22 @@ def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorI
         offset -= gone // old.itemsize
     nbytes = info.nbytes if old == new else info.nbytes // old.itemsize * new.itemsize
     return replace(info, storage=storage, dtype=dtype, offset=offset, nbytes=nbytes)
+
+
+def compact(checkpoint: Checkpoint, changes: Changes) -> None:
+    """Let each storage of CHECKPOINT hold no more than its views reach over. One that something else refers to, or that is deflated, stays whole."""
+    views = Views(checkpoint)
+    storages = dropped = 0
+    for storage, users in views.of_storage.items():
+        before = storage.nbytes
+        kept = sum(stop - start for start, stop in packed_ranges(storage.data, users))
+        if storage in views.used_otherwise or kept == before:
+            continue
+        views.restate(storage, [Group(users)], pack=True)
+        storages, dropped = storages + 1, dropped + before - storage.nbytes
+    views.conclude()
+    changes.compacted = Dropped(storages, dropped)
+    if not storages:
+        changes.notes.append(
+            "tensors show every byte of the storages that could be compacted, so --compact changed nothing"
+        )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from ckptconv.byteranges.slicing import length_of, with_checksums
-from ckptconv.checkpoint.model import Cast, Chain, OutFile, Piece, Span, Storage
+from ckptconv.byteranges.spans import Cast, Chain, OutFile, Piece, Span
+from ckptconv.checkpoint.model import LeftBehind, Storage
 
-__all__ = ["file_of", "joined"]
+__all__ = ["Layout", "file_of", "joined"]
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
@@ -46,3 +48,13 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     if literal:
         out.append(bytes(literal))
     return tuple(out)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name it is tied to) that a file or its source records as texts."""
+
+    files: tuple[OutFile, ...]
+    left_behind: tuple[LeftBehind, ...] = ()
+    notes: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()

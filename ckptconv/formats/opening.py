@@ -3,21 +3,26 @@ that it is one part of a distributed checkpoint, what stands beside it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from ckptconv.byteranges.fault_sink import RAISED, Faults
 from ckptconv.byteranges.sources import Source, SourceFolder
-from ckptconv.checkpoint.model import Checkpoint, Layout
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.foreign.files import stranger_error
-from ckptconv.formats.foreign.folders import distributed_part_error, folder_error
+from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.pickles import looks_like_pickle
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.layout import Layout
+from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.sharded.index import is_index
+from ckptconv.hints import shell
 
-__all__ = ["FORMATS", "WRITERS", "read"]
+__all__ = ["FORMATS", "WRITERS", "open_input", "read"]
 
 
 class Format(Protocol):
@@ -53,8 +58,21 @@ FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickl
 #: By the word of ``--format``: those that hold whatever a pickle can say.
 WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
 
-FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, shards)
+FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
 _HEAD = 64
+
+
+def open_input(path: str | os.PathLike[str], faults: Faults = RAISED) -> Source | SourceFolder:
+    """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
+    name = os.fsdecode(path)
+    if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
+        return SourceFolder(name, faults)
+    try:
+        return Source(path, faults)
+    except InputError as error:
+        near = name_like(Path(name)) if isinstance(error.__cause__, FileNotFoundError) else None
+        error.hint = f"is it {shell(near)}?" if near else error.hint
+        raise
 
 
 def read(source: Source | SourceFolder) -> Checkpoint:

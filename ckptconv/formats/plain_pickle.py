@@ -23,10 +23,11 @@ from typing import NoReturn
 
 from ckptconv.byteranges.fault_sink import Pickles
 from ckptconv.byteranges.sources import Held, Readable, Source, Window
+from ckptconv.byteranges.spans import Piece, Span
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernise, text_of
-from ckptconv.checkpoint.model import Checkpoint, Layout, Piece, Span, Storage
+from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
     DangerousError,
@@ -38,7 +39,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
-from ckptconv.formats.layout import file_of
+from ckptconv.formats.layout import Layout, file_of
 from ckptconv.formats.torch_writing import (
     blob_bytes,
     little_endian,

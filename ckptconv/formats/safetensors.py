@@ -13,20 +13,23 @@ from collections.abc import Container as Container_
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.byteranges.slicing import piece_of, stored
+from ckptconv.byteranges.slicing import stored
 from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.spans import Piece, Span
 from ckptconv.checkpoint.index import attributes, checkpoint_of, places_in
-from ckptconv.checkpoint.model import Checkpoint, Layout, LeftBehind, Piece, Place, Span, TensorInfo
+from ckptconv.checkpoint.left_behind import left_behind_at
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
+from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
-from ckptconv.edits.selection import cannot_hold, left_behind_at
 from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import file_of
+from ckptconv.formats.layout import Layout, file_of
+from ckptconv.formats.refusals import cannot_hold
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
-from ckptconv.pickles.paths import is_item, is_repeated
+from ckptconv.pickles.paths import Place, is_item, is_repeated
 
 __all__ = ["NAME", "Container", "layout", "looks_like", "read"]
 

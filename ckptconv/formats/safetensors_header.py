@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import BLOCK
+from ckptconv.byteranges.spans import BLOCK
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS

@@ -27,14 +27,15 @@ from typing import NamedTuple, cast
 
 from ckptconv.byteranges.fault_sink import Pickles
 from ckptconv.byteranges.sources import Readable, Source, Window
+from ckptconv.byteranges.spans import Piece, Span
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernise, text_of
-from ckptconv.checkpoint.model import Checkpoint, Layout, Piece, Span
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of, is_count
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.formats.layout import file_of
+from ckptconv.formats.layout import Layout, file_of
 from ckptconv.formats.torch_writing import (
     little_endian,
     pickle_pieces,

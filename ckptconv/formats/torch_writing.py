@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptconv.checkpoint.model import (
-    Cast,
-    Checkpoint,
-    Data,
-    LeftBehind,
-    Place,
-    Reference,
-    Span,
-    Storage,
-    TensorInfo,
-)
+from ckptconv.byteranges.spans import Cast, Data, Span
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
-from ckptconv.edits.selection import cannot_hold
 from ckptconv.errors import RefusedError
+from ckptconv.formats.refusals import cannot_hold
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Global, Py2String, Tuple
+from ckptconv.pickles.paths import Place
 
 __all__ = [
     "blob_bytes",

@@ -29,26 +29,13 @@ from ckptconv.byteranges.fault_sink import Pickles
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.slicing import crc32_known, length_of, with_checksums
 from ckptconv.byteranges.sources import Held, Readable, Window
+from ckptconv.byteranges.spans import BLOCK, Assemble, Cast, Chain, Data, Inflate, Late, OutFile, Piece, Span
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernise
-from ckptconv.checkpoint.model import (
-    BLOCK,
-    Assemble,
-    Cast,
-    Chain,
-    Checkpoint,
-    Data,
-    Inflate,
-    Late,
-    Layout,
-    LeftBehind,
-    OutFile,
-    Piece,
-    Span,
-)
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.foreign.zips import cut_short, refuse_other_zips
-from ckptconv.formats.layout import joined
+from ckptconv.formats.layout import Layout, joined
 from ckptconv.formats.torch_writing import (
     pickle_pieces,
     refuse_unknown_dtypes,

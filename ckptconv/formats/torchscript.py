@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.spans import Inflate, Span
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.model import Checkpoint, Inflate, LeftBehind, Span
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import read_modules
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import read_pickle, record_bytes

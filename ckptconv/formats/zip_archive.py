@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import Unread
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import Inflate, Span
+from ckptconv.byteranges.spans import Inflate, Span
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 

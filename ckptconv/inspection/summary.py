@@ -6,14 +6,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
-from math import isinf, prod
-from typing import Any, TypedDict
+from math import prod
+from typing import TypedDict
 
-from ckptconv.byteranges.sources import open_input
 from ckptconv.checkpoint.describe import glimpse, is_flat
 from ckptconv.checkpoint.index import every_place
-from ckptconv.checkpoint.model import Checkpoint, Place, Report, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.checkpoint.safe_globals import obstacles, refused_opcodes
@@ -21,24 +19,15 @@ from ckptconv.checkpoint.state_dicts import StateDict, read_customs
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
-from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
+from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Finding
 from ckptconv.inspection.diagnosis.host import Machine, this_machine
-from ckptconv.inspection.verification import Verdict
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, is_global, uncollected
+from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Finding",
-    "Summary",
-    "difference_as_dict",
-    "inspect",
-    "report_as_dict",
-    "summarize",
-    "verdict_as_dict",
-]
+__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "summarize"]
 
 SCHEMA_VERSION = 1
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -318,96 +307,3 @@ def _user_devices(places: list[Place]) -> dict[str, str]:
         if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
             found[place.path] = device
     return found
-
-
-def report_as_dict(report: Report) -> dict[str, Any]:
-    """REPORT for ``--json``."""
-    changes = report.changes
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "src": report.src,
-        "dst": report.dst,
-        "formats": list(report.formats),
-        "size": report.size,
-        "files": [{"name": name, "size": size} for name, size in report.files],
-        "failed": [{"path": path, "error": str(error)} for path, error in report.failed],
-        "written": report.written,
-        "seconds": round(report.seconds, 6),
-        "devices": [
-            {"old": old, "new": new, "tensors": tensors, "nbytes": nbytes}
-            for (old, new), (tensors, nbytes) in changes.devices.items()
-        ],
-        "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
-        "ties": [list(tie) for tie in report.ties],
-        "unprefixed": changes.unprefixed,
-        "dtypes": [{"old": old, "new": new, **done._asdict()} for (old, new), done in changes.dtypes.items()],
-        "not_cast": changes.not_cast,
-        "separated": changes.separated,
-        "overflowed": [{"paths": list(paths), "numbers": numbers} for paths, numbers in report.overflowed.items()],
-        "compacted": changes.compacted._asdict(),
-        "rng_states": changes.rng_states,
-        "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
-        "notes": list(report.notes),
-    }
-
-
-def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
-    """VERDICT for ``--json``."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "path": verdict.path,
-        "ok": verdict.ok,
-        "strict": verdict.strict,
-        "format": verdict.format,
-        "safety": verdict.safety,
-        "checked": verdict.checked,
-        "nbytes": verdict.nbytes,
-        "findings": [asdict(finding) for finding in verdict.findings],
-        "more": verdict.more,
-    }
-
-
-def difference_as_dict(difference: Difference) -> dict[str, Any]:
-    """DIFFERENCE for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "a": difference.a,
-        "b": difference.b,
-        "formats": list(difference.formats),
-        "same": difference.same,
-        "tensors": difference.tensors,
-        "nbytes": difference.nbytes,
-        "near": difference.near,
-        "only_in_a": [_only_in(found) for found in difference.only_in_a],
-        "only_in_b": [_only_in(found) for found in difference.only_in_b],
-        "differing": [_differing(found) for found in difference.differing],
-        "others": [{"path": other.path, "a": other.a, "b": other.b} for other in difference.others],
-        "notes": list(difference.notes),
-        "suggestion": difference.suggestion,
-    }
-
-
-def _only_in(found: OnlyIn) -> dict[str, Any]:
-    return {
-        "path": found.path, "dtype": found.dtype, "shape": list(found.shape), "nbytes": found.nbytes, "tied_to": found.tied_to
-    }  # fmt: skip
-
-
-def _differing(found: TensorDifference) -> dict[str, Any]:
-    values = found.values
-    return {
-        "path": found.path,
-        **{
-            name: None if (pair := getattr(found, name)) is None else list(pair)
-            for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
-        },
-        "values": values and {
-            "elements": values.elements, "differing": values.differing, "not_finite": values.not_finite,
-            "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
-        },
-        "rng_state": found.rng_state,
-    }  # fmt: skip
-
-
-def _in_json(number: float | None) -> float | str | None:
-    return "inf" if isinstance(number, float) and isinf(number) else number

@@ -14,8 +14,9 @@ from typing import Literal, TypeAlias
 from ckptconv.byteranges.checksums import Sums, check_crc32, combined, crc32_of
 from ckptconv.byteranges.fault_sink import Collected, Unread
 from ckptconv.byteranges.reading import inflated, read
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder, Window, open_input
-from ckptconv.checkpoint.model import Checkpoint, Inflate, Progress, Span
+from ckptconv.byteranges.sources import Source, SourceFolder, Window
+from ckptconv.byteranges.spans import ByteSource, Inflate, Progress, Span
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
     CkptconvError,
@@ -27,6 +28,7 @@ from ckptconv.errors import (
     count,
 )
 from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
 from ckptconv.pickles.graph import uncollected
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
@@ -227,7 +229,7 @@ def _check_records(records: list[Unread], faults: Collected, counted: Callable[[
             faults.found(error)
 
 
-def _is_in_file(source: Readable) -> bool:
+def _is_in_file(source: ByteSource) -> bool:
     """Whether threads may read SOURCE at once: the kernel does, what stands in for a file may not."""
     while isinstance(source, Window):
         source = source.of

@@ -13,7 +13,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import CastBuffer, Pieces
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import Cast, Chain, Span
+from ckptconv.byteranges.spans import Cast, Chain, Span
 from ckptconv.dtypes import BY_NAME
 
 __all__ = ["BLOCK", "Workers"]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import BLOCK, OutFile, Overflow, Progress, Span
+from ckptconv.byteranges.spans import BLOCK, OutFile, Overflow, Progress, Span
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer

@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.model import Other, OutFile, Overflow, Progress
+from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.output import linux
 from ckptconv.output.files import (
@@ -31,7 +31,7 @@ from ckptconv.output.files import (
     sync_folder,
     temporary_beside,
 )
-from ckptconv.output.other_files import bring
+from ckptconv.output.other_files import Other, bring
 
 __all__ = ["check_target_folder", "names_in", "no_name", "write_folder"]
 

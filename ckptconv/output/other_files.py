@@ -9,14 +9,15 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.model import Other, OutFile, Progress, Span
+from ckptconv.byteranges.spans import OutFile, Progress, Span
 from ckptconv.errors import InputChangedError
 from ckptconv.output.files import fill, is_temporary
 
-__all__ = ["bring", "others_in", "rest_of"]
+__all__ = ["Other", "bring", "others_in", "rest_of"]
 
 
 def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[Other], list[str]]:
@@ -96,3 +97,13 @@ def bring(other: Other, path: Path, *, verify: bool, progress: Progress | None) 
             mode = stat.S_IMODE(os.stat(other.source).st_mode)
             fill(path, file, source, verify=verify, progress=progress, mode=mode)
             source.check_unchanged()
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy. KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place."""
+
+    path: Path
+    source: Path
+    kind: str
+    size: int

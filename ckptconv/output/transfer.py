@@ -16,19 +16,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import Sums, checksum
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.checkpoint.model import (
-    BLOCK,
-    Assemble,
-    Cast,
-    Chain,
-    Late,
-    OutFile,
-    Overflow,
-    Part,
-    Piece,
-    Progress,
-    Span,
-)
+from ckptconv.byteranges.spans import BLOCK, Assemble, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
 from ckptconv.errors import OutputError
 from ckptconv.output import linux
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.checkpoint.model import Assemble, Inflate, OutFile, Piece, Span
+from ckptconv.byteranges.spans import Assemble, Inflate, OutFile, Piece, Span
 
 __all__ = ["Unwritten"]
 

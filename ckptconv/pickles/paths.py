@@ -1,16 +1,30 @@
-"""Where everything stands: a walk over the graph that gives each node a path, in the order in which the pickle says it.
+"""Paths: where each node stands in a graph, in the order in which the pickle says it.
 
-Each node is entered once, where it stands first: a graph can have more paths than atoms. What LEAF says is a leaf is reported wherever it
-stands and never entered here, but for what LEAF hands back. Knows no torch.
+    ========================  ==========================================================
+    ``optimizer/state``       string keys, joined by ``/``
+    ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
+    ``/.name``                an attribute (state of BUILD that is a dict)
+    ``/.__state__``           other state
+    ``/(0)``, ``/(name)``     an argument of a call; ``/(call)`` is what is called, ``/(*)`` all arguments, if they are a call
+    ``/{0}``                  a member of a set, by position
+    ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
+    ``.``                     the root
+    ========================  ==========================================================
+
+In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty key is ``\\e``. What
+would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
+
+Each node is entered once, where it stands first: a graph can have more paths than there are atoms. What LEAF says is a leaf
+is reported wherever it stands and never entered, but for what LEAF hands back.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
-from ckptconv.checkpoint.model import Place
-from ckptconv.edits.names import escaped, key_segment
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -25,9 +39,22 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
+    args_of,
+    is_global,
 )
 
-__all__ = ["Leaf", "find_places", "inside", "is_item", "is_repeated", "item_segments"]
+__all__ = [
+    "Leaf",
+    "Place",
+    "escaped",
+    "find_places",
+    "inside",
+    "is_item",
+    "is_repeated",
+    "item_segments",
+    "key_segment",
+    "parse_path",
+]
 
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
@@ -184,3 +211,96 @@ def _attributes(place: Place, state: Value) -> list[Place]:
     if state is None or (isinstance(state, (Dict, List, Set)) and not state.effects):
         return []
     return [_below(place, "/.__state__", state)]
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that makes a million of them three times as slow
+class Place:
+    """Where NODE stands first: SEGMENT (see :mod:`ckptconv.edits.names`) below PARENT. ``key`` is the key where the segment is a mapping's string key."""
+
+    parent: Place | None
+    segment: str
+    node: Value
+    depth: int
+    key: str | None = None
+    length: int = 0  # of the path, once the walk has come by
+
+    @property
+    def path(self) -> str:
+        """The path, as ``inspect`` prints it."""
+        segments: list[str] = []
+        place: Place | None = self
+        while (
+            place is not None and place.parent is not None
+        ):  # not by upwards(): asked for each tensor, again and again
+            segments.append(place.segment)
+            place = place.parent
+        return "".join(reversed(segments)).removeprefix("/") or "."
+
+    def upwards(self) -> Iterator[Place]:
+        """This place, what it stands in, what that stands in, up to the root."""
+        place: Place | None = self
+        while place is not None:
+            yield place
+            place = place.parent
+
+
+_LONGEST_LITERAL = 80
+
+
+_SEGMENT = re.compile(
+    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
+      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def key_segment(key: Value, position: int) -> str:
+    """The segment for the value under KEY, the POSITION-th of its mapping."""
+    if isinstance(key, str):
+        return "/" + ("\\" if key[:1] in tuple(".({<") else "") + escaped(key)
+    literal = _literal(key)
+    return f"[{literal}]" if literal else f"[<{position}>]"
+
+
+def escaped(word: str) -> str:
+    """WORD with what would end a segment escaped."""
+    return re.sub(r"[\\/\[]", r"\\\g<0>", word) or "\\e"
+
+
+def _literal(key: Value) -> str | None:
+    """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take forever to print."""
+    if isinstance(key, Call):
+        key = _said_bytes(key)
+    if isinstance(key, Tuple):
+        parts = [
+            _literal(item) if isinstance(item, Call) or not isinstance(item, Node) else None for item in key.items[:9]
+        ]
+        if len(parts) > 8 or None in parts:
+            return None
+        text = "(" + ", ".join(map(str, parts)) + (",)" if len(parts) == 1 else ")")
+    elif (
+        isinstance(key, Node)
+        or (isinstance(key, (str, bytes)) and len(key) > _LONGEST_LITERAL)
+        or (isinstance(key, int) and key.bit_length() > 200)
+    ):
+        return None
+    else:
+        text = repr(key)
+    return text if len(text) <= _LONGEST_LITERAL else None
+
+
+def _said_bytes(call: Call) -> Value:
+    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader takes; else CALL."""
+    text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
+    if is_global(call.callable, "_codecs.encode") and isinstance(text, str) and len(text) <= _LONGEST_LITERAL and encoding == "latin1" and not call.effects:  # fmt: skip
+        with suppress(UnicodeEncodeError):
+            return text.encode("latin-1")
+    return call
+
+
+def parse_path(path: str) -> list[str]:
+    """The segments of PATH, from the root on, as :func:`key_segment` writes them; the root itself has none."""
+    if path == ".":
+        return []
+    return _SEGMENT.findall(path if path.startswith("[") else "/" + path)

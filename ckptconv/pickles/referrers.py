@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptconv.checkpoint.model import Place
 from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, children, walk
+from ckptconv.pickles.paths import Place
 
 __all__ = ["Uses"]
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.sources import Held, Readable, Window
+from ckptconv.byteranges.spans import Inflate, Span
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
-from ckptconv.checkpoint.model import Inflate, Span
 from ckptconv.errors import InputChangedError, InputError, MalformedError
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.plain_pickle import Decoded

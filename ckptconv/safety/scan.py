@@ -14,13 +14,13 @@ from ckptconv.byteranges.fault_sink import Pickles
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
 from ckptconv.checkpoint.index import every_place
-from ckptconv.checkpoint.model import Checkpoint, Place
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_allowed, obstacles, refused_opcodes
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import plain_pickle, torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -35,7 +35,7 @@ from ckptconv.pickles.graph import (
     is_global,
     walk,
 )
-from ckptconv.pickles.paths import find_places
+from ckptconv.pickles.paths import Place, find_places
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.pickles.referrers import Uses
 from ckptconv.safety.nested_pickles import (
@@ -97,6 +97,7 @@ def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
     """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads them runs that much."""
     search = _Search()
     for each in pickles:
+        assert isinstance(each.of, Readable)
         search.left = LIMITS.nested_pickles * each.of.size
         try:
             for inner in pickles_from(each.of, each.name, each.number, each.of.size):
@@ -142,7 +143,7 @@ def _around(checkpoint: Checkpoint) -> list[Graph]:
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
     """The files of CHECKPOINT."""
     container = checkpoint.container
-    return [shard.part for shard in container.shards] if isinstance(container, shards.Container) else [checkpoint]
+    return [shard.part for shard in container.shards] if isinstance(container, sharded.Container) else [checkpoint]
 
 
 def _left_for(graph: Graph) -> int:

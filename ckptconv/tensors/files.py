@@ -10,19 +10,21 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.byteranges.sources import open_input
 from ckptconv.checkpoint.effect_order import forget_order
-from ckptconv.checkpoint.model import Checkpoint, Report, TensorInfo
-from ckptconv.conversion.convert import edits_from, make_plan, report_of, write
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.conversion.convert import write
+from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.devices import MapLocation
 from ckptconv.edits.dtype_rules import DTypeLike
+from ckptconv.edits.options import edits_from
 from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import opening, torchscript
+from ckptconv.formats.opening import open_input
+from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import subgraph, uncollected
-from ckptconv.wording import for_python
 
 if TYPE_CHECKING:
     import torch

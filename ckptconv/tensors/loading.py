@@ -14,12 +14,13 @@ from typing import IO, Any, TypeAlias, cast
 
 import torch
 
-from ckptconv.checkpoint.model import Changes, Checkpoint
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import obstacles
 from ckptconv.checkpoint.state_dicts import read_customs
-from ckptconv.edits.apply import retag
+from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
+from ckptconv.edits.retag import retag
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.inspection.diagnosis.refusals import Refused

@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
+from ckptconv.hints import for_python
 from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Place, attributes, is_wrapper, set_attributes
 from ckptconv.tensors.random_states import random_states
-from ckptconv.wording import for_python
 
 __all__ = ["devices", "remap"]
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ckptconv.byteranges.sources import Held, Readable
+from ckptconv.byteranges.spans import Span
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.model import Checkpoint, Span
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.dtypes import BY_NAME, UNTYPED, DType
 from ckptconv.errors import RefusedError
 from ckptconv.pickles.parser import parse

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 from reference_machine import trace
 
-from ckptconv.byteranges.sources import open_input
-from ckptconv.checkpoint.model import Assemble, Cast, Edits, Gather, Plan
+from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.cli.render import Look, facts, table_lines, tree_lines
-from ckptconv.conversion.convert import edits_from, make_plan, write
+from ckptconv.conversion.convert import write
+from ckptconv.conversion.plan import Plan, make_plan
+from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import CkptconvError, MalformedError
 from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.host import Machine
 from ckptconv.inspection.summary import Summary, summarize
 from ckptconv.inspection.verification import verify

@@ -17,9 +17,9 @@ import torch
 from injection import Content, content_of, put
 
 from ckptconv import convert
-from ckptconv.checkpoint.model import Edits
 from ckptconv.conversion.convert import run
 from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import Edits
 from ckptconv.errors import OutputError
 
 PAGE = 4096

@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from ckptconv.byteranges.kernels.gathering import WORDS, Region, Tiles, halved
-from ckptconv.checkpoint.model import Assemble, Box, Gather
+from ckptconv.byteranges.spans import Assemble, Box, Gather
 
 __all__ = ["assemble"]
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from ckptconv.checkpoint.model import Cast
+from ckptconv.byteranges.spans import Cast
 
 __all__ = ["CastBuffer"]
 

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from ckptconv.checkpoint.model import Gather, Span
+from ckptconv.byteranges.spans import Gather, Span
 
 __all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
 

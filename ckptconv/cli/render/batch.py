@@ -10,7 +10,7 @@ from ckptconv.cli.render.text import Look, cells, count, fact, size
 from ckptconv.errors import some
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import Report
+    from ckptconv.conversion.plan import Report
 
 __all__ = ["Sum", "item_line", "skipped_line", "sum_lines"]
 

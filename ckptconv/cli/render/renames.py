@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import NameChange
+    from ckptconv.edits.changes import NameChange
 
 __all__ = ["Pattern", "patterns"]
 

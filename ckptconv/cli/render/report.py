@@ -9,7 +9,9 @@ from ckptconv.cli.render.renames import Pattern, patterns
 from ckptconv.cli.render.text import Look, count, fact, headline, size, some
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import LeftBehind, NameChange, Report
+    from ckptconv.checkpoint.model import LeftBehind
+    from ckptconv.conversion.plan import Report
+    from ckptconv.edits.changes import NameChange
 
 __all__ = ["report_lines"]
 

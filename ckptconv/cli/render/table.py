@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.cli.render.text import Look, broken, cells, count, padded, size, wrapped
-from ckptconv.edits.names import key_segment
+from ckptconv.pickles.paths import key_segment
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary

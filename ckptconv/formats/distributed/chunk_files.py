@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ckptconv.byteranges.fault_sink import Unread
 from ckptconv.byteranges.sources import Window
+from ckptconv.byteranges.spans import Data, Inflate, Span
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
-from ckptconv.checkpoint.model import Checkpoint, Data, Inflate, Span, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip

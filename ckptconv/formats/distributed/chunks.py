@@ -10,7 +10,7 @@ from random import SystemRandom
 from typing import NamedTuple
 
 from ckptconv.byteranges.sources import Held
-from ckptconv.checkpoint.model import Assemble, Box, Chain, Span
+from ckptconv.byteranges.spans import Assemble, Box, Chain, Span
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import MalformedError
 

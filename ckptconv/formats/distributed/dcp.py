@@ -22,8 +22,9 @@ from math import prod
 from typing import TypeAlias
 
 from ckptconv.byteranges.sources import Source, SourceFolder, Window
+from ckptconv.byteranges.spans import Box, Span
 from ckptconv.checkpoint.merging import Merger
-from ckptconv.checkpoint.model import Box, Checkpoint, LeftBehind, Span, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from math import prod
 
 from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.spans import Box, Span
 from ckptconv.checkpoint.merging import Merger
-from ckptconv.checkpoint.model import Box, Checkpoint, Span
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, MalformedError, UnsupportedError

@@ -38,6 +38,7 @@ __all__ = [
     "find_set",
     "index_bytes",
     "index_name",
+    "is_index",
     "of_other_suffix",
     "read_index",
     "refuse_missing",
@@ -72,6 +73,11 @@ class ShardSet:
     index: str | None
     shards: tuple[str, ...]
     count: int
+
+
+def is_index(name: str) -> bool:
+    """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
+    return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:

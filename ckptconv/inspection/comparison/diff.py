@@ -10,18 +10,18 @@ from numbers import Real
 from pathlib import Path
 from typing import TypeVar
 
-from ckptconv.byteranges.sources import open_input
+from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import index_again
-from ckptconv.checkpoint.model import Checkpoint, Edits, LeftBehind, Place, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.state_dicts import read_customs
-from ckptconv.conversion.convert import edits_from
 from ckptconv.edits.apply import apply
-from ckptconv.edits.names import matches
+from ckptconv.edits.options import Edits, edits_from
 from ckptconv.edits.selection import select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageError, count, some
 from ckptconv.formats import opening
-from ckptconv.hints import shell
+from ckptconv.formats.opening import open_input
+from ckptconv.hints import for_python, shell
 from ckptconv.inspection.comparison.differences import (
     Difference,
     OtherDifference,
@@ -32,7 +32,7 @@ from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
 from ckptconv.pickles.graph import Call, Global, PersistentId, Tuple, Value, args_of, uncollected
-from ckptconv.wording import for_python
+from ckptconv.pickles.paths import Place
 
 __all__ = ["compare", "diff"]
 

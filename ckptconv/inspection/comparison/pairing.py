@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ckptconv.byteranges.reading import read
+from ckptconv.byteranges.spans import Span
 from ckptconv.checkpoint.describe import glimpse, is_flat
 from ckptconv.checkpoint.index import leaf_of
-from ckptconv.checkpoint.model import Checkpoint, Place, Span, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
     TensorReader,
     device_arguments,
@@ -23,7 +24,6 @@ from ckptconv.checkpoint.rebuild_functions import (
     strided_part,
     torch_device,
 )
-from ckptconv.edits.names import key_segment
 from ckptconv.errors import LimitError, count
 from ckptconv.formats.torch_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
@@ -48,7 +48,7 @@ from ckptconv.pickles.graph import (
     args_of,
     children,
 )
-from ckptconv.pickles.paths import inside
+from ckptconv.pickles.paths import Place, inside, key_segment
 from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["Pairing", "Side"]

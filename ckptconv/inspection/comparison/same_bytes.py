@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from ckptconv.checkpoint.model import Span
+from ckptconv.byteranges.spans import Span
 
 __all__ = ["Unequal", "same_streams", "unequal_parts"]
 

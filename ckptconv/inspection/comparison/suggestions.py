@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.checkpoint.model import Checkpoint, Edits
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import shell
 

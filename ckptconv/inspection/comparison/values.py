@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.slicing import piece_of
-from ckptconv.checkpoint.model import (
-    Cast,
-    Checkpoint,
-    Gather,
-    Inflate,
-    Late,
-    Piece,
-    Progress,
-    Span,
-    Storage,
-    TensorInfo,
-)
+from ckptconv.byteranges.spans import Cast, Gather, Inflate, Late, Piece, Progress, Span
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import dtype_called
 from ckptconv.errors import LimitError
 from ckptconv.inspection.comparison.differences import ValueDifference

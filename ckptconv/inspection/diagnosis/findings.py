@@ -16,7 +16,7 @@ from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import Customs, NamedOptimizer, StateDict
 from ckptconv.conversion.targets import suffix_of, usual_format
 from ckptconv.errors import printable
-from ckptconv.formats.sharded import shards
+from ckptconv.formats.sharded import reading as sharded
 from ckptconv.hints import shell
 from ckptconv.inspection.diagnosis.host import Machine
 from ckptconv.pickles.graph import Node, PersistentId, walk
@@ -183,7 +183,7 @@ def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
     else:
         name, suffix = path.name, suffix_of(path.name)
     target = name[: len(name) - len(suffix)] + cure.suffix
-    in_shards = checkpoint.format.startswith(shards.NAME) and cure.format is None and not cure.part
+    in_shards = checkpoint.format.startswith(sharded.NAME) and cure.format is None and not cure.part
     if not in_shards:
         kept = suffix and usual_format(name, checkpoint.format) == format
         target += suffix if kept else f".{format}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ckptconv.checkpoint.model import Checkpoint, Inflate, Storage, TensorInfo
+from ckptconv.byteranges.spans import Inflate
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.state_dicts import Customs
 from ckptconv.dtypes import dtype_called
 from ckptconv.edits.views import extent

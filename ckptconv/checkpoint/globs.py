@@ -1,0 +1,22 @@
+"""Globs on the names and paths of tensors: ``--include``, ``--exclude``, ``--dtype GLOB=D``."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from ckptconv.errors import printable
+
+__all__ = ["glob_of", "matches"]
+
+
+def matches(glob: str, path: str, name: str | None) -> bool:
+    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name. ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes."""
+    if "/" in glob or name is None:
+        return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
+    return fnmatchcase(name, glob)
+
+
+def glob_of(path: str, name: str | None) -> str:
+    """The glob that means the tensor at PATH and, as far as globs can tell, no other."""
+    literal = path if "/" in path or name is None else name
+    return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

@@ -1,0 +1,147 @@
+"""``ckptconv convert``: one conversion, and what its flags mean."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import click
+
+from ckptconv.cli import render
+from ckptconv.cli.convert_batch import convert_batch
+from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
+from ckptconv.cli.options import CONVERSION_OPTIONS, PATH, debug_option, edit_options
+from ckptconv.cli.terminal import look_of, progress_bar, show_error, show_report
+from ckptconv.conversion.convert import run
+from ckptconv.conversion.targets import TARGET_FORMATS, is_there, list_items
+from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import edits_from
+from ckptconv.errors import UsageError
+
+__all__ = ["convert_command"]
+
+
+@click.command("convert", epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.")
+@click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
+@click.option(
+    "--to",
+    metavar="DEVICE",
+    help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
+)
+@click.option(
+    "--map",
+    "maps",
+    metavar="OLD=NEW",
+    multiple=True,
+    help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
+)
+@click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
+@edit_options
+@click.option(
+    "--dtype",
+    metavar="D",
+    multiple=True,
+    help="Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB means, by DST's names.",
+)
+@click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows.")
+@click.option(
+    "--format",
+    type=click.Choice(TARGET_FORMATS),
+    help="The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load reads.",
+)
+@click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
+)
+@click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too.")
+@click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")
+@click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says.")
+@click.option(
+    "-j",
+    "--jobs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Convert N checkpoints, or write N shards, at once.",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--verify", is_flag=True, help="Read the output back and compare it before it appears.")
+@click.option(
+    "--allow-unsafe",
+    is_flag=True,
+    help="Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
+@click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
+@debug_option
+def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
+    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a folder with several checkpoints, become as many in the folder DST.
+
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
+    """
+    srcs, dst = _sources_and_target(paths)
+    edits = _edits(flags)
+    listing = list_items(
+        srcs,
+        dst,
+        format=flags["format"],
+        in_shards=flags["max_shard_size"] is not None,
+        copy_others=flags["copy_others"],
+    )
+    if listing.is_batch:
+        return convert_batch(listing, edits, flags, as_json=as_json, quiet=quiet, verbose=verbose)
+    (item,) = listing.items
+    if flags["skip_existing"] and is_there(item):
+        if as_json:
+            click.echo(json.dumps(skipped_as_dict(str(item.src), str(item.dst))))
+        elif not quiet:
+            click.echo(render.skipped_line(str(item.dst), look_of(sys.stderr)), err=True)
+        return 0
+    report = run(
+        item.src, item.dst, edits_from(**edits), is_folder=item.is_folder, progress=partial(progress_bar, quiet=quiet),
+        **{name: flags[name] for name in CONVERSION_OPTIONS},
+    )  # fmt: skip
+    report = replace(report, notes=(*report.notes, *item.notes))
+    if as_json:
+        click.echo(json.dumps(report_as_dict(report)))
+    elif not report.written or not quiet:
+        show_report(report, look_of(sys.stderr if report.written else sys.stdout), verbose=verbose)
+    for _, error in report.failed:
+        show_error(error)
+    return 3 if report.failed else 0
+
+
+def _edits(flags: dict[str, Any]) -> dict[str, Any]:
+    """What FLAGS change in a checkpoint, as keywords of the function."""
+    names = ("select", "state_dict", "include", "exclude", "strip_prefix", "rename", "add_prefix", "unwrap", "dtype", "compact")  # fmt: skip
+    return {"map_location": _devices(flags), **{name: flags[name] for name in names}}
+
+
+def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    if len(paths) > 1:
+        return paths[:-1], paths[-1]
+    if len(paths) == 1:
+        src = shlex.quote(paths[0])
+        raise UsageError(f"no output given: ckptconv convert {src} OUT --to cpu (in place: {src} {src} --force)")
+    raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
+
+
+def _devices(flags: dict[str, Any]) -> Any:
+    for rule in flags["maps"]:
+        if "=" not in rule:
+            raise UsageError(
+                f"--map {rule} has no new device",
+                expected="OLD=NEW, like cuda:0=cuda:1",
+                hint=f"for all tensors: --to {rule}",
+            )
+    if flags["to"] is not None and "=" in flags["to"]:
+        raise UsageError(f"--to {flags['to']} is a rule", expected="a device", hint=f"--map {flags['to']}")
+    to = (flags["to"],) if flags["to"] is not None else ()
+    return to_devices(*to, *flags["maps"], *flags["map_location"])

@@ -1,0 +1,161 @@
+"""``ckptconv convert`` of several checkpoints or a folder of them: what becomes of each, and the sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptconv.byteranges.spans import Progress
+from ckptconv.cli import render
+from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
+from ckptconv.cli.options import CONVERSION_OPTIONS
+from ckptconv.cli.terminal import PROGRESS_FROM, look_of, open_bar, show_error, show_report
+from ckptconv.conversion.batches import job_of, run_jobs
+from ckptconv.conversion.executors import processes
+from ckptconv.conversion.jobs import Outcome
+from ckptconv.conversion.targets import Listing, size_of
+from ckptconv.edits.changes import Changes
+from ckptconv.inspection.summary import SCHEMA_VERSION
+
+__all__ = ["convert_batch"]
+
+
+def convert_batch(
+    listing: Listing, edits: dict[str, Any], flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool
+) -> int:
+    """Convert all of LISTING, say what became of each as soon as it is known, and of all in the end."""
+    started = time.monotonic()
+    quiet = as_json or (quiet and not flags["dry_run"])
+    look = look_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
+    options = {name: flags[name] for name in (*CONVERSION_OPTIONS, "skip_existing") if name != "jobs"}
+    jobs = [job_of(item, {**edits, **options}) for item in listing.items]
+    why: dict[str, list[str]] = {}
+    n = 0
+    with _says_how_far(listing, lambda: n), _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished):  # fmt: skip
+
+        def done(outcome: Outcome) -> Outcome:
+            nonlocal n
+            n += 1
+            finished(outcome)
+            _show_outcome(outcome, look, why, quiet=quiet, verbose=verbose, debug=flags["debug"])
+            return outcome if as_json else _brief(outcome)
+
+        outcomes = run_jobs(jobs, processes(min(flags["jobs"], len(jobs)), tick), done, tick)
+    reports = [outcome.report for outcome in outcomes if outcome.report]
+    failed = [outcome for outcome in outcomes if outcome.error]
+    if as_json:
+        click.echo(json.dumps({
+            "schema_version": SCHEMA_VERSION,
+            "items": [_outcome_as_dict(outcome) for outcome in outcomes],
+            "left": [str(path) for path in listing.other],
+            "unentered": [str(path) for path in listing.unentered],
+            "notes": [*listing.notes],
+        }))  # fmt: skip
+    elif not quiet:
+        sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
+        for line in render.sum_lines(sum_, look):
+            click.echo(line, err=not flags["dry_run"], color=look.colour)
+    if failed and len(failed) == len(outcomes):
+        return 1
+    return 3 if failed or any(report.failed for report in reports) else 0
+
+
+def _sum_of(
+    outcomes: list[Outcome], listing: Listing, why: dict[str, list[str]], seconds: float, *, in_full: bool
+) -> render.Sum:
+    return render.Sum(
+        [each.report for each in outcomes if each.report and not _is_copy(each)],
+        [each.report for each in outcomes if each.report and _is_copy(each)],
+        sum(each.skipped for each in outcomes), sum(each.error is not None for each in outcomes), why, seconds,
+        listing.other, listing.unentered, listing.notes, in_full,
+    )  # fmt: skip
+
+
+@contextmanager
+def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
+    """Say after Ctrl-C how many of LISTING are DONE, and how the rest is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
+        go_on = "" if in_place else "; the same command with --skip-existing goes on from here"
+        click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
+        raise
+
+
+def _is_copy(outcome: Outcome) -> bool:
+    """Whether what OUTCOME is of is no checkpoint."""
+    return bool(outcome.job.edits.get("copy"))
+
+
+def _brief(outcome: Outcome) -> Outcome:
+    """What the sum needs of OUTCOME: a hundred thousand reports would have millions of names."""
+    report = outcome.report
+    return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
+
+
+def _show_outcome(
+    outcome: Outcome, look: render.Look, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
+) -> None:
+    """Say what became of one item. WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless nothing is said then."""
+    report = outcome.report
+    failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []
+    for path, error in failed:
+        if error.what not in why or quiet or debug:
+            show_error(error)
+        why.setdefault(error.what, []).append(path)
+    if outcome.error:
+        if debug and outcome.trace:
+            click.echo(outcome.trace, err=True)
+    elif report is None:
+        if not quiet:
+            click.echo(render.skipped_line(os.fspath(Path(outcome.job.dst)), look), err=True)
+    elif quiet:
+        return
+    elif _is_copy(outcome):
+        click.echo(render.item_line(report, look, copied=True), err=report.written)
+    elif verbose or not report.written:
+        show_report(report, look, verbose=verbose)
+    else:
+        click.echo(render.item_line(report, look), err=True)
+
+
+def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
+    error = outcome.error
+    if outcome.report:
+        report = report_as_dict(outcome.report)
+        of_copies = ("schema_version", "src", "dst", "size", "written", "seconds")
+        return {**{name: report[name] for name in of_copies}, "copied": True} if _is_copy(outcome) else report
+    if error is None:
+        return skipped_as_dict(str(outcome.job.src), os.fspath(Path(outcome.job.dst)))
+    facts = {name: None if (fact := getattr(error, name)) is None else str(fact) for name in ("what", "where", "expected", "got", "hint")}  # fmt: skip
+    return {"src": str(outcome.job.src), "dst": str(outcome.job.dst), "error": {"type": type(error).__name__, **facts, "text": str(error)}}  # fmt: skip
+
+
+@contextmanager
+def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
+    """One bar for all of LISTING on a terminal, as large as its inputs until an output says what it is; what to call with bytes, and with outcomes."""
+    sizes: dict[str, int] = {}
+    if not quiet and sys.stderr.isatty():
+        sizes = {str(item.src): size_of(item) for item in listing.items}
+    total = sum(sizes.values())
+    if total < max(1, PROGRESS_FROM):
+        yield None, lambda outcome: None
+        return
+    with open_bar(total) as (bar, task):
+
+        def finished(outcome: Outcome) -> None:
+            nonlocal total
+            total += (outcome.report.size if outcome.report else 0) - sizes[str(outcome.job.src)]
+            bar.tasks[task].total = total  # update() would forget the speed
+
+        yield lambda nbytes: bar.advance(task, nbytes), finished

@@ -1,0 +1,59 @@
+"""``ckptconv diff``: whether two checkpoints are the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import click
+
+from ckptconv.cli import render
+from ckptconv.cli.json_views import difference_as_dict
+from ckptconv.cli.options import PATH, debug_option, edit_options
+from ckptconv.cli.terminal import look_of, progress_bar
+from ckptconv.edits.options import Edits
+from ckptconv.inspection.comparison.diff import compare
+
+__all__ = ["diff_command"]
+
+
+@click.command("diff", epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
+@click.argument("a", metavar="A", type=PATH)
+@click.argument("b", metavar="B", type=PATH)
+@click.option(
+    "--rtol",
+    metavar="X",
+    type=float,
+    default=0.0,
+    help="Let numbers differ by X times that of B, as torch.allclose does.",
+)
+@click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X.")
+@click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else.")
+@edit_options
+@click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
+@click.option("-v", "--verbose", is_flag=True, help="List everything that differs, as in a pipe.")
+@debug_option
+def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any) -> int:  # noqa: ARG001 - read before
+    """Say whether two checkpoints are the same, and where not.
+
+    Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B; where one is safetensors, the state dict of the other is taken. Exits with 0 if they are the same, 1 if they are different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. --state-dict, --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of names are for A. They apply in the order that convert has.
+    """
+    names_only = flags["names_only"]
+    edits = Edits(
+        select=flags["select"], state_dict=flags["state_dict"], include=flags["include"], exclude=flags["exclude"],
+        strip_prefix=flags["strip_prefix"], rename=flags["rename"], add_prefix=flags["add_prefix"], unwrap=flags["unwrap"],
+    )  # fmt: skip
+    look = look_of(sys.stdout)
+    brief = look.width is not None and not (verbose or as_json)
+    found = compare(
+        a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, brief=brief, progress=partial(progress_bar, quiet=quiet)
+    )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(difference_as_dict(found)))
+    elif not quiet:
+        for line in render.difference_lines(found, look, everything=verbose, names_only=names_only):
+            click.echo(line, color=look.colour)
+    return 0 if found.same else 1

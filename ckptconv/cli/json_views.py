@@ -1,0 +1,111 @@
+"""Reports, verdicts and differences as plain, versioned dicts: what ``--json`` prints. All sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isinf
+from typing import Any
+
+from ckptconv.conversion.plan import Report
+from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
+from ckptconv.inspection.summary import SCHEMA_VERSION
+from ckptconv.inspection.verification import Verdict
+
+__all__ = ["difference_as_dict", "report_as_dict", "skipped_as_dict", "verdict_as_dict"]
+
+
+def report_as_dict(report: Report) -> dict[str, Any]:
+    """REPORT for ``--json``."""
+    changes = report.changes
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "src": report.src,
+        "dst": report.dst,
+        "formats": list(report.formats),
+        "size": report.size,
+        "files": [{"name": name, "size": size} for name, size in report.files],
+        "failed": [{"path": path, "error": str(error)} for path, error in report.failed],
+        "written": report.written,
+        "seconds": round(report.seconds, 6),
+        "devices": [
+            {"old": old, "new": new, "tensors": tensors, "nbytes": nbytes}
+            for (old, new), (tensors, nbytes) in changes.devices.items()
+        ],
+        "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
+        "ties": [list(tie) for tie in report.ties],
+        "unprefixed": changes.unprefixed,
+        "dtypes": [{"old": old, "new": new, **done._asdict()} for (old, new), done in changes.dtypes.items()],
+        "not_cast": changes.not_cast,
+        "separated": changes.separated,
+        "overflowed": [{"paths": list(paths), "numbers": numbers} for paths, numbers in report.overflowed.items()],
+        "compacted": changes.compacted._asdict(),
+        "rng_states": changes.rng_states,
+        "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
+        "notes": list(report.notes),
+    }
+
+
+def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+    """VERDICT for ``--json``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": verdict.path,
+        "ok": verdict.ok,
+        "strict": verdict.strict,
+        "format": verdict.format,
+        "safety": verdict.safety,
+        "checked": verdict.checked,
+        "nbytes": verdict.nbytes,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "more": verdict.more,
+    }
+
+
+def difference_as_dict(difference: Difference) -> dict[str, Any]:
+    """DIFFERENCE for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "a": difference.a,
+        "b": difference.b,
+        "formats": list(difference.formats),
+        "same": difference.same,
+        "tensors": difference.tensors,
+        "nbytes": difference.nbytes,
+        "near": difference.near,
+        "only_in_a": [_only_in(found) for found in difference.only_in_a],
+        "only_in_b": [_only_in(found) for found in difference.only_in_b],
+        "differing": [_differing(found) for found in difference.differing],
+        "others": [{"path": other.path, "a": other.a, "b": other.b} for other in difference.others],
+        "notes": list(difference.notes),
+        "suggestion": difference.suggestion,
+    }
+
+
+def _only_in(found: OnlyIn) -> dict[str, Any]:
+    return {
+        "path": found.path, "dtype": found.dtype, "shape": list(found.shape), "nbytes": found.nbytes, "tied_to": found.tied_to
+    }  # fmt: skip
+
+
+def _differing(found: TensorDifference) -> dict[str, Any]:
+    values = found.values
+    return {
+        "path": found.path,
+        **{
+            name: None if (pair := getattr(found, name)) is None else list(pair)
+            for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
+        },
+        "values": values and {
+            "elements": values.elements, "differing": values.differing, "not_finite": values.not_finite,
+            "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
+        },
+        "rng_state": found.rng_state,
+    }  # fmt: skip
+
+
+def _in_json(number: float | None) -> float | str | None:
+    return "inf" if isinstance(number, float) and isinf(number) else number
+
+
+def skipped_as_dict(src: str, dst: str) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, "src": src, "dst": dst, "skipped": True}

@@ -1,0 +1,77 @@
+"""The options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+__all__ = ["CONVERSION_OPTIONS", "PATH", "debug_option", "edit_options"]
+
+
+PATH = click.Path(path_type=str)
+
+
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+def _no_flag_as_replacement(
+    context: click.Context, _: click.Parameter, value: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """VALUE, unless a replacement was forgotten and what follows was taken for it: ``--rename REGEX --dry-run`` would write."""
+    flags = {flag for option in context.command.params for flag in option.opts}
+    for regex, replacement in value:
+        if replacement in flags:
+            raise click.BadParameter(
+                f"{replacement} stands where the replacement for {regex!r} should be ('' takes it out)"
+            )
+    return value
+
+
+#: What takes a part of a checkpoint and edits names.
+_EDITS = (
+    click.option(
+        "--state-dict",
+        is_flag=True,
+        help="Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always does.",
+    ),
+    click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model."),
+    click.option(
+        "--include",
+        metavar="GLOB",
+        multiple=True,
+        help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+    ),
+    click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches."),
+    click.option(
+        "--unwrap",
+        is_flag=True,
+        help="Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in.",
+    ),
+    click.option(
+        "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
+    ),
+    click.option(
+        "--rename",
+        metavar="REGEX REPL",
+        nargs=2,
+        multiple=True,
+        callback=_no_flag_as_replacement,
+        help="Replace in names, as re.sub does.",
+    ),
+    click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict."),
+)
+
+
+def edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """COMMAND with the options that take parts and edit names."""
+    for option in reversed(_EDITS):
+        command = option(command)
+    return command
+
+
+#: The options of convert that a conversion takes beside the edits.
+CONVERSION_OPTIONS = (
+    "format", "copy_tied", "force", "dry_run", "verify", "allow_unsafe", "max_shard_size", "copy_others", "jobs",
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""What standard output and standard error can show: width, colour, errors in a line, progress bars."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import click
+
+from ckptconv.byteranges.spans import Progress
+from ckptconv.cli import render
+from ckptconv.conversion.plan import Report
+from ckptconv.errors import CkptconvError
+
+__all__ = ["PROGRESS_FROM", "look_of", "open_bar", "progress_bar", "screen_size", "show_error", "show_report"]
+
+
+PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+
+
+def show_error(error: CkptconvError) -> None:
+    click.echo(f"ckptconv: {error}", err=True)
+
+
+def look_of(stream: TextIO) -> render.Look:
+    """What STREAM can show."""
+    terminal = stream.isatty()
+    return render.Look(
+        width=screen_size().columns if terminal else None,
+        colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+        unicode=(stream.encoding or "").lower().startswith("utf"),
+    )
+
+
+def screen_size() -> os.terminal_size:
+    import shutil
+
+    return shutil.get_terminal_size()
+
+
+@contextmanager
+def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
+    """A progress bar on a terminal, for outputs of a SIZE that takes a while."""
+    if quiet or not sys.stderr.isatty() or size < PROGRESS_FROM:
+        yield None
+        return
+    with open_bar(size) as (bar, task):
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
+    """A bar on standard error for SIZE bytes, and its task."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:  # fmt: skip
+        yield bar, bar.add_task("", total=size)
+
+
+def show_report(report: Report, look: render.Look, *, verbose: bool) -> None:
+    for line in render.report_lines(report, look, every_name=verbose):
+        click.echo(line, err=report.written, color=look.colour)

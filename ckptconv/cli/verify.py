@@ -1,0 +1,78 @@
+"""``ckptconv verify``: whether checkpoints are whole, and safe to load."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import click
+
+from ckptconv.cli import render
+from ckptconv.cli.json_views import verdict_as_dict
+from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.terminal import progress_bar, show_error
+from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.inspection.summary import SCHEMA_VERSION
+from ckptconv.inspection.verification import checkpoints_in, verify
+
+__all__ = ["verify_command"]
+
+
+@click.command("verify", epilog="Example: ckptconv verify downloads/ --strict")
+@click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
+@click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
+@click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, those that need code among them."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
+@debug_option
+def verify_command(
+    paths: tuple[str, ...],
+    strict: bool,
+    expect_sha256: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    debug: bool,
+) -> int:
+    """Check that checkpoints are whole, and whether loading them can run code. Every record is compared with its checksum; nothing is loaded.
+
+    A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
+    """
+    passed = failed = 0
+    if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
+        raise UsageError("--expect-sha256 is for one file", got=f"{len(paths)} paths" if len(paths) > 1 else paths[0])
+    for path in chain.from_iterable(map(checkpoints_in, paths)):
+        try:
+            verdict = verify(
+                path, strict=strict, expect_sha256=expect_sha256, progress=partial(progress_bar, quiet=quiet)
+            )
+        except UsageError:
+            raise
+        except CkptconvError as error:
+            if debug:
+                raise
+            failed += 1
+            show_error(error)
+            if as_json:
+                click.echo(json.dumps(_cannot_verify(path, error)))
+            continue
+        passed, failed = (passed + 1, failed) if verdict.ok else (passed, failed + 1)
+        if as_json:
+            click.echo(json.dumps(verdict_as_dict(verdict)))
+        else:
+            for line in render.verdict_lines(verdict, quiet=quiet, verbose=verbose):
+                click.echo(line)
+    if passed + failed > 1 and not as_json and not quiet:
+        click.echo(f"{passed + failed:,} checkpoints: {passed:,} ok, {failed:,} failed")
+    return 1 if failed else 0
+
+
+def _cannot_verify(path: str, error: CkptconvError) -> dict[str, Any]:
+    """What ``--json`` says of a PATH at which nothing could be opened."""
+    return {"schema_version": SCHEMA_VERSION, "path": path, "ok": False, "error": str(error)}

@@ -1,0 +1,165 @@
+"""Everything that is decided before the first byte is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import OutFile, Overflow
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.safe_globals import is_allowed
+from ckptconv.edits.apply import apply
+from ckptconv.edits.devices import Devices
+from ckptconv.edits.options import Edits
+from ckptconv.errors import CkptconvError, DangerousError, UsageError, some
+from ckptconv.formats import safetensors, torchscript
+from ckptconv.formats.opening import WRITERS
+from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.sharded.writing import layout as shards_layout
+from ckptconv.output.other_files import Other
+from ckptconv.safety.scan import dangers_carried
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.sources import Readable
+    from ckptconv.errors import CkptconvError
+from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.edits.changes import Changes
+
+__all__ = ["Plan", "Report", "make_plan", "report_of"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, with OTHERS, which come along as they are; else it is the one file."""
+
+    formats: tuple[str, str]
+    target: Path
+    is_folder: bool
+    files: tuple[OutFile, ...]
+    changes: Changes
+    ties: tuple[tuple[str, str], ...]
+    left_behind: tuple[LeftBehind, ...]
+    notes: tuple[str, ...]
+    others: tuple[Other, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files) + sum(other.size for other in self.others)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
+
+    ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
+    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` how many numbers were too large for their new
+    dtype, by the paths of the tensors that share their storage (which only writing can tell).
+    """
+
+    src: str
+    dst: str
+    formats: tuple[str, str]
+    size: int
+    changes: Changes
+    ties: tuple[tuple[str, str], ...]
+    left_behind: tuple[LeftBehind, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    written: bool
+    overflowed: Overflow = field(default_factory=dict)
+    files: tuple[tuple[str, int], ...] = ()
+    failed: tuple[tuple[str, CkptconvError], ...] = ()
+
+
+_SHOWN = 5  # dangers in an error
+
+
+def report_of(
+    plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow,
+    failed: tuple[tuple[Path, CkptconvError], ...] = (),
+) -> Report:  # fmt: skip
+    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
+    others = [other for other in plan.others if other.kind == "file"]
+    inside: list[OutFile | Other] = [*plan.files, *others] if plan.is_folder else []
+    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
+    return Report(
+        str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
+        seconds, written, overflowed, files, tuple((str(path), error) for path, error in failed),
+    )  # fmt: skip
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    path: Path,
+    edits: Edits,
+    *,
+    format: str = "pt",
+    copy_tied: bool = False,
+    allow_unsafe: bool = False,
+    is_folder: bool = False,
+    max_shard_size: int | str | None = None,
+) -> Plan:
+    """Everything about the output, before a byte of it is written. CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has."""
+    if copy_tied and format != "safetensors":
+        raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
+    torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
+    notes: list[str] = []
+    if max_shard_size is not None:
+        edits = replace(edits, state_dict=True)
+    if format == "safetensors":
+        notes = _about_devices(checkpoint, edits)
+        if edits.compact:
+            notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
+        edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
+    changes = apply(checkpoint, edits)
+    if format != "safetensors":
+        if not allow_unsafe:
+            _refuse_dangers(checkpoint, as_archive=format == "pt")
+        notes = _about_code(checkpoint) if format != "pickle" else []
+    if is_folder:
+        layout = shards_layout(checkpoint, path, format, copy_tied=copy_tied, max_shard_size=max_shard_size)
+    elif format == "safetensors":
+        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+    else:
+        layout = WRITERS[format].layout(checkpoint, path)
+    name = safetensors.NAME if format == "safetensors" else WRITERS[format].NAME
+    if len(layout.files) > 1:
+        name = f"{sharded.NAME} {name}"
+    return Plan(
+        (checkpoint.format, name), path, is_folder, layout.files, changes, layout.ties,
+        (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
+        (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
+    )  # fmt: skip
+
+
+def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
+    """What becomes of devices in a format that stores none."""
+    if edits.devices:
+        return ["no device was changed: safetensors stores none, and whoever loads it says where to"]
+    tags = sorted({storage.device for storage in checkpoint.storages.values()} - {"cpu"})
+    return [f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to"] if tags else []
+
+
+def _about_code(checkpoint: Checkpoint) -> list[str]:
+    """What the output still needs, which no edit of devices or names takes away."""
+    unknown = list(dict.fromkeys(str(node) for node in checkpoint.graph.globals if not is_allowed(node)))
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+    return [
+        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about that"
+    ]
+
+
+def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
+    found = dangers_carried(checkpoint, as_archive=as_archive)
+    dangers = [concern for concern in found if concern.dangerous]
+    if found:
+        raise DangerousError(
+            "this file names what no checkpoint needs, and loading it may call that" if dangers else "there are pickles inside this file that cannot be judged",
+            where=checkpoint.source.path, got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
+            hint="do not load it; --allow-unsafe carries the call over, unrun" if dangers else "--allow-unsafe carries them over as they are",
+        )  # fmt: skip

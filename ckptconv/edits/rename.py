@@ -1,0 +1,255 @@
+"""Change names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.state_dicts import Customs, NamedOptimizer, StateDict
+from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of
+from ckptconv.edits.options import Edits
+from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
+from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from ckptconv.pickles.graph import Dict, Effect, Object, Value
+
+__all__ = []
+
+
+_SHOWN = 5  # names or prefixes in an error
+
+
+_LOOKED_AT = 1000  # prefixes, where a near one is looked for
+
+
+class NameEditor:
+    """Changes names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
+
+    def __init__(self, checkpoint: Checkpoint, customs: Customs, changes: Changes) -> None:
+        self.where = checkpoint.source.path
+        self.customs = customs
+        self.changes = changes
+        named: list[StateDict | NamedOptimizer] = [*customs.state_dicts, *customs.optimizers]
+        self.before = [(found, found.names()) for found in named]
+
+    def run(self, edits: Edits) -> None:
+        hint = self.customs.hint_of_modules()
+        if (
+            hint
+            and not self.customs.state_dicts
+            and (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix)
+        ):
+            raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
+        if edits.unwrap:
+            self.unwrap()
+        for said in edits.strip_prefix:
+            self.strip(said)
+        for pattern, replacement in edits.rename:
+            self.rename(pattern, replacement)
+        for said in edits.add_prefix:
+            self.add(said)
+        for found, names in self.before:
+            self.conclude(found, names)
+
+    def names(self) -> list[str]:
+        """Every name in the state dicts; in a file of optimizers alone, theirs."""
+        named = self.customs.state_dicts or self.customs.optimizers
+        return [name for found in named for name in found.names()]
+
+    def unwrap(self) -> None:
+        """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model lose."""
+        changed = "--unwrap changed nothing"
+        for metadata, names in self.metadata(self.customs.state_dicts):
+            modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
+            inside = modules_unwrapped(names, modules)
+            if any(inside(path) != path for path in modules):
+                changed = "--unwrap changed _metadata alone"
+            _rename_keys(metadata, inside)
+        texts: dict[str, str] = {}  # one string for each name, as a pickle shares it
+        for found, names in self.before:
+            if isinstance(found, StateDict):
+                new, places = unwrapped(names), found.node.pairs()
+            else:
+                new, places = unwrapped(self.model_of(names) or names, names), iter(found.places)
+            known = {old: texts.setdefault(name, name) for old, name in new.items()}
+            for effect, i in places:
+                _replace(effect, i, known)
+        if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
+            self.changes.notes.append(f"no wrapper is in the names, so {changed}")
+
+    def model_of(self, names: list[str]) -> list[str]:
+        """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one where several have as many."""
+        theirs = set(names)
+        known = [
+            (len(theirs.intersection(each)), self.customs.is_usual(found.path), each)
+            for found, each in self.before
+            if isinstance(found, StateDict)
+        ]
+        most, _, model = max(known, key=lambda each: each[:2], default=(0, False, []))
+        return model if most else []
+
+    def strip(self, said: str) -> None:
+        prefix = normal_prefix(said)
+        every = self.names()
+        having = [name for name in every if name.startswith(prefix)]
+        if not having:
+            raise NoMatchError(
+                f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
+                hint=_near(prefix, every) or self.customs.hint_of_modules(), unmatched=("strip_prefix", said),
+            )  # fmt: skip
+        self.changes.unprefixed += len(every) - len(having)
+        for metadata, names in self.metadata(self.customs.state_dicts):
+            stripped = [name.startswith(prefix) for name in names]
+            if any(stripped):
+                _strip_metadata(metadata, prefix, keep_ancestors=not all(stripped))
+        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: name.removeprefix(prefix))
+
+    def rename(self, pattern: str, replacement: str) -> None:
+        try:
+            regex = re.compile(pattern)
+            regex.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}"
+            ) from None
+        every = self.names()
+        if not any(regex.search(name) for name in every):
+            raise NoMatchError(
+                f"no name matches {pattern!r}",
+                where=self.where,
+                got=_prefixes(every),
+                hint=self.customs.hint_of_modules(),
+                unmatched=("rename", (pattern, replacement)),
+            )
+
+        def of_module(path: str) -> str:
+            """What a name's part before its last segment becomes; PATH itself where that ends at no dot any more, and is no module's path."""
+            inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
+            return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
+
+        for metadata, _ in self.metadata(self.customs.state_dicts):
+            _rename_keys(metadata, of_module)
+        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: regex.sub(replacement, name))
+
+    def add(self, said: str) -> None:
+        prefix = normal_prefix(said)
+        main = self.customs.main()
+        if len(main) != 1 or not isinstance(main[0], StateDict):
+            if not main:
+                raise NoMatchError("no state dict to add a prefix to", where=self.where, unmatched=("add_prefix", said))
+            meant = dict.fromkeys(found.path for found in (*main, *self.customs.state_dicts))
+            raise NoMatchError(
+                f"several state dicts could be meant: {', '.join(meant)}", where=self.where,
+                hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
+            )  # fmt: skip
+        keys = set(main[0].names())
+        served = [found for found in self.customs.state_dicts if set(found.names()) == keys]
+        for metadata, _ in self.metadata(served):
+            _add_to_metadata(metadata, prefix)
+        theirs = [optimizer for optimizer in self.customs.optimizers if keys.issuperset(optimizer.names())]
+        self.each_name(served, theirs, lambda name: prefix + name)
+
+    def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
+        """Each ``_metadata`` once, and the names it is for; two state dicts can share one."""
+        return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
+
+    def each_name(
+        self, state_dicts: list[StateDict], optimizers: list[NamedOptimizer], new: Callable[[str], str]
+    ) -> None:
+        """Replace each name by NEW of it. Equal names share one string, as they do in a pickle."""
+        named: list[StateDict | NamedOptimizer] = [*state_dicts, *optimizers]
+        known = {name: new(name) for found in named for name in found.names()}
+        for found in state_dicts:
+            for effect, i in found.node.pairs():
+                _replace(effect, i, known)
+        for optimizer in optimizers:
+            for effect, i in optimizer.places:
+                _replace(effect, i, known)
+
+    def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
+        """Report what became of FOUND's names; refuse where two became one."""
+        origin: dict[str, str] = {}
+        is_reported = isinstance(found, StateDict) or not self.customs.state_dicts
+        for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
+            other = origin.setdefault(new, old)
+            if other != old:
+                raise CollisionError(
+                    f"two names would become {new!r}", where=f"{self.where}: {found.path}", got=f"{other!r} and {old!r}"
+                )
+            if old != new and is_reported:
+                self.changes.names.append(NameChange(found.path, old, new))
+
+
+def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
+    value = effect.values[i]
+    if isinstance(value, str) and known.get(value, value) != value:
+        effect.values[i] = known[value]
+
+
+def _near(prefix: str, names: list[str]) -> str | None:
+    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly its letters, or less than a segment."""
+    known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
+    near = get_close_matches(prefix, known, n=1, cutoff=0.75)
+    if near:
+        return f"--strip-prefix {shlex.quote(near[0])} may be meant"
+    if any(name.startswith(prefix[:-1]) for name in names):
+        return f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''"
+    return None
+
+
+def _prefixes(names: list[str]) -> str:
+    """The first segments that NAMES have, the most frequent first."""
+    counts = prefixes_of(names)
+    if not counts:
+        return "no prefixes" if names else "no state dict"
+    shown = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(_SHOWN))
+    return f"prefixes {shown}" + (" ..." if len(counts) > _SHOWN else "")
+
+
+def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
+    """Take PREFIX off module paths."""
+    keys = {effect.values[i] for effect, i in metadata.pairs() if isinstance(effect.values[i], str)}
+    _rename_keys(metadata, modules_without(prefix, keys, keep_ancestors=keep_ancestors))
+
+
+def _add_to_metadata(metadata: Object, prefix: str) -> None:
+    """Put PREFIX before module paths, and before them the entries that a wrapper's ``state_dict()`` has for itself."""
+    wrapped = prefix[:-1]
+    pairs = list(metadata.pairs())
+    if any(effect.values[i] == "" for effect, i in pairs if isinstance(effect.values[i], str)):
+        _rename_keys(metadata, lambda path: prefix + path if path else wrapped)
+        first, at = pairs[0]
+        if first.opcode == "SETITEM":
+            first.opcode = "SETITEMS"
+        for ancestor in sorted(ancestors(wrapped), reverse=True):
+            first.values[at:at] = [ancestor, _version_one()]
+    else:
+        _rename_keys(metadata, lambda path: prefix + path)
+
+
+def _version_one() -> Dict:
+    """``{'version': 1}``: what ``torch.nn.Module`` writes for a module that says nothing else."""
+    version = Dict()
+    version.add(Effect("SETITEM", ["version", 1], None))
+    return version
+
+
+def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
+    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of two that become one the first stays."""
+    seen: set[str] = set()
+    for effect in mapping.effects:
+        if effect.opcode not in ("SETITEM", "SETITEMS"):
+            continue
+        values: list[Value] = []
+        for i in range(0, len(effect.values), 2):
+            key, value = effect.values[i], effect.values[i + 1]
+            name = new(key) if isinstance(key, str) else key
+            if isinstance(key, str) and (not isinstance(name, str) or name in seen):
+                continue
+            if isinstance(name, str):
+                seen.add(name)
+            values += [key if name == key else name, value]
+        effect.values = values

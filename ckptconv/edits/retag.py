@@ -1,0 +1,60 @@
+"""Change the location tags of storages, and the devices of rebuild calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+
+from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.devices import Devices
+from ckptconv.pickles.graph import Call, Global, Tuple, Value
+
+__all__ = ["retag"]
+
+
+def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
+    """Send storages, and the devices of rebuild calls, where DEVICES says; CHANGES gains what that is. RNG_STORAGES hold states of random generators."""
+    tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
+    new_tags: dict[Storage, str] = {}
+    counts: Counter[Storage] = Counter(info.storage for info in checkpoint.tensors.values() if info.storage)
+    seen_tags = {storage.device for storage in checkpoint.storages.values()}
+    for storage in checkpoint.storages.values():
+        new = devices.new_tag(storage.device, rng=storage in rng_storages)
+        if new != storage.device:
+            new_tags[storage] = tags.setdefault(new, new)
+            _count(changes, storage.device, new, counts[storage], storage.nbytes)
+    for reference in checkpoint.references:
+        if reference.storage in new_tags and isinstance(reference.node.id, Tuple):
+            kind, cls, key, _, numel = reference.node.id.items
+            reference.node.id = Tuple([kind, cls, key, new_tags[reference.storage], numel])
+    for storage, new in new_tags.items():
+        storage.device = new
+    for argument in checkpoint.device_arguments:
+        seen_tags.add(argument.device)
+        new = devices.new_tag(argument.device)
+        if new != argument.device:
+            _set_device(argument, tags.setdefault(new, new))
+            _count(changes, argument.device, new, 1, 0)
+    for rule in devices.rules:
+        if not any(rule.matches(tag) for tag in seen_tags):
+            changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")
+
+
+def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:
+    before = changes.devices.get((old, new), (0, 0))
+    changes.devices[old, new] = before[0] + tensors, before[1] + nbytes
+
+
+def _set_device(argument: DeviceArgument, tag: str) -> None:
+    """Replace one argument of one call; the tuple and the device that stood there may be somebody else's as well."""
+    outer = argument.call.args
+    inner = outer.items[2] if argument.nested and isinstance(outer, Tuple) else outer
+    assert isinstance(outer, Tuple) and isinstance(inner, Tuple)
+    old = inner.items[argument.index]
+    new: Value = tag
+    if isinstance(old, Call):
+        family, _, index = tag.partition(":")
+        new = Call("REDUCE", Global("torch", "device"), Tuple([family, int(index)] if index else [family]))
+    args = Tuple([*inner.items[: argument.index], new, *inner.items[argument.index + 1 :]])
+    argument.call.args = Tuple([*outer.items[:2], args, *outer.items[3:]]) if argument.nested else args

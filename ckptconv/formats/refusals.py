@@ -1,0 +1,47 @@
+"""The error for tensors that a format cannot hold, and the command that leaves them out."""
+
+from __future__ import annotations
+
+import shlex
+
+from ckptconv.checkpoint.globs import glob_of
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.errors import RefusedError
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+)
+from ckptconv.pickles.paths import Place, is_item, is_repeated
+
+__all__ = ["cannot_hold"]
+
+_LISTED = 20  # tensors in an error
+
+
+def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
+    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
+    of_source: dict[int, list[Place]] = {}  # names may have been edited since
+    for place in checkpoint.places:
+        of_source.setdefault(id(place.node), []).append(place)
+    listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
+    once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
+    droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
+    if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
+        once = []  # what has no key cannot be left out, or nothing would be left
+    globs = [f"--exclude {shlex.quote(glob)}" for glob in _globs(checkpoint, once)]
+    hint = f"to leave them out: {' '.join(globs)}" if globs else None
+    if len(globs) > _LISTED:
+        listed = f"{len(troubles):,} tensors: {listed}"
+        hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
+    return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
+
+
+def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
+    """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
+    named = {id(found.node) for found in read_customs(checkpoint).state_dicts} if places else set()
+    return [
+        glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
+        else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
+        for place in places
+    ]  # fmt: skip

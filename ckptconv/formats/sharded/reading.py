@@ -1,0 +1,247 @@
+"""Read a set of shards as one checkpoint, and compare what its index says with what the shards hold."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.checkpoint.merging import Merger
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.state_dicts import strings_of
+from ckptconv.errors import (
+    InputError,
+    MalformedError,
+    UnsupportedError,
+    some,
+)
+from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.sharded.index import (
+    TOTAL_SIZE,
+    Index,
+    find_set,
+    index_name,
+    read_index,
+    refuse_missing,
+    refuse_unnamed,
+    sets_in,
+)
+from ckptconv.hints import shell
+from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items
+
+__all__ = ["NAME", "Container", "Shard", "looks_like", "read"]
+
+
+NAME = "sharded"
+
+
+_FORMAT = "format"
+
+
+_SHOWN = 5  # names in an error
+
+
+_ITEMS = ("SETITEM", "SETITEMS")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has its items in common with the root of all."""
+
+    name: str
+    part: Checkpoint
+    root: Object
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """What the reader keeps for the writer: the set as it was. INDEX is the name that its index has or would have, METADATA what stands in it, NAMES how many there were.
+
+    CONTRADICTIONS are texts that shards have and that differ from one to the other.
+    """
+
+    root: Object
+    shards: tuple[Shard, ...]
+    index: str
+    metadata: Mapping[str, Any]
+    names: int
+    contradictions: tuple[LeftBehind, ...]
+
+
+def looks_like(folder: SourceFolder) -> bool:
+    """Whether FOLDER is an index, or has shards."""
+    if not folder.path.is_dir():
+        return True
+    try:
+        return bool(sets_in(os.listdir(folder.path)))
+    except OSError:
+        return False
+
+
+def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """The set of shards in FOLDER, each of which READ_FILE reads. Raises MalformedError, RefusedError, and what that raises."""
+    found = find_set(folder.path, folder.faults)
+    if found is None:
+        raise folder_error(folder.path)
+    index = read_index(folder.open(found.index)) if found.index else None
+    names = index.shards() if index else [*found.shards]
+    if index:
+        refuse_unnamed(folder.folder, index, folder.faults)
+    names = refuse_missing(folder.folder, names, folder.faults)
+    merger = Merger(folder)
+    shards = []
+    for name in names:
+        try:
+            part = read_file(folder.open(name))
+            shards.append(Shard(name, part, _root_of(part, name)))
+            merger.take(part, in_order=True)
+        except InputError as error:
+            folder.faults.found(error)
+    if not shards:
+        raise MalformedError("none of its shards can be read", where=folder.path)
+    _check_formats(folder, shards)
+    in_shards = _check_names(folder, shards, index)
+    ties = {name: kept for shard in shards for name, kept in shard.part.ties.items()}
+    if index and shards[0].part.is_state_dict:
+        ties |= _tied_by_index(index, in_shards)
+    root = _merged([shard.root for shard in shards])
+    said = index.metadata.items() if index else ()
+    metadata = {key: value for key, value in said if value != ties.get(key)}
+    texts, contradictions = _texts(shards, metadata)
+    container = Container(
+        root, tuple(shards), found.index or index_name(found.stem, found.suffix), metadata, len(_names(root)), contradictions
+    )  # fmt: skip
+    checkpoint = merger.checkpoint(f"{NAME} {shards[0].part.format}", root, container)
+    checkpoint.is_state_dict = shards[0].part.is_state_dict
+    checkpoint.ties = ties
+    checkpoint.metadata = texts
+    checkpoint.unused += contradictions
+    if index:
+        checkpoint.unused += [
+            LeftBehind(f"{container.index}/{key}", 0, "no index has such a part") for key in index.others
+        ]
+    return checkpoint
+
+
+def _root_of(part: Checkpoint, name: str) -> Object:
+    """The mapping of names that the shard PART, called NAME, is; it loses its attributes, which have no place in a set. Raises UnsupportedError, MalformedError."""
+    root = part.graph.root
+    is_ordered = isinstance(root, Call) and is_global(root.callable, "collections.OrderedDict")
+    if not isinstance(root, Object) or not (isinstance(root, Dict) or (is_ordered and _is_empty(root))):
+        raise _no_shard(part, "the shard is no mapping of names to tensors")
+    keys = [effect.values[i] for effect, i in root.pairs()]
+    if not all(isinstance(key, str) for key in keys):
+        raise _no_shard(part, "the shard has keys that are no names")
+    if len({*keys}) != len(keys):
+        (twice, _), *_ = Counter(keys).most_common(1)
+        raise MalformedError("a name stands twice in the shard", where=part.source.path, got=repr(twice))
+    if any(effect.opcode not in _ITEMS for effect in root.effects):
+        part.unused.append(LeftBehind(f"{name}/._metadata", 0, "a set of shards has no place for attributes"))
+        root.effects = [effect for effect in root.effects if effect.opcode in _ITEMS]
+    return root
+
+
+def _is_empty(call: Value) -> bool:
+    return isinstance(call, Call) and isinstance(call.args, Tuple) and not call.args.items
+
+
+def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        what, where=part.source.path, hint=f"convert it alone: {shell('ckptconv', 'convert', part.source.path, 'OUT')}"
+    )
+
+
+def _merged(roots: list[Object]) -> Object:
+    """A mapping of all that ROOTS have: the effects are theirs, so that what changes in one changes in the other."""
+    first = roots[0]
+    root: Object = Dict()
+    if isinstance(first, Call) and all(isinstance(each, Call) for each in roots):
+        root = Call(first.kind, first.callable, Tuple([]))
+    for each in roots:
+        for effect in each.effects:
+            root.add(effect)
+    return root
+
+
+def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
+    formats = {shard.part.format: shard.name for shard in shards}
+    if len(formats) > 1:
+        listed = ", ".join(f"{name} is {format_}" for format_, name in formats.items())
+        folder.faults.found(
+            UnsupportedError(f"the shards of one checkpoint are of different formats: {listed}", where=folder.path)
+        )
+
+
+def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
+    """The shard of each name that stands in one, all of them where the INDEX, if there is one, has them. Raises MalformedError."""
+    in_shards: dict[str, Shard] = {}
+    doubled: dict[str, str] = {}
+    for shard in shards:
+        for name in _names(shard.root):
+            first = in_shards.setdefault(name, shard)
+            if first is not shard:
+                doubled[name] = f"{name!r} in {first.name} and {shard.name}"
+    if doubled:
+        folder.faults.found(_contradiction(folder, shards, "more than one shard", [*doubled.values()], may_go=False))
+    if index is None:
+        return in_shards
+    recorded = {name for shard in shards for name in shard.part.ties}
+    read = {shard.name for shard in shards}
+    places = {name: shard for name, shard in index.weight_map.items() if shard in read}
+    missing = [f"{name!r} not in {shard}" for name, shard in places.items() if name not in in_shards]
+    moved = [f"{name!r} in {in_shards[name].name} and not in {shard}" for name, shard in places.items() if name in in_shards and in_shards[name].name != shard]  # fmt: skip
+    unknown = [f"{name!r} in {shard.name}" for name, shard in in_shards.items() if name not in places and name not in recorded]  # fmt: skip
+    for what, found in (
+        ("no shard, but in the index", missing), ("another shard than the index says", moved), ("a shard, but not in the index", unknown),
+    ):  # fmt: skip
+        if found:
+            folder.faults.found(_contradiction(folder, shards, what, found, may_go=True))
+    return in_shards
+
+
+def _contradiction(
+    folder: SourceFolder, shards: list[Shard], what: str, found: list[str], *, may_go: bool
+) -> MalformedError:
+    """The error for tensors that stand in WHAT; FOUND names each and says where. MAY_GO: without the index there would be no contradiction."""
+    alone = shell("ckptconv", "convert", folder.folder / shards[0].name, "OUT")
+    hint = f"convert the shards one by one: {alone}"
+    sets = sets_in(shard.name for shard in shards)
+    if may_go and len(sets) == 1 and len(shards) == sets[0].count:
+        hint = f"if the shards are right, take the index away, and they are believed; else {hint}"
+    stands = "tensor stands" if len(found) == 1 else "tensors stand"
+    return MalformedError(f"{len(found):,} {stands} in {what}: {some(found, _SHOWN)}", where=folder.path, hint=hint)
+
+
+def _names(root: Object) -> list[str]:
+    return [key for effect, i in root.pairs() if isinstance(key := effect.values[i], str)]
+
+
+def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
+    """The names that the INDEX alone records, with those of the tensors that they are tied to; the shards of these gain them."""
+    ties = {
+        name: kept
+        for name, kept in index.metadata.items()
+        if isinstance(kept, str) and kept in in_shards and name not in in_shards and name != _FORMAT
+    }
+    tensors = {id(shard): strings_of(shard.root) for shard in {in_shards[kept] for kept in ties.values()}}
+    for name, kept in ties.items():
+        shard = in_shards[kept]
+        tensor = tensors[id(shard)][kept]
+        assert isinstance(tensor, Call)
+        set_items(shard.root, [name, Call(tensor.kind, tensor.callable, tensor.args)])
+    return ties
+
+
+def _texts(shards: Iterable[Shard], metadata: Mapping[str, Any]) -> tuple[dict[str, str], tuple[LeftBehind, ...]]:
+    """The texts of the shards and of the index as those of one file; and those that shards have and that differ."""
+    texts = {key: text for key, text in metadata.items() if isinstance(text, str) and key != TOTAL_SIZE}
+    differ: dict[str, LeftBehind] = {}
+    for shard in shards:
+        for key, text in shard.part.metadata.items():
+            if texts.setdefault(key, text) != text:
+                left = f"{shard.name}/__metadata__/{key}"
+                differ.setdefault(key, LeftBehind(left, len(text.encode()), "other shards have another text there"))
+    return texts, tuple(differ.values())

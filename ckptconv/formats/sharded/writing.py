@@ -1,0 +1,241 @@
+"""Lay out a checkpoint as shards and their index: the shards that it came in, or new ones by size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptconv.byteranges.spans import OutFile
+from ckptconv.checkpoint.index import places_in
+from ckptconv.checkpoint.left_behind import left_behind_at
+from ckptconv.checkpoint.merging import split
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.errors import (
+    RefusedError,
+    UsageError,
+    count,
+    some,
+)
+from ckptconv.formats import safetensors, torch_zip
+from ckptconv.formats.layout import Layout
+from ckptconv.formats.safetensors_header import is_text
+from ckptconv.formats.sharded.index import (
+    TOTAL_SIZE,
+    index_bytes,
+    of_other_suffix,
+    renumbered,
+    stem_for,
+)
+from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
+from ckptconv.formats.sharded.reading import _FORMAT, _SHOWN, Container, _names
+from ckptconv.pickles.graph import Dict, Object, Value, set_items
+from ckptconv.pickles.paths import is_item, is_repeated
+
+__all__ = ["format_of", "layout"]
+
+
+_TOTAL_PARAMETERS = "total_parameters"  # transformers' count, which leaves out buffers
+
+
+class _File(NamedTuple):
+    """A file to be laid out: its name, its root, the part that it stays, if it does, and the texts for its own metadata."""
+
+    name: str
+    root: Object
+    like: Checkpoint | None
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Set:
+    """The files of a set, the name of its index, if it has one, what that says beside sizes and places, and what to say of all."""
+
+    files: list[_File]
+    index: str | None
+    metadata: dict[str, Any]
+    left_behind: list[LeftBehind]
+    notes: tuple[str, ...] = ()
+
+
+def layout(
+    checkpoint: Checkpoint,
+    folder: Path,
+    format: str,
+    *,
+    copy_tied: bool = False,
+    max_shard_size: int | str | None = None,
+) -> Layout:
+    """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at most MAX_SHARD_SIZE. Raises UsageError, RefusedError."""
+    if format not in ("pt", "safetensors"):
+        raise UsageError(f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors")  # fmt: skip
+    suffix = ".safetensors" if format == "safetensors" else ".bin"
+    container = checkpoint.container if isinstance(checkpoint.container, Container) else None
+    if max_shard_size is not None:
+        planned = _dealt(checkpoint, container, suffix, max_shard_size, copy_tied=copy_tied)
+    elif container and checkpoint.graph.root is container.root:
+        planned = _as_it_was(checkpoint, container, suffix)
+    else:
+        raise UsageError(
+            "what is to be written is not in shards, and a folder is the output", where=folder,
+            hint="--max-shard-size 5GB makes shards of it; a path with a suffix, one file",
+        )  # fmt: skip
+    return _Writer(checkpoint, folder, format, copy_tied).layout(planned)
+
+
+def format_of(checkpoint: Checkpoint) -> str:
+    """The format of shards that are made of CHECKPOINT where nobody says which: what holds names and tensors alone stays safetensors."""
+    return "safetensors" if checkpoint.is_state_dict else "pt"
+
+
+def _as_it_was(checkpoint: Checkpoint, container: Container, suffix: str) -> _Set:
+    """Each shard, without what the edits took out of it; those that are empty then are left out."""
+    kept = {id(effect) for effect in container.root.effects}
+    for shard in container.shards:
+        shard.root.effects = [effect for effect in shard.root.effects if id(effect) in kept]
+    shards = [shard for shard in container.shards if any(shard.root.pairs())]
+    names = [shard.name for shard in shards]
+    index, metadata = container.index, dict(container.metadata)
+    if (suffix == ".safetensors") != container.shards[0].part.is_state_dict:
+        names = [of_other_suffix(name, suffix) for name in names]
+        index = of_other_suffix(index, suffix)
+    texts = [shard.part.metadata for shard in shards]
+    if suffix == ".safetensors":  # each keeps its own
+        checkpoint.unused = [each for each in checkpoint.unused if each not in container.contradictions]
+    else:
+        texts = [{} for _ in shards]
+        metadata = {key: text for key, text in checkpoint.metadata.items() if key != _FORMAT} | metadata
+    if len(shards) < len(container.shards):
+        names = renumbered(names)
+    if len({*names, index}) <= len(names):
+        raise RefusedError(
+            f"two shards would have one name: {some(names, _SHOWN)}", where=checkpoint.source.path,
+            hint="--max-shard-size 5GB makes new ones",
+        )  # fmt: skip
+    left = _uncounted(checkpoint, container, metadata)
+    files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]
+    return _Set(files, index, metadata, left)
+
+
+def _uncounted(checkpoint: Checkpoint, container: Container, metadata: dict[str, Any]) -> list[LeftBehind]:
+    """Take out of METADATA what would be false by now; what that is."""
+    root = checkpoint.graph.root
+    if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(_names(root)) == container.names):
+        return []
+    del metadata[_TOTAL_PARAMETERS]
+    return [LeftBehind(f"{container.index}/metadata/{_TOTAL_PARAMETERS}", 0, "tensors were left out, so it is false")]
+
+
+def _dealt(
+    checkpoint: Checkpoint, container: Container | None, suffix: str, max_shard_size: int | str, *, copy_tied: bool
+) -> _Set:
+    """The names of CHECKPOINT dealt anew, by size."""
+    items, left = _items_of(checkpoint)
+    weights: dict[str, Weight]
+    if suffix == ".safetensors":
+        weights = weights_of_tensors(checkpoint, items, copy_tied=copy_tied)
+    else:
+        weights = weights_of_storages(checkpoint, items)
+    if not weights:
+        raise RefusedError("there is no tensor to put into shards", where=checkpoint.source.path)
+    stem = stem_for(container.index if container else checkpoint.source.path.name, suffix)
+    dealt = deal(weights, max_shard_size, stem, suffix)
+    others = {name for name in items if name not in weights}
+    texts = dict(checkpoint.metadata)
+    metadata = {**(container.metadata if container else {}), **texts}
+    left += _uncounted(checkpoint, container, metadata) if container else []
+    files = []
+    for i, (file, names) in enumerate(dealt.files):
+        mine = {*names, *others} if i == 0 else {*names}
+        root = Dict()
+        set_items(root, [word for name, value in items.items() if name in mine for word in (name, value)])
+        own = {key: text for key, text in texts.items() if key == _FORMAT} if dealt.index else texts
+        files.append(_File(file, root, None, own))
+    if dealt.index is None:
+        left += [LeftBehind(f"{container.index}/metadata/{key}", 0, "one file has no index") for key, value in metadata.items() if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)]  # fmt: skip
+    metadata.pop(_FORMAT, None)
+    notes = (_about_size(dealt.too_large, max_shard_size),) if dealt.too_large else ()
+    return _Set(files, dealt.index, metadata, left, notes)
+
+
+def _about_size(too_large: int, max_shard_size: int | str) -> str:
+    are, have = ("is", "has") if too_large == 1 else ("are", "have")
+    return f"{count(too_large, 'tensor')} {are} larger than --max-shard-size {max_shard_size} and {have} a shard each"
+
+
+def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
+    """The items of CHECKPOINT's root by name, and what else stands in it, which no shard will have. Raises RefusedError."""
+    root = checkpoint.graph.root
+    assert isinstance(root, Object)  # a state dict was taken
+    places = list(places_in(checkpoint, {id(root)}))
+    odd = [place.path for place in places if is_item(place) and (place.key is None or not is_text(place.key) or is_repeated(place))]  # fmt: skip
+    if odd:
+        raise RefusedError(
+            f"an index cannot hold what has no name of its own: {some(odd, _SHOWN)}", where=checkpoint.source.path
+        )
+    others = [place for place in places if not is_item(place)]
+    kept = [info.storage for info in checkpoint.tensors.values()]
+    items = {place.key: place.node for place in places if is_item(place) and place.key is not None}
+    return items, left_behind_at(checkpoint, others, kept, "shards have no place for attributes")
+
+
+class _Writer:
+    """Lays out the files of a set, and gathers what they say of themselves."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, format_: str, copy_tied: bool) -> None:
+        self.checkpoint = checkpoint
+        self.folder = folder
+        self.is_safetensors = format_ == "safetensors"
+        self.copy_tied = copy_tied
+        self.weight_map: dict[str, str] = {}
+        self.total_size = 0
+        self.ties: dict[str, str] = {}
+
+    def layout(self, planned: _Set) -> Layout:
+        """All files, the index last."""
+        files: list[OutFile] = []
+        left: dict[tuple[str, str], LeftBehind] = {(each.path, each.why): each for each in planned.left_behind}
+        notes: dict[str, None] = dict.fromkeys(planned.notes)
+        parts = split(self.checkpoint, [(file.root, file.like) for file in planned.files])
+        for file, part in zip(planned.files, parts, strict=True):
+            laid = self.part(part, file)
+            files += laid.files
+            left |= {(each.path, each.why): each for each in laid.left_behind}
+            notes |= dict.fromkeys(laid.notes)
+            self.ties |= dict(laid.ties)
+        if planned.index:
+            metadata = self.metadata(planned, left)
+            data = index_bytes({**metadata, TOTAL_SIZE: self.total_size}, self.weight_map)
+            files.append(OutFile(self.folder / planned.index, (data,), len(data)))
+        return Layout(tuple(files), tuple(left.values()), tuple(notes), tuple(self.ties.items()))
+
+    def metadata(self, planned: _Set, left: dict[tuple[str, str], LeftBehind]) -> dict[str, Any]:
+        """What the index says beside sizes and places, ties among it; LEFT gains what cannot stand there."""
+        if not self.is_safetensors:
+            return planned.metadata
+        metadata: dict[str, Any] = dict(self.ties)
+        for key, value in planned.metadata.items():
+            if isinstance(value, str) and value in self.weight_map and key not in self.weight_map:
+                each = LeftBehind(f"{planned.index}/metadata/{key}", len(value.encode()), "it would be read as a tie")
+                left[each.path, each.why] = each
+            else:
+                metadata[key] = value
+        return metadata
+
+    def part(self, part: Checkpoint, file: _File) -> Layout:
+        """One shard."""
+        names = _names(file.root)
+        mine = {*names}
+        part.ties = {name: kept for name, kept in part.ties.items() if name in mine and kept in mine}
+        part.metadata = file.metadata
+        path = self.folder / file.name
+        if self.is_safetensors:
+            laid = safetensors.layout(part, path, copy_tied=self.copy_tied)
+            tied = dict(laid.ties)
+            written = [info for info in part.tensors.values() if info.name in mine and info.name not in tied]
+            self.total_size += sum(info.nbytes for info in written)
+            self.weight_map |= {info.name: file.name for info in written if info.name is not None}
+            return laid
+        self.total_size += sum(storage.nbytes for storage in part.storages.values())
+        self.weight_map |= dict.fromkeys(names, file.name)
+        return torch_zip.layout(part, path)
