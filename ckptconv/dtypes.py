@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "dtype_called"]
+__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "get_dtype"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,6 @@ BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) i
 BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}
 
 
-def dtype_called(name: str) -> DType:
+def get_dtype(name: str) -> DType:
     """The dtype that torch calls NAME, else the one that safetensors alone has."""
     return BY_NAME.get(name) or BY_WORD[name]

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from ckptconv.errors import CkptconvError, printable
 
-__all__ = ["edit_flag", "escaped", "for_python", "in_python", "literal", "saved_by_torch", "shell"]
+__all__ = ["edit_flag", "for_python", "in_python", "literal", "saved_by_torch", "shell", "shell_escape"]
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
@@ -44,10 +44,10 @@ def _no_option(path: str) -> str:
 
 def _quoted(word: str) -> str:
     """WORD for a shell; with what cannot be shown in the shell's own escapes, for a message would show it in others."""
-    return shlex.quote(word) if printable(word) == word else f"$'{''.join(map(escaped, word))}'"
+    return shlex.quote(word) if printable(word) == word else f"$'{''.join(map(shell_escape, word))}'"
 
 
-def escaped(character: str, *, ascii_only: bool = False) -> str:
+def shell_escape(character: str, *, ascii_only: bool = False) -> str:
     """CHARACTER as it stands between ``$'`` and ``'`` in a shell."""
     if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
         return character

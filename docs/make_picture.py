@@ -16,7 +16,7 @@ from torch import nn
 from ckptconv.byteranges.sources import Source
 from ckptconv.cli import render
 from ckptconv.formats import opening
-from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import summarize
 
 COLUMNS = 80
@@ -72,8 +72,8 @@ def drawn() -> list[str]:
             torch.save(checkpoint(), path)
         with Source(path) as source:
             source.path = Path("gpt.pt")
-            summary = summarize(opening.read(source), Machine(cuda=0, mps=False))
-    look = render.Look(width=COLUMNS, colour=True, unicode=True)
+            summary = summarize(opening.read(source), Host(cuda=0, mps=False))
+    look = render.Style(width=COLUMNS, colour=True, unicode=True)
     lines = [
         *render.facts(summary, look, shown=len(summary["tensors"])),
         "",

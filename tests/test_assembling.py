@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ckptconv.byteranges.kernels import assembling, gathering
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.sources import Held, Readable
-from ckptconv.byteranges.spans import Assemble, Box, Chain, OutFile, Span
+from ckptconv.byteranges.sources import BytesSource, Readable
+from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, OutFile
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
-from ckptconv.output.virtual_file import Unwritten
+from ckptconv.output.virtual_file import VirtualFile
 
 HERE = Path("here")
 DTYPES = [
@@ -51,7 +51,7 @@ def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
     return [each for half in halves for each in cut(chance, half, times - 1)]
 
 
-def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[Box]:
+def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[ChunkPlacement]:
     """CHUNKS of WHOLE, each somewhere in a file of its own; in row-major order if they are to be PLAIN, else in any."""
     boxes = []
     for chunk in chunks:
@@ -63,7 +63,11 @@ def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain:
         stride = row_major(chunk.sizes) if order == sorted(order) else stored.permute([order.index(d) for d in range(whole.dim())]).stride()  # fmt: skip
         before = chance.randrange(5)
         data = bytes(before) + bytes_of(stored)
-        boxes.append(Box(Span(Held(data, HERE), before, len(data) - before), chunk.offsets, chunk.sizes, stride))
+        boxes.append(
+            ChunkPlacement(
+                ByteRange(BytesSource(data, HERE), before, len(data) - before), chunk.offsets, chunk.sizes, stride
+            )
+        )
     chance.shuffle(boxes)
     return boxes
 
@@ -88,10 +92,10 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
         assert _read_anywhere(chance, piece, piece.length) == bytes_of(whole)
 
 
-def _read_anywhere(chance: Random, piece: Span | Chain | Assemble, length: int) -> bytes:
+def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length: int) -> bytes:
     """PIECE through a stream, after having read here and there in it."""
-    parts = piece.parts if isinstance(piece, Chain) else (piece,)
-    with Unwritten(OutFile(HERE, (b"before", *parts), 6 + length)) as stream:
+    parts = piece.parts if isinstance(piece, Concat) else (piece,)
+    with VirtualFile(OutFile(HERE, (b"before", *parts), 6 + length)) as stream:
         for _ in range(3):
             stream.seek(chance.randrange(6 + length))
             stream.read(chance.randrange(1 + length))
@@ -130,7 +134,7 @@ def test_rows_stay_where_they_are() -> None:
     whole, chance = torch.arange(24.0).view(4, 6), Random(1)
     rows, columns = [Chunk((0, 0), (3, 6)), Chunk((3, 0), (1, 6))], [Chunk((0, 0), (4, 1)), Chunk((0, 1), (4, 5))]
     piece = assembled((4, 6), 4, boxes_of(chance, whole, rows, plain=True), HERE)
-    assert isinstance(piece, Chain) and piece.whole is None and [part.length for part in piece.parts] == [72, 24]
+    assert isinstance(piece, Concat) and piece.whole is None and [part.length for part in piece.parts] == [72, 24]
     assert isinstance(assembled((4, 6), 4, boxes_of(chance, whole, columns, plain=True), HERE), Assemble)
     assert isinstance(
         assembled(
@@ -139,9 +143,9 @@ def test_rows_stay_where_they_are() -> None:
             boxes_of(chance, whole.view(1, 24), [Chunk((0, 0), (1, 9)), Chunk((0, 9), (1, 15))], plain=True),
             HERE,
         ),
-        Chain,
+        Concat,
     )
-    turned = Box(Span(Held(bytes(96), HERE), 0, 96), (0, 0), (4, 6), (1, 4))
+    turned = ChunkPlacement(ByteRange(BytesSource(bytes(96), HERE), 0, 96), (0, 0), (4, 6), (1, 4))
     assert isinstance(assembled((4, 6), 4, [turned], HERE), Assemble)
     assert assembled((0, 6), 4, [], HERE).length == 0
 
@@ -162,7 +166,8 @@ def test_columns_are_read_in_few_large_pieces() -> None:
     source = _Counted()
     rows, columns = 40_000, 1_000
     boxes = tuple(
-        Box(Span(source, 0, rows * columns * 4), (0, at), (rows, columns), (columns, 1)) for at in (0, columns)
+        ChunkPlacement(ByteRange(source, 0, rows * columns * 4), (0, at), (rows, columns), (columns, 1))
+        for at in (0, columns)
     )
     piece = Assemble(boxes, (rows, 2 * columns), 4, 8 * rows * columns)
     tracemalloc.start()

@@ -23,7 +23,7 @@ from judge import assert_same
 import ckptconv
 from ckptconv.byteranges import checksums
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.formats import opening
 from ckptconv.inspection.verification import verify
 
@@ -233,6 +233,6 @@ def test_flips_in_the_older_format(tmp_path: Path) -> None:
         ends.append(stream.tell())
     with Source(tmp_path / "older.pt") as source:
         spans = [storage.data for storage in opening.read(source).storages.values()]
-    numbers = {span.offset + i for span in spans if isinstance(span, Span) for i in range(span.length)}
+    numbers = {span.offset + i for span in spans if isinstance(span, ByteRange) for i in range(span.length)}
     assert bits["found"] and bits["silent"]
     assert all(bit // 8 in numbers or ends[2] <= bit // 8 < ends[3] for bit in bits["silent"])

@@ -10,8 +10,8 @@ from math import isfinite
 import pytest
 import torch
 
-from ckptconv.byteranges.kernels.casting import CastBuffer
-from ckptconv.byteranges.spans import Cast, Span
+from ckptconv.byteranges.kernels.casting import TorchCastBuffer
+from ckptconv.byteranges.spans import ByteRange, Cast
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,8 +59,8 @@ def cast(
     """NUMBERS as NEW, so many bytes at once, and how many of those that are SHOWN were too large."""
     data = numbers.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = getattr(torch, new)
-    of = Span(None, 0, len(data))  # type: ignore[arg-type]
-    buffer = CastBuffer(Cast(of, str(numbers.dtype)[6:], new, numbers.numel() * dtype.itemsize, **bits), most)
+    of = ByteRange(None, 0, len(data))  # type: ignore[arg-type]
+    buffer = TorchCastBuffer(Cast(of, str(numbers.dtype)[6:], new, numbers.numel() * dtype.itemsize, **bits), most)
     out, overflowed = bytearray(), 0
     for at in range(0, len(data), len(buffer.room)):
         chunk = data[at : at + len(buffer.room)]

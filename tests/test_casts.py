@@ -30,7 +30,7 @@ from torch import nn
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.cli.render import Look, report_lines
+from ckptconv.cli.render import Style, report_lines
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 from ckptconv.edits.views import Views
 from ckptconv.formats import opening
@@ -1003,7 +1003,7 @@ def test_every_line_at_80_columns(tmp_path: Path) -> None:
         "ema": {"layers.0.norm.weight": torch.ones(3)}, "queue": [base[:3], torch.ones(3)],
     }  # fmt: skip
     _, report = converted(tmp_path, obj, dtype=["fp16", "*.bias=bf16"], compact=True)
-    lines = [line.rstrip() for line in report_lines(report, Look(width=80))]
+    lines = [line.rstrip() for line in report_lines(report, Style(width=80))]
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("  dtypes")) :]
     assert max(map(len, lines)) <= 80
     assert "\n".join(lines) == LINES

@@ -12,7 +12,7 @@ import pytest
 from ckptconv.byteranges import checksums
 from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Late, OutFile, Span
+from ckptconv.byteranges.spans import ByteRange, Deferred, OutFile
 from ckptconv.errors import InputChangedError, MalformedError, OutputError
 from ckptconv.output import files as output_files
 
@@ -26,8 +26,8 @@ def source(tmp_path: Path) -> Source:
     return Source(path)
 
 
-def span(source: Source, start: int, end: int, crc32: int | None = None) -> Span:
-    return Span(source, start, end - start, crc32)
+def span(source: Source, start: int, end: int, crc32: int | None = None) -> ByteRange:
+    return ByteRange(source, start, end - start, crc32)
 
 
 def test_sums_are_zlibs_in_the_order_of_the_spans(source: Source) -> None:
@@ -96,8 +96,8 @@ def test_what_is_damaged_is_no_output(source: Source, tmp_path: Path) -> None:
 def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) -> None:
     """They stand where the plan has them, before and behind the data, and are read back like the rest."""
     first, second = span(source, 0, 1000), span(source, 5, 4_000_000)
-    front = Late(8, lambda sums: b"".join(n.to_bytes(4, "little") for n in sums))
-    back = Late(4, lambda sums: sums[1].to_bytes(4, "big"))
+    front = Deferred(8, lambda sums: b"".join(n.to_bytes(4, "little") for n in sums))
+    back = Deferred(4, lambda sums: sums[1].to_bytes(4, "big"))
     target = tmp_path / "target"
     size = 8 + 1000 + 3 + 3_999_995 + 4
     written: list[int] = []
@@ -111,7 +111,7 @@ def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) 
 
 def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path) -> None:
     """It would overwrite what follows it."""
-    file = OutFile(tmp_path / "target", (Late(2, lambda sums: b"abc"), b"xyz"), 5)
+    file = OutFile(tmp_path / "target", (Deferred(2, lambda sums: b"abc"), b"xyz"), 5)
     with pytest.raises(OutputError, match="bug"):
         output_files.write(file, source, replace=False, verify=False)
     assert not (tmp_path / "target").exists()

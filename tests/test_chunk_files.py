@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptconv.byteranges.sources import Held, Window
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.sources import BytesSource, SliceSource
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import InputError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed import chunk_files
@@ -26,8 +26,8 @@ def saved(tensor: Any) -> bytes:
     return stream.getvalue()
 
 
-def window(raw: bytes) -> Window:
-    return Window(Held(BEFORE + raw + b"and behind", Path("here")), len(BEFORE), len(raw))
+def window(raw: bytes) -> SliceSource:
+    return SliceSource(BytesSource(BEFORE + raw + b"and behind", Path("here")), len(BEFORE), len(raw))
 
 
 def answer(files: ChunkFiles, raw: bytes) -> object:
@@ -37,7 +37,7 @@ def answer(files: ChunkFiles, raw: bytes) -> object:
     except InputError as error:
         return str(error)
     data = file.data
-    assert data is None or isinstance(data, Span)
+    assert data is None or isinstance(data, ByteRange)
     facts = file.info and (file.info.dtype, file.info.shape, file.info.stride, file.info.offset, file.info.kind)
     return facts, data and (data.offset, data.length, data.crc32), file.is_little_endian
 
@@ -52,9 +52,9 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             tensor = torch.randn(shape)
             raw = saved(tensor)
-            expected = read(Held(raw, Path("here"))).storages["0"].data
+            expected = read(BytesSource(raw, Path("here"))).storages["0"].data
             file = files.read(window(raw))
-            assert isinstance(file.data, Span) and isinstance(expected, Span)
+            assert isinstance(file.data, ByteRange) and isinstance(expected, ByteRange)
             assert file.data.crc32 == expected.crc32 and file.data.offset == len(BEFORE) + expected.offset
             assert bytes(file.data.source.read(file.data.offset, file.data.length)) == bytes(tensor.numpy())
             assert file.info and file.info.shape == shape

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.rebuild_functions import STRIDED
 from ckptconv.errors import CkptconvError, RefusedError
 from ckptconv.formats import opening
@@ -103,7 +103,7 @@ def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
         return {
             place: (info.dtype, info.shape, info.stride, info.offset, info.device, info.requires_grad, source.read(data.offset, data.length))
             for place, info in opening.read(source).tensors.items()
-            if info.storage and isinstance(data := info.storage.data, Span)
+            if info.storage and isinstance(data := info.storage.data, ByteRange)
         }  # fmt: skip
 
 

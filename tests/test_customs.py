@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, Customs, read_customs
+from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, Detected, detect
 from ckptconv.formats import opening
 
 
@@ -21,19 +21,19 @@ from ckptconv.formats import opening
 def read(tmp_path: Path) -> Any:
     """What is recognised in an object that torch saves."""
 
-    def customs_of(obj: object) -> Customs:
+    def customs_of(obj: object) -> Detected:
         torch.save(obj, tmp_path / "x.pt")
         with Source(tmp_path / "x.pt") as source:
-            return read_customs(opening.read(source))
+            return detect(opening.read(source))
 
     return customs_of
 
 
-def state_dicts(customs: Customs) -> list[str]:
+def state_dicts(customs: Detected) -> list[str]:
     return [found.path for found in customs.state_dicts]
 
 
-def rng_states(customs: Customs) -> list[str]:
+def rng_states(customs: Detected) -> list[str]:
     return [info.path for info in customs.rng_states]
 
 
@@ -293,7 +293,7 @@ def test_the_trainers_file(read: Any) -> None:
 def test_the_training_fixture(fixtures: Path) -> None:
     """One model, an optimizer keyed by integers, two generator states."""
     with Source(fixtures / "training.pt") as source:
-        customs = read_customs(opening.read(source))
+        customs = detect(opening.read(source))
     assert state_dicts(customs) == ["model"]
     assert customs.optimizers == []
     assert rng_states(customs) == ["rng_state/cpu", "rng_state/cuda"]
@@ -303,4 +303,4 @@ def test_parts_of_a_pickled_module_are_no_state_dict(tmp_path: Path) -> None:
     """``_parameters`` and ``_buffers`` of a whole module hold attributes: no prefix is put before them."""
     torch.save({"net": torch.nn.BatchNorm1d(2)}, tmp_path / "module.pt")
     with Source(tmp_path / "module.pt") as source:
-        assert read_customs(opening.read(source)).state_dicts == []
+        assert detect(opening.read(source)).state_dicts == []

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.byteranges.spans import Assemble, Cast, Chain, Span
+from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.plan import make_plan
 from ckptconv.edits.options import Edits
@@ -55,8 +55,8 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
     copied(folder, target)
     with SourceFolder(target) as source:
         data = dcp.read(source, lambda source: pytest.fail("none")).tensors[name].storage.data  # type: ignore[union-attr]
-        first = data.parts[0] if isinstance(data, Chain) else data.boxes[-1].of if isinstance(data, Assemble) else data
-        assert isinstance(first, Span)
+        first = data.parts[0] if isinstance(data, Concat) else data.boxes[-1].of if isinstance(data, Assemble) else data
+        assert isinstance(first, ByteRange)
         path, offset = first.source.path, first.offset
     raw = bytearray(path.read_bytes())
     raw[offset + 1] ^= 4
@@ -163,21 +163,21 @@ def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
     """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put together."""
     for checkpoint in opened(ranks / "rows"):
         kinds = {path.rpartition("/")[2]: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}  # fmt: skip
-    assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Chain}
-    assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {Span}
+    assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Concat}
+    assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {ByteRange}
     assert {kinds[name] for name in ("transposed", "model.kernel")} == {Assemble}
     for checkpoint in opened(ranks / "rows"):
         ranges = [
             storage.data
             for storage in checkpoint.storages.values()
-            if isinstance(storage.data, Span) and storage.nbytes
+            if isinstance(storage.data, ByteRange) and storage.nbytes
         ]
         assert len(ranges) > 10 and all(
             data.source.fd >= 0 for data in ranges
         )  # which the kernel copies from file to file
     for checkpoint in opened(ranks / "mesh"):
         kinds = {path: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}
-    assert kinds["rows twice"] is Chain and kinds["everywhere"] is Span
+    assert kinds["rows twice"] is Concat and kinds["everywhere"] is ByteRange
     assert {kinds[name] for name in ("rows and columns", "columns", "last of three")} == {Assemble}
 
 
@@ -537,4 +537,4 @@ def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> Non
     for checkpoint in opened(ranks / "mesh"):
         pieces = make_plan(checkpoint, tmp_path / "out.pt", Edits()).files[0].pieces
     assert sum(isinstance(piece, Assemble) for piece in pieces) >= 6
-    assert not any(isinstance(piece, (Cast, Chain)) for piece in pieces)
+    assert not any(isinstance(piece, (Cast, Concat)) for piece in pieces)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptconv.byteranges.sources import Held
+from ckptconv.byteranges.sources import BytesSource
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, check_cover
@@ -49,7 +49,7 @@ def good() -> Metadata:
 
 
 def read(raw: bytes) -> Read:
-    return read_metadata(Held(raw, WHERE))
+    return read_metadata(BytesSource(raw, WHERE))
 
 
 EXPECTED = Read(

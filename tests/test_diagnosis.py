@@ -24,16 +24,16 @@ from ckptconv.byteranges.sources import Source
 from ckptconv.cli.main import main
 from ckptconv.formats import opening
 from ckptconv.inspection import summary
-from ckptconv.inspection.diagnosis.findings import Finding
-from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.diagnosis.findings import Advice
+from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import Summary, inspect
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:zoo")
-BARE = Machine()
-TWO = Machine(2)
+BARE = Host()
+TWO = Host(2)
 
 
-def look(path: Path | str, machine: Machine = BARE) -> Summary:
+def look(path: Path | str, machine: Host = BARE) -> Summary:
     with Source(path) as source:
         return summary.summarize(opening.read(source), machine)
 
@@ -53,7 +53,7 @@ def kinds(found: Summary) -> list[str]:
     return [finding["kind"] for finding in found["findings"]]
 
 
-def only(found: Summary, kind: str) -> Finding:
+def only(found: Summary, kind: str) -> Advice:
     (finding,) = (finding for finding in found["findings"] if finding["kind"] == kind)
     return finding
 
@@ -75,7 +75,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def mended(path: Path | str, kind: str, machine: Machine = BARE) -> Path:
+def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
     """The file that the command for KIND made of PATH, of which nobody complains so any more."""
     made = run([f["command"] for f in look(path, machine)["findings"] if f["kind"] == kind][-1])
     assert kind not in kinds(look(made, machine))
@@ -107,7 +107,7 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     made = mended(fixtures / "cuda0.pt", "device")
     assert look(made)["loads_here"]
     assert loads(made)
-    assert look(fixtures / "cuda0.pt", Machine(1))["loads_here"]
+    assert look(fixtures / "cuda0.pt", Host(1))["loads_here"]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
         (["cuda:0", "mps"], TWO, "--map mps=cpu"),
         (["cuda:0", "mps"], BARE, "--to cpu"),
         (["mps"], BARE, "--to cpu"),
-        (["cuda:0"], Machine(mps=True), "--to cpu"),
-        (["cuda:0", "mps"], Machine(mps=True), "--map cuda:0=cpu"),
+        (["cuda:0"], Host(mps=True), "--to cpu"),
+        (["cuda:0", "mps"], Host(mps=True), "--map cuda:0=cpu"),
         (["cuda:0", "xpu:1"], BARE, "--map cuda:0=cpu"),
         (["cpu:0", "cpu"], BARE, "--to cpu"),
         (["odd=tag"], TWO, "--to cpu"),
     ],
 )
-def test_only_what_is_missing_is_moved(tags: list[str], machine: Machine, flags: str) -> None:
+def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: str) -> None:
     """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices, the command runs."""
     zoo.save({str(i): torch.ones(i + 1) for i in range(len(tags))}, "m.pt", tags)
     found = look("m.pt", machine)["findings"]
@@ -137,7 +137,7 @@ def test_only_what_is_missing_is_moved(tags: list[str], machine: Machine, flags:
 def test_devices_of_which_nobody_can_tell() -> None:
     """Other accelerators, and GPUs under WSL: whether it loads here is left open, with a line and a way out."""
     zoo.save({"a": torch.ones(1), "b": torch.ones(2)}, "m.pt", ["xpu:1", "cuda:0"])
-    for machine, tags in ((Machine(None), "cuda:0, xpu:1"), (Machine(1), "xpu:1")):
+    for machine, tags in ((Host(None), "cuda:0, xpu:1"), (Host(1), "xpu:1")):
         found = look("m.pt", machine)
         assert found["loads_here"] is None
         assert tags in only(found, "device")["text"]
@@ -418,7 +418,7 @@ def test_nothing_mends_it_all_where_something_stays() -> None:
 def test_each_command_writes_a_file_of_its_own() -> None:
     """Where two commands are different, so are the files that they write."""
     training("cuda:3", rng_state=torch.get_rng_state(), model=linear("module."))
-    for machine in (TWO, Machine(None), Machine(0)):
+    for machine in (TWO, Host(None), Host(0)):
         commands = {f["command"] for f in look("m.pt", machine)["findings"] if f["command"]}
         assert len({command.split()[3] for command in commands}) == len(commands)
 

@@ -27,7 +27,7 @@ import ckptconv
 from ckptconv.byteranges.kernels.comparing import comparable
 from ckptconv.byteranges.sources import Readable
 from ckptconv.cli.main import main
-from ckptconv.cli.render import Look, difference_lines
+from ckptconv.cli.render import Style, difference_lines
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
@@ -895,8 +895,8 @@ def example(tmp_path: Path) -> Difference:
     return Difference(**{**vars(found), "a": "a.pt", "b": "b.pt"})
 
 
-@pytest.mark.parametrize(("name", "look"), [("80", Look(width=80)), ("piped", Look()), ("ascii", Look(width=60, unicode=False))])  # fmt: skip
-def test_text(name: str, look: Look, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))])  # fmt: skip
+def test_text(name: str, look: Style, tmp_path: Path) -> None:
     """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its cursor."""
     lines = list(difference_lines(example(tmp_path), look))
     assert "\n".join([*lines, ""]) == (GOLDEN / f"diff_{name}.txt").read_text()
@@ -916,9 +916,9 @@ def test_text_of_what_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert status(a, b) == 1 and len((piped := capsys.readouterr().out).splitlines()) > 60
     assert status(a, b, "-v") == 1 and capsys.readouterr().out == piped
     found = ckptconv.diff(a, b)
-    lines = list(difference_lines(found, Look(width=80)))
+    lines = list(difference_lines(found, Style(width=80)))
     assert len(lines) < 20 and "    … 52 more (-v lists all)" in lines
-    assert len(list(difference_lines(found, Look(width=80), everything=True))) > 60
+    assert len(list(difference_lines(found, Style(width=80), everything=True))) > 60
     assert status(a, b, "-q") == 1 and capsys.readouterr().out == ""
 
 

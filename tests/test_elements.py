@@ -15,7 +15,7 @@ from ckptconv import errors
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.slicing import length_of, part_of, spooled, stored
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Cast, Chain, Data, Gather, Inflate, Part, Piece, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Gather, Inflate, InflateSlice, Piece
 from ckptconv.checkpoint.model import Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 
@@ -44,11 +44,11 @@ def bytes_of(piece: Any) -> bytes:
 
 def every_data(source: Source) -> dict[str, tuple[Data, bytes]]:
     """Everything that a storage can be made of, and the bytes that it stands for."""
-    span = Span(source, 7, len(RAW), zlib.crc32(RAW))
+    span = ByteRange(source, 7, len(RAW), zlib.crc32(RAW))
     at = 7 + len(RAW)
-    inflate = Inflate(Span(source, at, source.size - at), len(RAW), zlib.crc32(RAW))
-    parts = tuple(Span(source, 7 + 4 * a, 4 * (b - a)) for a, b in RANGES)
-    chain = Chain(parts, span, sum(part.length for part in parts))
+    inflate = Inflate(ByteRange(source, at, source.size - at), len(RAW), zlib.crc32(RAW))
+    parts = tuple(ByteRange(source, 7 + 4 * a, 4 * (b - a)) for a, b in RANGES)
+    chain = Concat(parts, span, sum(part.length for part in parts))
     chained = b"".join(RAW[4 * a : 4 * b] for a, b in RANGES)
     found: dict[str, tuple[Data, bytes]] = {"span": (span, RAW), "inflate": (inflate, RAW), "chain": (chain, chained)}
     for name, (data, raw) in [*found.items()]:
@@ -150,7 +150,7 @@ def test_what_is_inflated_into_a_file(source: Source) -> None:
     """What is read at any place, alone or as what is cast; what is read from its start is not."""
     data = every_data(source)["inflate"][0]
     assert isinstance(data, Inflate)
-    part, gather = Part(data, 4, 8), Gather(data, 4, (2,), (2,), 0, 8)
+    part, gather = InflateSlice(data, 4, 8), Gather(data, 4, (2,), (2,), 0, 8)
     pieces: list[tuple[Piece, Any]] = [
         (data, None),
         (b"x", None),
@@ -165,7 +165,7 @@ def test_what_is_inflated_into_a_file(source: Source) -> None:
 
 def test_damage_is_seen_in_what_is_cast(source: Source) -> None:
     """A range with a checksum, read while it is cast, is compared with it; a part of one cannot be."""
-    span = Span(source, 7, len(RAW), zlib.crc32(RAW) ^ 1)
+    span = ByteRange(source, 7, len(RAW), zlib.crc32(RAW) ^ 1)
     with pytest.raises(errors.MalformedError, match="damaged"):
         bytes_of(Cast(span, "float32", "float16", len(RAW) // 2))
     assert len(bytes_of(Cast(part_of(span, 4, 40), "float32", "float16", 20))) == 20  # type: ignore[arg-type]

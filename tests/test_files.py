@@ -37,7 +37,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.formats import opening, torch_zip
-from ckptconv.output.virtual_file import Unwritten
+from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.paths import parse_path
 from ckptconv.tensors import loading
 
@@ -657,7 +657,7 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
     """Seek and read at every place give what the file made of the same pieces has."""
     with Source(fixtures / "two_gpus.pt") as source:
-        stream = Unwritten(torch_zip.archived(opening.read(source)))
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
         whole = stream.read()
         assert stream.read() == b""
         assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
@@ -680,7 +680,7 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
             new.writestr(name, old.read(name))
     monkeypatch.setattr(reading, "BUFFER", 1000)
     with Source(path) as source:
-        stream = Unwritten(torch_zip.archived(opening.read(source)))
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
         whole = stream.read()
         for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
             stream.seek(at)

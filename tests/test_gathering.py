@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.kernels import gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Cast, Gather, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Gather
 from ckptconv.dtypes import BY_NAME
 
 DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")
@@ -51,7 +51,7 @@ def strided(view: Cast) -> Gather:
 
 
 def gathered(source: Source, view: Cast) -> bytes:
-    placed = replace(view, of=replace(strided(view), of=Span(source, 3, source.size - 3)))
+    placed = replace(view, of=replace(strided(view), of=ByteRange(source, 3, source.size - 3)))
     with Pieces([placed]) as pieces:
         return b"".join(bytes(chunk) for chunk in pieces.chunks(placed))
 
@@ -81,7 +81,7 @@ def view_of(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset:
     length = BY_NAME[dtype].itemsize
     for size in shape:
         length *= size
-    of = Gather(Span(None, 0, 0), BY_NAME[dtype].itemsize, shape, stride, offset, length)  # type: ignore[arg-type]
+    of = Gather(ByteRange(None, 0, 0), BY_NAME[dtype].itemsize, shape, stride, offset, length)  # type: ignore[arg-type]
     return Cast(of, dtype, dtype, length, **bits)
 
 
@@ -146,7 +146,7 @@ def test_a_chunk_is_never_larger_than_a_block(
     monkeypatch.setattr(gathering, "_BLOCK", 1024)
     monkeypatch.setattr(gathering, "_TILE", 512)
     view = view_of("float32", (100, 120), (1, 130))
-    sizes = [len(chunk) for chunk in gathering.gather(strided(view), Span(storage, 0, storage.size))]
+    sizes = [len(chunk) for chunk in gathering.gather(strided(view), ByteRange(storage, 0, storage.size))]
     assert max(sizes) <= 1024 and sum(sizes) == view.length
     assert max(reads) <= 512
 

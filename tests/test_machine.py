@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptconv.inspection.diagnosis.host import Machine, this_machine
+from ckptconv.inspection.diagnosis.host import Host, this_host
 
 UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-1111", "GPU-1fb42d6f-7d6b"]
 
@@ -42,7 +42,7 @@ def amd(root: Path, count: int) -> Path:
 
 
 def cuda(root: Path, **environ: str) -> int | None:
-    return this_machine(root, environ, "linux").cuda
+    return this_host(root, environ, "linux").cuda
 
 
 def test_driver_files_are_counted(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
 
 def test_other_systems(tmp_path: Path) -> None:
     """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can tell, unless the variable hides all."""
-    assert this_machine(tmp_path, {}, "darwin", "arm64") == Machine(0, mps=True)
-    assert this_machine(tmp_path, {}, "darwin", "x86_64") == Machine(0, mps=False)
-    assert this_machine(tmp_path, {}, "win32", "AMD64") == Machine(None)
+    assert this_host(tmp_path, {}, "darwin", "arm64") == Host(0, mps=True)
+    assert this_host(tmp_path, {}, "darwin", "x86_64") == Host(0, mps=False)
+    assert this_host(tmp_path, {}, "win32", "AMD64") == Host(None)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/dxg").touch()
     assert cuda(tmp_path) is None
@@ -132,16 +132,16 @@ def torch_count(variable: str, count: int) -> int:
 
 def test_what_a_machine_shows() -> None:
     """Tags by family and index; what torch cannot restore is shown nowhere; of others nobody can tell."""
-    two = Machine(2)
+    two = Host(2)
     tags = ["cpu", "meta", "cuda:0", "cuda:1", "cuda", "cuda:2", "cuda:x", "mps", "cpu:0", "xpu:0"]
     assert [two.shows(tag) for tag in tags] == [True, True, True, True, True, False, False, False, False, None]
-    assert Machine(mps=True).shows("mps")
-    assert Machine(None).shows("cuda:0") is None
+    assert Host(mps=True).shows("mps")
+    assert Host(None).shows("cuda:0") is None
 
 
 def test_this_machine_agrees_with_torch() -> None:
     """Here: as many as torch counts, where it is built for them."""
-    found = this_machine()
+    found = this_host()
     if torch.cuda.is_available():
         assert found.cuda == torch.cuda.device_count()
     assert found.mps == torch.backends.mps.is_available()

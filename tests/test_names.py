@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from ckptconv.edits.names import normal_prefix
 from ckptconv.errors import UsageError
 from ckptconv.pickles.graph import Dict, Tuple
-from ckptconv.pickles.paths import escaped, key_segment, parse_path
+from ckptconv.pickles.paths import escape_segment, key_segment, parse_path
 
 texts = st.text(max_size=8) | st.text(st.sampled_from("ab.\\/[](){}<>'\"2e\n"), max_size=6)
 atoms = texts | st.integers() | st.floats() | st.binary(max_size=6) | st.booleans() | st.none()
 keys = atoms | st.lists(atoms, max_size=3).map(Tuple)
-arguments = st.sampled_from(["/(0)", "/(call)", "/{3}", "/<0>", "/.__state__"]) | texts.map(lambda t: "/." + escaped(t))
+arguments = st.sampled_from(["/(0)", "/(call)", "/{3}", "/<0>", "/.__state__"]) | texts.map(
+    lambda t: "/." + escape_segment(t)
+)
 segments = st.builds(key_segment, keys, st.integers(0, 9)) | arguments
 numbered = st.builds(lambda segment, again: segment + again, segments, st.sampled_from(["", "\\2", "\\10"]))
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from ckptconv import convert
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Inflate, OutFile, Span
+from ckptconv.byteranges.spans import ByteRange, Inflate, OutFile
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -64,7 +64,7 @@ def target(tmp_path: Path) -> Path:
 def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
     """Literals and ranges, one whose blocks lie in the target as in the source and one whose do not; and the bytes that they are."""
     data = source.path.read_bytes()
-    pieces = (data[:100], Span(source, 100, 15_000), b"between", Span(source, 4096, 8192), b"end")
+    pieces = (data[:100], ByteRange(source, 100, 15_000), b"between", ByteRange(source, 4096, 8192), b"end")
     written = data[:15_100] + b"between" + data[4096:12_288] + b"end"
     return OutFile(target, pieces, len(written)), written
 
@@ -528,7 +528,7 @@ def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
     stream = deflater.compress(data) + deflater.flush(end)
     with source.path.open("r+b") as file:
         file.write(bytes(10) + stream)
-    return Inflate(Span(source, 10, len(stream)), len(data), zlib.crc32(data))
+    return Inflate(ByteRange(source, 10, len(stream)), len(data), zlib.crc32(data))
 
 
 def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any) -> None:
@@ -564,10 +564,10 @@ def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monk
         "longer": Inflate(span, 4999, None),
         "shorter": Inflate(span, 5001, None),
         "checksum": Inflate(span, 5000, zlib.crc32(data) ^ 1),
-        "truncated": Inflate(Span(source, 10, size - 3), 5000, None),
-        "trailing": Inflate(Span(source, 10, size + 1), 5000, None),
-        "trailing far": Inflate(Span(source, 10, 3000), 5000, None),
-        "damaged": Inflate(Span(source, 9, size), 5000, None),
+        "truncated": Inflate(ByteRange(source, 10, size - 3), 5000, None),
+        "trailing": Inflate(ByteRange(source, 10, size + 1), 5000, None),
+        "trailing far": Inflate(ByteRange(source, 10, 3000), 5000, None),
+        "damaged": Inflate(ByteRange(source, 9, size), 5000, None),
     }
     counts: list[int] = []
     with pytest.raises(MalformedError) as caught:

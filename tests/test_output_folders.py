@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import OutFile, Span
+from ckptconv.byteranges.spans import ByteRange, OutFile
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import folders as output_folders
 from ckptconv.output import linux
@@ -44,7 +44,7 @@ def files_for(target: Path, source: Source) -> tuple[list[OutFile], dict[str, by
     """Three files, one of them in a folder, and what will be in them."""
     data = source.path.read_bytes()
     files = [
-        OutFile(target / "a", (Span(source, 0, 9000),), 9000), OutFile(target / "b", (b"head", Span(source, 5, 7)), 11),
+        OutFile(target / "a", (ByteRange(source, 0, 9000),), 9000), OutFile(target / "b", (b"head", ByteRange(source, 5, 7)), 11),
         OutFile(target / "inner" / "c", (b"index",), 5),
     ]  # fmt: skip
     return files, {"a": data[:9000], "b": b"head" + data[5:12], "inner/c": b"index"}

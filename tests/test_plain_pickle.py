@@ -24,7 +24,7 @@ from zoo import TAGS, ZOO, save, tagging
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.cli.main import main
 from ckptconv.errors import (
     CkptconvError,
@@ -337,7 +337,7 @@ def test_small_and_large_storages_stay_in_the_file(write: Write) -> None:
     path = write(pickle.dumps([torch.ones(20), torch.ones(10_000), torch.ones(100_000)]))
     with Source(path) as source:
         found = [storage.data for storage in opening.read(source).storages.values()]
-        assert all(isinstance(data, Span) and data.source is source for data in found)
+        assert all(isinstance(data, ByteRange) and data.source is source for data in found)
         assert [data.length for data in found] == [80, 40_000, 400_000]
 
 
@@ -362,7 +362,7 @@ def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
     assert peak < 8_000_000
     with Source(path) as source:
         pieces = plain_pickle.layout(opening.read(source), tmp_path / "dst.pkl").files[0].pieces
-    assert [piece.length for piece in pieces if isinstance(piece, Span)] == [4 * numel]
+    assert [piece.length for piece in pieces if isinstance(piece, ByteRange)] == [4 * numel]
 
 
 def test_only_what_is_needed_of_a_file_is_read(write: Write) -> None:

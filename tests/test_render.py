@@ -20,14 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptconv.cli.render import Look, facts, report_lines, table_lines, tree_lines
+from ckptconv.cli.render import Style, facts, report_lines, table_lines, tree_lines
 from ckptconv.cli.render.folding import leaves, tree_of
 from ckptconv.cli.render.renames import patterns
 from ckptconv.cli.render.text import broken, cells, natural, wrapped
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.hints import shell
-from ckptconv.inspection.summary import Finding, Summary, TensorSummary, inspect
+from ckptconv.inspection.diagnosis.findings import Advice
+from ckptconv.inspection.summary import Summary, TensorSummary, inspect
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -44,11 +45,11 @@ def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSum
     return {**row, **fields}  # type: ignore[typeddict-item]
 
 
-def finding(kind: str, text: str, command: str | None, *, blocks: bool = True) -> Finding:
-    return Finding(kind=kind, blocks=blocks, text=text, command=command)
+def finding(kind: str, text: str, command: str | None, *, blocks: bool = True) -> Advice:
+    return Advice(kind=kind, blocks=blocks, text=text, command=command)
 
 
-def judged(summary: Summary, *findings: Finding, remedy: str | None = None) -> Summary:
+def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
     """SUMMARY with the findings given and no others, whatever this machine has."""
     summary["findings"] = list(findings)
     summary["loads_here"] = not any(found["blocks"] for found in findings)
@@ -146,7 +147,7 @@ def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: in
     """The screen is what was looked at and found good; CKPTCONV_GOLDEN=write writes it anew. None is longer than a terminal of 50 rows."""
     summary = make(tmp_path)
     summary["path"], summary["size"] = f"{name}.pt", 123_456
-    look = Look(width)
+    look = Style(width)
     lines = [*facts(summary, look), "", *draw(summary["tensors"], look, limit=40)]
     drawn = "".join(line + "\n" for line in lines)
     file = GOLDEN / f"{name}_{width}.txt"
@@ -231,7 +232,7 @@ def many() -> Report:
 @pytest.mark.parametrize("make", [fsdp, many])
 def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
     """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no room; a few lines in all."""
-    lines = list(report_lines(make(), Look(width)))
+    lines = list(report_lines(make(), Style(width)))
     drawn = "".join(line + "\n" for line in lines)
     file = GOLDEN / f"names_{make.__name__}_{width or 'piped'}.txt"
     if os.environ.get("CKPTCONV_GOLDEN") == "write":
@@ -255,7 +256,7 @@ def test_names_are_counted_where_they_are() -> None:
     assert said(renamed(pair[0], paths=("m",))) == ["module.a → a in m"]
     assert said(renamed(("a", "b"), paths=("m", "n"))) == ["a → b in m, n"]
     assert said(renamed(*pair), every_name=True) == [".: module.a → a", ".: module.b → b"]
-    assert said(renamed(*pair), look=Look(80, unicode=False)) == ["module.* -> *: 2 names, such as module.a -> a"]
+    assert said(renamed(*pair), style=Style(80, unicode=False)) == ["module.* -> *: 2 names, such as module.a -> a"]
 
 
 # The verdict
@@ -266,16 +267,16 @@ def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
     command = "ckptconv convert model.pt out.pt --to cpu"
     some = [finding("device", f"reason {i}", f"{command} --map cuda:{i}=cpu") for i in range(3)]
     note = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, *some, remedy=command), Look(80)))
+    lines = list(facts(judged(transformer(tmp_path), note, *some, remedy=command), Style(80)))
     assert [line.strip() for line in lines[1:11]] == [
         "loads here    no; this mends it all:", command,
         "because       reason 0", f"{command} --map cuda:0=cpu", "reason 1", f"{command} --map cuda:1=cpu",
         "reason 2", f"{command} --map cuda:2=cpu", "note          a note", note["command"],
     ]  # fmt: skip
-    lines = list(facts(judged(transformer(tmp_path), *some[:1]), Look(80)))
+    lines = list(facts(judged(transformer(tmp_path), *some[:1]), Style(80)))
     assert [line.strip() for line in lines[1:3]] == ["loads here    no: reason 0", some[0]["command"]]
     other = finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, other, remedy=command + " --add-prefix x."), Look(80)))
+    lines = list(facts(judged(transformer(tmp_path), note, other, remedy=command + " --add-prefix x."), Style(80)))
     assert [line.strip() for line in lines[1:8]] == [
         "loads here    yes", "note          a note", note["command"], "note          another", other["command"],
         "all at once   in one command:", f"{command} --add-prefix x.",
@@ -285,7 +286,7 @@ def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
 def test_no_is_said_once(tmp_path: Path) -> None:
     """Where no command mends all, the reasons stand below the one "no"."""
     reasons = [finding("code", f"torch.load refuses {name}", None) for name in ("a.B", "c.D")]
-    lines = list(facts(judged(transformer(tmp_path), *reasons), Look(80)))
+    lines = list(facts(judged(transformer(tmp_path), *reasons), Style(80)))
     assert lines[1:3] == ["  loads here    no: torch.load refuses a.B", "                torch.load refuses c.D"]
 
 
@@ -294,7 +295,7 @@ def test_what_nobody_can_tell_is_neither_yes_nor_no(tmp_path: Path) -> None:
     text = "11 tensors are on npu:0 (first: conv.weight), which loads only where there is one"
     found = finding("device", text, "ckptconv convert model.pt model-cpu.pt --map npu=cpu", blocks=False)
     note = finding("prefix", "a note", None, blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, found), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), note, found), Style(None)))
     assert lines[1:4] == [f"  loads here    it depends: {text}", f"    {found['command']}", "  note          a note"]
     assert sum("npu:0" in line for line in lines) == 1
     assert "  needs code    no" in lines
@@ -303,20 +304,20 @@ def test_what_nobody_can_tell_is_neither_yes_nor_no(tmp_path: Path) -> None:
 def test_danger_is_loud(tmp_path: Path) -> None:
     """A file that calls what no checkpoint needs has a label of its own."""
     summary = judged(transformer(tmp_path), finding("dangerous", "calls os.system", None))
-    lines = list(facts(summary, Look(80)))
+    lines = list(facts(summary, Style(80)))
     assert lines[1:3] == ["  loads here    no", "  DANGEROUS     calls os.system"]
 
 
 def test_one_command_is_not_said_twice(tmp_path: Path) -> None:
     """A remedy that is the only finding's command has no line of its own; a verdict without findings is a word."""
     found = finding("device", "no GPU", "ckptconv convert a b --to cpu")
-    text = "\n".join(facts(judged(transformer(tmp_path), found, remedy=found["command"]), Look(80)))
+    text = "\n".join(facts(judged(transformer(tmp_path), found, remedy=found["command"]), Style(80)))
     assert text.count("--to cpu") == 1
     assert "all" not in text.splitlines()[1]
     summary = judged(transformer(tmp_path))
-    assert "  loads here    yes" in list(facts(summary, Look(80)))
+    assert "  loads here    yes" in list(facts(summary, Style(80)))
     summary["loads_here"] = False
-    assert "  loads here    no" in list(facts(summary, Look(80)))
+    assert "  loads here    no" in list(facts(summary, Style(80)))
 
 
 def test_a_cure_is_said_once(tmp_path: Path) -> None:
@@ -325,13 +326,13 @@ def test_a_cure_is_said_once(tmp_path: Path) -> None:
     same = [finding("device", f"reason {i}", text) for i, text in enumerate(texts)]
     other = finding("x", "note", "ckptconv convert 'a b.pt' x.pt --to cuda", blocks=False)
     elsewhere = finding("x", "note", "ckptconv convert b.pt x.pt --to cpu", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), *same, other, elsewhere), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), *same, other, elsewhere), Style(None)))
     assert [line.strip() for line in lines if "ckptconv" in line] == [texts[0], other["command"], elsewhere["command"]]
-    lines = list(facts(judged(transformer(tmp_path), *same, remedy=texts[2]), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), *same, remedy=texts[2]), Style(None)))
     assert [line.strip() for line in lines if "ckptconv" in line] == [texts[2]]
     assert "no; this mends it all:" in lines[1]
     note = finding("x", "note", texts[1], blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, remedy=texts[0]), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), note, remedy=texts[0]), Style(None)))
     assert [line.strip() for line in lines if "ckptconv" in line] == [texts[1]]
     assert not any("all at once" in line for line in lines)
 
@@ -348,10 +349,10 @@ def test_a_cure_is_said_once(tmp_path: Path) -> None:
 def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Path) -> None:
     """It does not mend what it leaves behind."""
     findings = [finding("code", "a", "ckptconv convert a b --x"), finding("device", "b", "ckptconv convert a b --y")]
-    lines = list(facts(judged(transformer(tmp_path), *findings, remedy=f"ckptconv convert a b {flags}"), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), *findings, remedy=f"ckptconv convert a b {flags}"), Style(None)))
     assert lines[1] == f"  loads here    no; this mends it {words}"
     note = finding("x", "a note", None, blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, remedy=f"ckptconv convert a b {flags}"), Look(None)))
+    lines = list(facts(judged(transformer(tmp_path), note, remedy=f"ckptconv convert a b {flags}"), Style(None)))
     part = words.removeprefix("all").removeprefix(", ")
     assert f"  all at once   {'in one command:' if part == ':' else part}" in lines
 
@@ -359,13 +360,13 @@ def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Pa
 def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
     """By the verdict if that is yes, by a finding if something is refused; as a fact only where something else is in the way."""
     torch.save({"a": frozenset({1})}, tmp_path / "x.pt")
-    refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Look(80)))
+    refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Style(80)))
     assert "needs code" not in refused
     assert refused.count("frozenset") == 1
     summary = judged(transformer(tmp_path))
-    assert not any("needs code" in line for line in facts(summary, Look(80)))
+    assert not any("needs code" in line for line in facts(summary, Style(80)))
     summary["loads_here"] = False
-    assert "  needs code    no" in list(facts(summary, Look(80)))
+    assert "  needs code    no" in list(facts(summary, Style(80)))
 
 
 @pytest.mark.parametrize("width", [80, 200, None])
@@ -378,7 +379,7 @@ def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
         assert len(summary["state_dicts"]) == 300
         for key in ("others", "metadata"):
             summary[key] = {name.format(i): f"{i} text" * 30 for i in range(300)}
-        lines = list(facts(summary, Look(width)))
+        lines = list(facts(summary, Style(width)))
         for label in ("state dict", "other", "metadata"):
             first = next(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
             last = max(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
@@ -392,12 +393,12 @@ def test_numbers_have_their_grammar(tmp_path: Path) -> None:
     """One parameter, one name that starts with, one slice; several of them otherwise."""
     base = torch.ones(3, 4)
     torch.save({"m": OrderedDict({"module.a": torch.ones(1)}), "v": base[1]}, tmp_path / "x.pt")
-    one = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Look(None)))
+    one = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
     assert "m: 1 name, 1 parameter, 1 starts with module.\n" in one
     assert "views         1 tensor is a slice of a larger storage, or transposed: v" in one
     state = OrderedDict({"module.a": torch.ones(1), "b": base.T, "c": base[:1], "module.d": torch.ones(1)})
     torch.save({"m": state}, tmp_path / "x.pt")
-    two = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Look(None)))
+    two = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
     assert "m: 4 names, 18 parameters, 2 start with module.\n" in two
     assert "2 tensors are slices of a larger storage, or transposed: m/b, m/c" in two
 
@@ -416,7 +417,7 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
     """What was wrapped is the command again when a shell joins its lines, words with spaces and quotes included."""
     words = ["ckptconv", "convert", *(word for word in words if word.isprintable())]
     summary = judged(PLAIN.copy(), finding("device", "reason", shlex.join(words)))
-    lines = list(facts(summary, Look(width)))
+    lines = list(facts(summary, Style(width)))
     assert pasted(lines[2:3] if len(pasted(lines)) == 0 else lines) == [words]
     assert all(cells(line) <= width for line in lines if max(map(cells, map(shlex.quote, words))) < width - 10)
 
@@ -424,7 +425,7 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="there is no bash")
 def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
     """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes the path of them."""
-    for look in (Look(80), Look(80, unicode=False), Look(None)):
+    for look in (Style(80), Style(80, unicode=False), Style(None)):
         for path, quoted in itertools.product(
             ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"), (shlex.join, lambda words: shell(*words))
         ):  # fmt: skip
@@ -512,23 +513,23 @@ def unfolded(name: str) -> list[str]:
 def test_tree_and_table_count_what_they_stand_for() -> None:
     """A folded branch has the bytes of all, a row the shape of one and the size of all; limits and footers count rows and tensors."""
     tensors = [tensor(f"layers.{i}.{n}", (10,)) for i in range(32) for n in "ab"] + [tensor("z", (1000,))]
-    lines = list(table_lines(tensors, Look(80)))
+    lines = list(table_lines(tensors, Style(80)))
     assert lines[2].split() == ["layers.{0…31}.a", "×32", "float32", "10", "cpu", "1.28", "kB", "██▌"]
     assert lines[-1] == "  3 rows, 65 tensors: the shape of one ×N, the size of all (--all unfolds)"
-    assert list(table_lines(tensors, Look(80), limit=1))[-1] == "  … 2 more rows, 33 more tensors (--all shows them)"
-    assert list(table_lines(tensors, Look(80), by_size=True))[2].startswith("z ")
-    assert len(list(table_lines(tensors, Look(80), fold=False))) == 2 + 65
-    tree = list(tree_lines(tensors, Look(80)))
+    assert list(table_lines(tensors, Style(80), limit=1))[-1] == "  … 2 more rows, 33 more tensors (--all shows them)"
+    assert list(table_lines(tensors, Style(80), by_size=True))[2].startswith("z ")
+    assert len(list(table_lines(tensors, Style(80), fold=False))) == 2 + 65
+    tree = list(tree_lines(tensors, Style(80)))
     assert tree[2].split() == ["layers.0", "…", "layers.31", "×32", "64", "tensors", "2.56", "kB", "█████▏"]
-    assert next(iter(table_lines(tensors, Look()))) == "layers.0.a\tfloat32\t10\tcpu\t40"
-    assert len(list(table_lines(tensors, Look()))) == 65
+    assert next(iter(table_lines(tensors, Style()))) == "layers.0.a\tfloat32\t10\tcpu\t40"
+    assert len(list(table_lines(tensors, Style()))) == 65
 
 
 def test_deep_names_do_not_make_a_deep_tree() -> None:
     """A name of thousands of dots is drawn, its middle left out; branches deeper than the terminal is wide stay within it."""
     levels = [tensor("a." * i + name) for i in range(60) for name in "bc"]
-    assert max(map(cells, tree_lines(levels, Look(80)))) <= 80
-    lines = list(tree_lines([tensor("a." * 5000 + "b"), tensor("a." * 5000 + "c")], Look(80)))
+    assert max(map(cells, tree_lines(levels, Style(80)))) <= 80
+    lines = list(tree_lines([tensor("a." * 5000 + "b"), tensor("a." * 5000 + "c")], Style(80)))
     assert len(lines) < 40
     assert max(map(cells, lines)) <= 80
 
@@ -552,7 +553,7 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicod
         tensor(name, data.draw(long), device=data.draw(st.sampled_from(["cpu", "cuda:0", name])), tied_to=data.draw(st.sampled_from([None, name])))
         for name in names
     ]  # fmt: skip
-    look = Look(width, unicode=unicode)
+    look = Style(width, unicode=unicode)
     summary = judged(PLAIN.copy(), finding("device", " ".join(names), None), finding("x", names[0], None, blocks=False))
     if data.draw(st.booleans()):
         judged(summary, finding("device", names[0], None, blocks=False))
@@ -568,7 +569,7 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicod
 @given(NAMES, st.integers(6, 60))
 def test_broken_names_are_whole(name: str, room: int) -> None:
     """The lines of a name are the name again, and break inside a word only where that is wider than a line."""
-    name = Look().text(name)
+    name = Style().text(name)
     lines = broken(name, room, hanging=2)
     assert all(line[:2] == "  " for line in lines[1:])
     assert "".join([lines[0], *(line[2:] for line in lines[1:])]).replace(" ", "") == name.replace(" ", "")
@@ -583,11 +584,11 @@ def test_sizes_keep_their_units() -> None:
         "a", "b" * 30, ("zip", "zip"), 2_100_000_000, changes, (), (), ("2.1 GB of 2.1 GB are in 2.1 GB",), 1.0, True
     )
     for width in range(40, 100):
-        lines = list(report_lines(report, Look(width)))
+        lines = list(report_lines(report, Style(width)))
         assert not re.search(r"\d\n *[kMGT]?B", "\n".join(lines))
         assert max(map(cells, lines)) <= width
     assert "devices       cuda:0 → cpu: 290 tensors, 2.1 GB" in "\n".join(report_lines(report))
-    assert "devices       cuda:0 -> cpu: 290 tensors" in "\n".join(report_lines(report, Look(80, unicode=False)))
+    assert "devices       cuda:0 -> cpu: 290 tensors" in "\n".join(report_lines(report, Style(80, unicode=False)))
     assert wrapped("one two three", 7) == ["one two", "three"]
 
 
@@ -638,7 +639,7 @@ def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
         "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\n"
-        f"s = inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Look(80)), *table_lines(s['tensors'], Look(80))])\n"
+        f"s = inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'], Style(80))])\n"
         "assert n > 20; assert 'rich' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

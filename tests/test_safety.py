@@ -443,13 +443,13 @@ def test_a_pickled_module_inside(write: Write) -> None:
 def test_each_byte_string_is_looked_into_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the memo gives it, and however many calls encode one text: cost grows with the file."""
     seen: list[int] = []
-    glance = nested_pickles.glance
+    scan_lenient = nested_pickles.scan_lenient
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
-        return glance(*args, **kwargs)
+        return scan_lenient(*args, **kwargs)
 
-    monkeypatch.setattr(nested_pickles, "glance", counted)
+    monkeypatch.setattr(nested_pickles, "scan_lenient", counted)
     again = ways.NESTS["BINBYTES"](INNER) + b"r\xf5\0\0\0" + b"j\xf5\0\0\0" * 1000
     assert names(write(ways.checkpoint(b"(" + again + b"t"))) and len(seen) == 1
     encoded = text(INNER.decode("latin-1")) + b"r\xf6\0\0\x000"
@@ -644,7 +644,7 @@ def test_the_list_ends(write: Write) -> None:
 
 def test_storages_of_plain_pickles_are_not_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are files of torch inside byte strings, and were read as such."""
-    monkeypatch.setattr(nested_pickles, "glance", lambda *args, **kwargs: pytest.fail("it was"))
+    monkeypatch.setattr(nested_pickles, "scan_lenient", lambda *args, **kwargs: pytest.fail("it was"))
     for protocol in (2, 4):
         path = write(pickle.dumps({"w": torch.ones(2), "v": torch.ones(40_000)}, protocol))
         assert judged(path) == ([], REFUSED)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.byteranges.sources import Held
+from ckptconv.byteranges.sources import BytesSource
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, RefusedError, UsageError
 from ckptconv.formats.sharded.index import (
     Index,
@@ -39,7 +39,7 @@ GOOD = {
 
 
 def read(raw: bytes, name: str = "model.safetensors.index.json") -> Index:
-    return read_index(Held(raw, Path(name)))
+    return read_index(BytesSource(raw, Path(name)))
 
 
 def with_shard(name: str) -> bytes:
@@ -117,7 +117,7 @@ def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
 
 def test_an_index_is_bounded() -> None:
     """Its size, before it is read; its nesting; and how much it can describe."""
-    huge = Held(b"", Path("model.safetensors.index.json"))
+    huge = BytesSource(b"", Path("model.safetensors.index.json"))
     huge.size = LIMITS.safetensors_header + 1
     with pytest.raises(LimitError, match="too long"):
         read_index(huge)

@@ -14,7 +14,7 @@ import torch
 
 import ckptconv
 from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.cli.render import Look, report_lines, size, tree_lines
+from ckptconv.cli.render import Style, report_lines, size, tree_lines
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes
 from ckptconv.inspection import summary
@@ -207,13 +207,13 @@ def summary_change(path: str, old: str, new: str) -> Any:
 
 def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
     """A root that is a tensor; nesting and module names become levels, tied bytes count once."""
-    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"], Look())) == [
+    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"], Style())) == [
         ".  float32 3 cpu 12 B"
     ]
     w = torch.ones(2)
     tree = list(
         tree_lines(
-            inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"], Look()
+            inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"], Style()
         )
     )
     assert tree[0] == "m/  3 tensors, 8 B"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ckptconv
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import combined
-from ckptconv.byteranges.kernels.casting import CastBuffer
+from ckptconv.byteranges.kernels.casting import TorchCastBuffer
 from ckptconv.byteranges.sources import Source
 from ckptconv.conversion.convert import run
 from ckptconv.edits.options import edits_from
@@ -79,7 +79,7 @@ def test_blocks_and_threads_do_not_matter(
         (4 << 20, 1, 1 << 40, 4096),
         (65_536, 3, 8, 888),
     ):
-        monkeypatch.setattr(cast_threads, "BLOCK", block)
+        monkeypatch.setattr(cast_threads, "CAST_BLOCK", block)
         monkeypatch.setattr(cast_threads, "_MOST_THREADS", threads)
         monkeypatch.setattr(transfer, "_WORTH_A_THREAD", worth)
         monkeypatch.setattr(reading, "BUFFER", max(buffer, 64))
@@ -116,7 +116,7 @@ def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: 
                 raise RuntimeError("can't start new thread")
             start(thread)
 
-        monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
+        monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES, force=True)
         assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
@@ -147,7 +147,7 @@ def failing(original: Callable[..., Any], after: int, error: BaseException) -> C
         (Source, "read_into", OSError(errno.EIO, "Input/output error"), ckptconv.CkptconvError),
         (Source, "read_into", ckptconv.InputChangedError("it became shorter"), ckptconv.InputChangedError),
         (os, "pwrite", OSError(errno.ENOSPC, "No space left on device"), ckptconv.OutputError),
-        (CastBuffer, "cast", MemoryError("no"), MemoryError),
+        (TorchCastBuffer, "cast", MemoryError("no"), MemoryError),
     ],
 )  # fmt: skip
 def test_an_error_in_a_thread(
@@ -162,7 +162,7 @@ def test_an_error_in_a_thread(
 ) -> None:
     """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
     threads = threading.active_count()
-    monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
+    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
     with pytest.raises(raised):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -172,7 +172,7 @@ def test_an_error_in_a_thread(
 def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends them, though most of their work is still to be done."""
     threads = threading.active_count()
-    cast = cast_threads.Workers._cast
+    cast = cast_threads.CastThreads._cast
     begun = threading.Event()
     done: list[int] = []
     copy = transfer._copy
@@ -188,8 +188,8 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
             return copy(*args)
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(cast_threads, "BLOCK", 64)
-    monkeypatch.setattr(cast_threads.Workers, "_cast", slow)
+    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 64)
+    monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
     monkeypatch.setattr(transfer, "_copy", fail)
     with pytest.raises(ckptconv.OutputError, match="quota"):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -199,7 +199,7 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has begun, for the file is closed next."""
-    start, block, close = threading.Thread.start, cast_threads.Workers._cast_block, os.close
+    start, block, close = threading.Thread.start, cast_threads.CastThreads._cast_block, os.close
     events: list[str] = []
     begun = threading.Event()
 
@@ -221,7 +221,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
         close(fd)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    monkeypatch.setattr(cast_threads.Workers, "_cast_block", slow)
+    monkeypatch.setattr(cast_threads.CastThreads, "_cast_block", slow)
     monkeypatch.setattr(os, "close", closed)
     threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -236,7 +236,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
 def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
     threads = threading.active_count()
-    cast = cast_threads.Workers._cast
+    cast = cast_threads.CastThreads._cast
 
     def interrupting(*args: Any) -> Any:
         if not interrupted.is_set():
@@ -245,8 +245,8 @@ def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -
         return cast(*args)
 
     interrupted = threading.Event()
-    monkeypatch.setattr(cast_threads, "BLOCK", 1000)
-    monkeypatch.setattr(cast_threads.Workers, "_cast", interrupting)
+    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 1000)
+    monkeypatch.setattr(cast_threads.CastThreads, "_cast", interrupting)
     with pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
     assert_untouched(target, threads)
@@ -262,7 +262,7 @@ def test_a_wrong_checksum_of_the_source(
     data[data.index(raw) + 300_001] ^= 0x10
     damaged = src.with_name("damaged.pt")
     damaged.write_bytes(data)
-    monkeypatch.setattr(cast_threads, "BLOCK", 10_000)
+    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
     with pytest.raises(ckptconv.MalformedError, match="checksum"):
         ckptconv.convert(damaged, target, dtype="bf16", force=True)
     assert_untouched(target, threads)
@@ -271,9 +271,9 @@ def test_a_wrong_checksum_of_the_source(
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none of it."""
     begun: list[int] = []
-    begin = cast_threads.Workers.begin
+    begin = cast_threads.CastThreads.begin
     monkeypatch.setattr(
-        cast_threads.Workers, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
+        cast_threads.CastThreads, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
     )
     ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES)
     assert sorted(begun) == sorted([2 * 50_000, 2 * 73_454, 2 * 77_777, 2 * 90_300])

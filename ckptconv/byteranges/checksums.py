@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from types import TracebackType
 
-from ckptconv.byteranges.spans import Chain, Span
+from ckptconv.byteranges.spans import ByteRange, Concat
 from ckptconv.errors import InputError, MalformedError
 
 try:  # the extra ``fast``: the same numbers, several times as fast
@@ -28,7 +28,7 @@ class Sums:
     KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place of the span, whose checksum is 0 then.
     """
 
-    def __init__(self, spans: Sequence[Span | Chain], *, keep_going: bool = False) -> None:
+    def __init__(self, spans: Sequence[ByteRange | Concat], *, keep_going: bool = False) -> None:
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
@@ -91,21 +91,21 @@ class Sums:
             self._next += 1
         return i if i < len(self._spans) and not self._stopped else None
 
-    def _sum(self, data: Span | Chain, buffer: memoryview) -> int:
+    def _sum(self, data: ByteRange | Concat, buffer: memoryview) -> int:
         found = 0
-        for span in data.parts if isinstance(data, Chain) else (data,):
+        for span in data.parts if isinstance(data, Concat) else (data,):
             for at in range(0, span.length, _CHUNK):
                 if self._stopped:
                     return 0
                 chunk = buffer[: min(_CHUNK, span.length - at)]
                 span.source.read_into(span.offset + at, chunk)
                 found = checksum(chunk, found)
-        if isinstance(data, Span):
+        if isinstance(data, ByteRange):
             check_crc32(data.crc32, found, f"{data.source.path} at byte {data.offset}")
         return found
 
 
-def crc32_of(span: Span, start: int = 0) -> int:
+def crc32_of(span: ByteRange, start: int = 0) -> int:
     """The CRC-32 of SPAN, continued from START, here and now."""
     for at in range(0, span.length, _CHUNK):
         start = checksum(span.source.read(span.offset + at, min(_CHUNK, span.length - at)), start)

@@ -1,6 +1,6 @@
 """The sink: what becomes of what is wrong with a file while it is read. Whoever wants a checkpoint has the first fault raised; ``verify`` collects them all.
 
-A reader hands a fault to :meth:`Faults.found` of its source and goes on without the member, the tensor or the shard that is meant. Where it cannot go on it raises, and who collects takes that as one more.
+A reader hands a fault to :meth:`FaultSink.found` of its source and goes on without the member, the tensor or the shard that is meant. Where it cannot go on it raises, and who collects takes that as one more.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from ckptconv.byteranges.spans import ByteSource, Inflate, Span
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate
 from ckptconv.errors import CkptconvError
 from ckptconv.limits import LIMITS
 
-__all__ = ["RAISED", "Collected", "Faults", "Pickles", "Unread"]
+__all__ = ["RAISED", "CollectingSink", "FaultSink", "PickleSequence", "UnreadRecord"]
 
 
-class Unread(NamedTuple):
+class UnreadRecord(NamedTuple):
     """Bytes that a reader has no need to look at, and what they are called in errors."""
 
     name: str
-    data: Span | Inflate
+    data: ByteRange | Inflate
 
 
-class Pickles(NamedTuple):
+class PickleSequence(NamedTuple):
     """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors. KNOWN are the globals that whoever reads them has to know."""
 
     name: str
@@ -31,40 +31,40 @@ class Pickles(NamedTuple):
     known: Collection[str] = ()
 
 
-class Faults:
+class FaultSink:
     """For those who want a sound checkpoint or none: what is found is raised."""
 
     def found(self, error: CkptconvError) -> None:
         """Take ERROR, and return if the reader should go on."""
         raise error
 
-    def unread(self, records: Iterable[Unread]) -> None:
+    def unread(self, records: Iterable[UnreadRecord]) -> None:
         """RECORDS have a checksum, or a deflate stream, that could be checked. Here nobody asks."""
 
-    def pickles(self, found: Pickles) -> None:
+    def pickles(self, found: PickleSequence) -> None:
         """FOUND are about to be parsed. Only who goes on where they cannot be asks for what they name."""
 
-    def about(self, part: str) -> Faults:  # noqa: ARG002 - an error that is raised passes who knows
+    def about(self, part: str) -> FaultSink:  # noqa: ARG002 - an error that is raised passes who knows
         """The sink for a PART of the file."""
         return self
 
-    def again(self) -> Faults:
+    def again(self) -> FaultSink:
         """The sink for what was read before and is put together with others now."""
         return self
 
 
 #: The sink of those who say nothing.
-RAISED = Faults()
+RAISED = FaultSink()
 
 
-class Collected(Faults):
+class CollectingSink(FaultSink):
     """For those who want to know all: ``errors`` in the order in which they were found, each line once, at most ``LIMITS.findings`` of them and how many MORE; what is unread, and every pickle."""
 
     def __init__(self) -> None:
         self.errors: list[CkptconvError] = []
         self.more = 0
-        self.records: list[Unread] = []
-        self.named: list[Pickles] = []
+        self.records: list[UnreadRecord] = []
+        self.named: list[PickleSequence] = []
         self._lines: set[str] = set()
 
     def found(self, error: CkptconvError) -> None:
@@ -78,27 +78,27 @@ class Collected(Faults):
         self._lines.add(line)
         self.errors.append(error)
 
-    def unread(self, records: Iterable[Unread]) -> None:
+    def unread(self, records: Iterable[UnreadRecord]) -> None:
         """Keep RECORDS."""
         self.records += records
 
-    def pickles(self, found: Pickles) -> None:
+    def pickles(self, found: PickleSequence) -> None:
         """Keep FOUND."""
         self.named.append(found)
 
-    def about(self, part: str) -> Faults:
+    def about(self, part: str) -> FaultSink:
         """One that says what is found to be of PART."""
         return _About(self, part)
 
-    def again(self) -> Faults:
+    def again(self) -> FaultSink:
         """One that keeps nothing: what is wrong with the parts is known, and the whole has it again."""
-        return Collected()
+        return CollectingSink()
 
 
-class _About(Faults):
+class _About(FaultSink):
     """The sink OF, for a PART."""
 
-    def __init__(self, of: Faults, part: str) -> None:
+    def __init__(self, of: FaultSink, part: str) -> None:
         self.of = of
         self.part = part
 
@@ -106,14 +106,14 @@ class _About(Faults):
         error.what = f"{self.part}: {error.what}"
         self.of.found(error)
 
-    def unread(self, records: Iterable[Unread]) -> None:
-        self.of.unread(Unread(f"{record.name} of {self.part}", record.data) for record in records)
+    def unread(self, records: Iterable[UnreadRecord]) -> None:
+        self.of.unread(UnreadRecord(f"{record.name} of {self.part}", record.data) for record in records)
 
-    def pickles(self, found: Pickles) -> None:
+    def pickles(self, found: PickleSequence) -> None:
         self.of.pickles(found._replace(name=f"{found.name} of {self.part}"))
 
-    def about(self, part: str) -> Faults:
+    def about(self, part: str) -> FaultSink:
         return _About(self, part)
 
-    def again(self) -> Faults:
+    def again(self) -> FaultSink:
         return self.of.again()

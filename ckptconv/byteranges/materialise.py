@@ -13,7 +13,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.slicing import spooled
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Assemble, Cast, Chain, Gather, Inflate, Part, Piece, Span
+from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat, Gather, Inflate, InflateSlice, Piece
 from ckptconv.errors import OutputError
 
 __all__ = ["CastBuffer", "Pieces", "fillings"]
@@ -33,7 +33,7 @@ class Pieces:
     def __init__(self, every: Iterable[Piece], folder: Path | None = None) -> None:
         every = list(every)
         self._folder = folder
-        self._inflated: dict[int, Span] = {}
+        self._inflated: dict[int, ByteRange] = {}
         needed = any(isinstance(piece, (Gather, Assemble, Cast)) for piece in every)
         self._tensors = _modules() if needed else None
         #: Bytes that are needed in FOLDER for a while.
@@ -50,15 +50,17 @@ class Pieces:
         for span in self._inflated.values():
             os.close(span.source.fd)
 
-    def chunks(self, piece: Span | Inflate | Part | Chain | Gather | Assemble | Cast) -> Iterator[bytes | memoryview]:
+    def chunks(
+        self, piece: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble | Cast
+    ) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
-        if isinstance(piece, Span):
+        if isinstance(piece, ByteRange):
             yield from reading.read(piece)
         elif isinstance(piece, Inflate):
             yield from reading.inflated(piece)
-        elif isinstance(piece, Part):
+        elif isinstance(piece, InflateSlice):
             yield from reading.read(self.part(piece))
-        elif isinstance(piece, Chain):
+        elif isinstance(piece, Concat):
             for part in piece.parts:
                 yield from reading.read(part)
         elif isinstance(piece, Gather):
@@ -70,15 +72,15 @@ class Pieces:
         else:
             yield from self._cast(piece)
 
-    def part(self, part: Part) -> Span:
+    def part(self, part: InflateSlice) -> ByteRange:
         """Where PART can be read."""
         whole = self._whole(part.of)
-        return Span(whole.source, whole.offset + part.offset, part.length)
+        return ByteRange(whole.source, whole.offset + part.offset, part.length)
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts PIECE, at most so many bytes of what it is made of at once."""
         assert self._tensors is not None
-        buffer: CastBuffer = self._tensors.casting.CastBuffer(piece, most)
+        buffer: CastBuffer = self._tensors.casting.TorchCastBuffer(piece, most)
         return buffer
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
@@ -96,10 +98,12 @@ class Pieces:
             at += filled
             yield result
 
-    def _checked(self, piece: Span | Inflate | Part | Chain | Gather | Assemble) -> Iterator[bytes | memoryview]:
+    def _checked(
+        self, piece: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble
+    ) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, compared with its checksum where it has one when all of them are given."""
-        expected = piece.crc32 if isinstance(piece, Span) else None
-        if expected is None or not isinstance(piece, Span):
+        expected = piece.crc32 if isinstance(piece, ByteRange) else None
+        if expected is None or not isinstance(piece, ByteRange):
             yield from self.chunks(piece)
             return
         crc32 = 0
@@ -108,9 +112,9 @@ class Pieces:
             yield chunk
         check_crc32(expected, crc32, f"{piece.source.path} at byte {piece.offset}")
 
-    def _whole(self, data: Span | Inflate) -> Span:
+    def _whole(self, data: ByteRange | Inflate) -> ByteRange:
         """DATA where it can be read at any place: what is deflated is inflated once."""
-        if isinstance(data, Span):
+        if isinstance(data, ByteRange):
             return data
         if id(data) not in self._inflated:
             import tempfile  # which costs every other conversion a megabyte
@@ -120,7 +124,7 @@ class Pieces:
             try:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     spool.fd = os.dup(file.fileno())
-                    self._inflated[id(data)] = Span(spool, 0, data.length)
+                    self._inflated[id(data)] = ByteRange(spool, 0, data.length)
                     for chunk in reading.inflated(data):
                         file.write(chunk)
             except OSError as error:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.spans import Chain, Inflate, Span
+from ckptconv.byteranges.spans import ByteRange, Concat, Inflate
 from ckptconv.errors import MalformedError
 
 __all__ = ["BUFFER", "inflated", "read", "read_into"]
@@ -14,15 +14,15 @@ __all__ = ["BUFFER", "inflated", "read", "read_into"]
 BUFFER = 4 << 20  # bytes held at once
 
 
-def read(span: Span) -> Iterator[bytes]:
+def read(span: ByteRange) -> Iterator[bytes]:
     """The bytes of SPAN. Raises as :meth:`~ckptconv.byteranges.sources.Readable.read` does."""
     for at in range(0, span.length, BUFFER):
         yield span.source.read(span.offset + at, min(BUFFER, span.length - at))
 
 
-def read_into(piece: Span | Chain, offset: int, buffer: memoryview) -> None:
+def read_into(piece: ByteRange | Concat, offset: int, buffer: memoryview) -> None:
     """Fill BUFFER with what PIECE has from OFFSET on."""
-    for part in piece.parts if isinstance(piece, Chain) else (piece,):
+    for part in piece.parts if isinstance(piece, Concat) else (piece,):
         if offset < part.length and buffer:
             length = min(part.length - offset, len(buffer))
             part.source.read_into(part.offset + offset, buffer[:length])

@@ -13,10 +13,10 @@ from bisect import bisect_right
 from pathlib import Path
 from types import TracebackType
 
-from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.errors import InputChangedError, InputError
 
-__all__ = ["Held", "Readable", "Source", "SourceFolder", "Window"]
+__all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder"]
 
 _SPARE = 64  # open files that the rest of the process may need
 
@@ -29,7 +29,7 @@ class Readable:
     path: Path
     fd: int
     size: int
-    faults: Faults = RAISED
+    faults: FaultSink = RAISED
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
@@ -74,7 +74,7 @@ class Readable:
         )
 
 
-class Held(Readable):
+class BytesSource(Readable):
     """DATA, in memory. PATH is for messages."""
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -90,7 +90,7 @@ class Held(Readable):
         buffer[:] = self._data[offset : offset + len(buffer)]
 
 
-class Window(Readable):
+class SliceSource(Readable):
     """LENGTH bytes at OFFSET of OF, as if they were a file of their own."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
@@ -109,7 +109,7 @@ class Window(Readable):
 class Source(Readable):
     """A regular file, open for reading. A context manager; closing twice is harmless."""
 
-    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
+    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
         """Open PATH. Raises InputError where it cannot be read or is no regular file."""
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
@@ -169,7 +169,7 @@ class SourceFolder(Readable):
     A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
     """
 
-    def __init__(self, path: str | os.PathLike[str], faults: Faults = RAISED) -> None:
+    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
         self.path = Path(os.fsdecode(path))
         self.faults = faults
         self.folder = self.path if self.path.is_dir() else self.path.parent

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 __all__ = [
-    "BLOCK",
+    "FILESYSTEM_BLOCK",
     "Assemble",
-    "Box",
+    "ByteRange",
     "ByteSource",
     "Cast",
-    "Chain",
+    "ChunkPlacement",
+    "Concat",
     "Data",
+    "Deferred",
     "Gather",
     "Inflate",
-    "Late",
+    "InflateSlice",
     "OutFile",
     "Overflow",
-    "Part",
     "Piece",
     "Progress",
-    "Span",
 ]
 
 
@@ -40,7 +40,7 @@ class ByteSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """LENGTH bytes at OFFSET of SOURCE. ``crc32`` is what their checksum should be, where the source says it."""
 
     source: ByteSource
@@ -53,13 +53,13 @@ class Span:
 class Inflate:
     """LENGTH bytes that the deflate stream OF gives; ``crc32`` is that of the result."""
 
-    of: Span
+    of: ByteRange
     length: int
     crc32: int | None
 
 
 @dataclass(frozen=True)
-class Part:
+class InflateSlice:
     """LENGTH bytes at OFFSET of what the deflate stream OF gives."""
 
     of: Inflate
@@ -68,11 +68,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Concat:
     """PARTS one behind another, LENGTH bytes in all. They are parts of WHOLE, whose checksum says whether they are what they should be; where that is None, each is whole and has its own."""
 
-    parts: tuple[Span, ...]
-    whole: Span | None
+    parts: tuple[ByteRange, ...]
+    whole: ByteRange | None
     length: int
 
 
@@ -80,7 +80,7 @@ class Chain:
 class Gather:
     """The elements of a strided view of OF, in row-major order, LENGTH bytes in all. Shape, stride and offset count elements of ITEMSIZE bytes."""
 
-    of: Span | Inflate
+    of: ByteRange | Inflate
     itemsize: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -89,10 +89,10 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Box:
+class ChunkPlacement:
     """A part of a tensor, whole in OF: its first index and its number of indices in each dimension of the tensor, and its own strides in OF."""
 
-    of: Span
+    of: ByteRange
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     stride: tuple[int, ...]
@@ -102,7 +102,7 @@ class Box:
 class Assemble:
     """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of BOXES, which are in the order of their first indices."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[ChunkPlacement, ...]
     shape: tuple[int, ...]
     itemsize: int
     length: int
@@ -116,7 +116,7 @@ class Cast:
     ``paths`` are those of the tensors that show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
     """
 
-    of: Span | Inflate | Part | Chain | Gather | Assemble
+    of: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble
     old: str
     new: str
     length: int
@@ -129,7 +129,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Late:
+class Deferred:
     """LENGTH bytes that hold checksums: MAKE gives them, called with those of :attr:`OutFile.sums`, in order, when all are known."""
 
     length: int
@@ -137,15 +137,15 @@ class Late:
 
 
 #: Bytes of a block that filesystems share between files, where both places agree modulo this.
-BLOCK = 4096
+FILESYSTEM_BLOCK = 4096
 
 
 #: What a storage's bytes are made of.
-Data: TypeAlias = "Span | Inflate | Chain | Assemble | Cast"
+Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
 
 
 #: What an output file is made of, in order.
-Piece: TypeAlias = "bytes | Span | Inflate | Part | Chain | Gather | Assemble | Cast | Late"
+Piece: TypeAlias = "bytes | ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble | Cast | Deferred"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class OutFile:
     path: Path
     pieces: tuple[Piece, ...]
     size: int
-    sums: tuple[Span | Chain | Assemble | Cast, ...] = ()
+    sums: tuple[ByteRange | Concat | Assemble | Cast, ...] = ()
 
 
 #: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.

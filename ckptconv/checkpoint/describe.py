@@ -24,7 +24,7 @@ from ckptconv.pickles.graph import (
     is_global,
 )
 
-__all__ = ["glimpse", "is_flat", "members_of"]
+__all__ = ["describe", "is_flat", "members_of"]
 
 _LONGEST = 60  # characters
 _LOOKED_AT = 64  # members of what a call makes
@@ -60,7 +60,7 @@ def members_of(node: Value) -> list[Value] | None:
     return None
 
 
-def glimpse(node: Value) -> str:
+def describe(node: Value) -> str:
     """A line for NODE that costs little whatever it is."""
     members = members_of(node)
     if members is not None and is_flat(node):
@@ -98,7 +98,7 @@ def _short_call(node: Call) -> str:
         and len(size.items) <= _LOOKED_AT
         and is_flat(size)
     ):
-        return f"torch.Size({glimpse(size)})"
+        return f"torch.Size({describe(size)})"
     return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
 
 
@@ -107,7 +107,7 @@ def _short_sequence(node: Value, items: list[Value]) -> str:
     opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
     if not items and opening == "{":
         return "set()"
-    shown = ", ".join(glimpse(item) for item in items[:8])
+    shown = ", ".join(describe(item) for item in items[:8])
     if len(items) > 8:
         number = "" if isinstance(node, Call) else f" {len(items):,} items"
         return f"{_cut(opening + shown)}, …{closing}{number}"

@@ -19,10 +19,10 @@ from ckptconv.pickles.graph import (
     walk,
 )
 
-__all__ = ["forget_order"]
+__all__ = ["drop_effect_order"]
 
 
-def forget_order(graph: Graph) -> None:
+def drop_effect_order(graph: Graph) -> None:
     """Forget the order of GRAPH's effects if no reader can tell: each call and each state is complete before it is used, and torch's safe loader knows every call."""
     if graph.discarded or next(obstacles(graph), None) is not None:
         return

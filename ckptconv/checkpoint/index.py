@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
-from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.effect_order import forget_order
+from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
@@ -26,7 +26,7 @@ from ckptconv.errors import InputError, MalformedError
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
 
-__all__ = ["attributes", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
+__all__ = ["attribute_places", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
 
 _STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 
@@ -38,7 +38,7 @@ def checkpoint_of(
     container: object,
     record: Callable[[str], Data | None],
     where: str,
-    faults: Faults | None = None,
+    faults: FaultSink | None = None,
 ) -> Checkpoint:
     """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places. Raises MalformedError, LimitError.
 
@@ -72,7 +72,7 @@ def restrict(checkpoint: Checkpoint, root: Place) -> None:
     graph.globals = [node for node in graph.globals if id(node) in reached]
     graph.calls = [node for node in graph.calls if id(node) in reached]
     graph.references = [node for node in graph.references if id(node) in reached]
-    forget_order(graph)
+    drop_effect_order(graph)
     checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
     checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
     checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
@@ -89,7 +89,7 @@ def index_again(checkpoint: Checkpoint) -> None:
 
 
 def _index(
-    root: Place, references: list[Reference], where: str, opcodes: int, faults: Faults = RAISED
+    root: Place, references: list[Reference], where: str, opcodes: int, faults: FaultSink = RAISED
 ) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
     """The places from ROOT on, and the tensors by path and by node."""
     reader = TensorReader({id(each.node): each.storage for each in references}, where, faults)
@@ -106,7 +106,7 @@ def every_place(checkpoint: Checkpoint) -> list[Place]:
     return list(_walk(checkpoint, leaf_of(checkpoint.tensor_nodes)))
 
 
-def attributes(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
+def attribute_places(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
     """What stands in TENSORS as their attributes."""
     having = {id(node) for node in tensors if isinstance(node, Call) and leaf_of(checkpoint.tensor_nodes)(node)}
     if not having:

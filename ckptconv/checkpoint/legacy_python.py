@@ -28,7 +28,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["modernise", "text_of"]
+__all__ = ["modernize", "text_of"]
 
 _PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
 _TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
@@ -45,7 +45,7 @@ def text_of(value: Value) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def modernise(graph: Graph) -> None:
+def modernize(graph: Graph) -> None:
     """Say everything in GRAPH as today's torch and Python do."""
     if not _PYTHON_2.isdisjoint(graph.used):
         for call in graph.calls:

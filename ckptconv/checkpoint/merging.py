@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.effect_order import forget_order
+from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.index import checkpoint_of, index_again
 from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
@@ -56,7 +56,7 @@ class Merger:
         self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
             if not in_order:
-                forget_order(part.graph)
+                drop_effect_order(part.graph)
             self._move(part)
         graph = self._graph
         graph.globals += part.graph.globals

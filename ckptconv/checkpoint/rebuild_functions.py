@@ -11,7 +11,7 @@ from itertools import islice
 from math import prod
 from typing import TypeGuard
 
-from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
@@ -150,7 +150,7 @@ class _Bad(Exception):
 class TensorReader:
     """Reads rebuild calls; remembers the tensors, each under every path at which it stands."""
 
-    def __init__(self, storages: dict[int, Storage], where: str, faults: Faults = RAISED) -> None:
+    def __init__(self, storages: dict[int, Storage], where: str, faults: FaultSink = RAISED) -> None:
         self.storages = storages
         self.where = where
         self.faults = faults

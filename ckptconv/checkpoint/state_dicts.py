@@ -14,7 +14,7 @@ from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
 from ckptconv.pickles.paths import Place
 
-__all__ = ["Customs", "NamedOptimizer", "StateDict", "read_customs", "strings_of"]
+__all__ = ["Detected", "NamedOptimizer", "StateDict", "detect", "strings_of"]
 
 #: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
 CPU_RNG_BYTES = 5056
@@ -64,8 +64,8 @@ class NamedOptimizer:
 
 
 @dataclass(frozen=True, eq=False)
-class Customs:
-    """What :func:`read_customs` recognised. ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings."""
+class Detected:
+    """What :func:`detect` recognised. ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings."""
 
     state_dicts: list[StateDict]
     optimizers: list[NamedOptimizer]
@@ -106,10 +106,10 @@ def strings_of(mapping: Object) -> dict[str, Value]:
     return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
 
 
-def read_customs(checkpoint: Checkpoint) -> Customs:
+def detect(checkpoint: Checkpoint) -> Detected:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
-    return Customs(
+    return Detected(
         reader.state_dicts, reader.optimizers, reader.optimizer_nodes, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
     )  # fmt: skip
 

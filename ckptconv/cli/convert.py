@@ -15,7 +15,7 @@ from ckptconv.cli import render
 from ckptconv.cli.convert_batch import convert_batch
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import CONVERSION_OPTIONS, PATH, debug_option, edit_options
-from ckptconv.cli.terminal import look_of, progress_bar, show_error, show_report
+from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.targets import TARGET_FORMATS, is_there, list_items
 from ckptconv.edits.devices import to_devices
@@ -102,7 +102,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         if as_json:
             click.echo(json.dumps(skipped_as_dict(str(item.src), str(item.dst))))
         elif not quiet:
-            click.echo(render.skipped_line(str(item.dst), look_of(sys.stderr)), err=True)
+            click.echo(render.skipped_line(str(item.dst), style_of(sys.stderr)), err=True)
         return 0
     report = run(
         item.src, item.dst, edits_from(**edits), is_folder=item.is_folder, progress=partial(progress_bar, quiet=quiet),
@@ -112,7 +112,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:
-        show_report(report, look_of(sys.stderr if report.written else sys.stdout), verbose=verbose)
+        show_report(report, style_of(sys.stderr if report.written else sys.stdout), verbose=verbose)
     for _, error in report.failed:
         show_error(error)
     return 3 if report.failed else 0

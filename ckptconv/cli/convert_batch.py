@@ -18,7 +18,7 @@ from ckptconv.byteranges.spans import Progress
 from ckptconv.cli import render
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import CONVERSION_OPTIONS
-from ckptconv.cli.terminal import PROGRESS_FROM, look_of, open_bar, show_error, show_report
+from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
 from ckptconv.conversion.executors import processes
 from ckptconv.conversion.jobs import Outcome
@@ -35,7 +35,7 @@ def convert_batch(
     """Convert all of LISTING, say what became of each as soon as it is known, and of all in the end."""
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
-    look = look_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
+    style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
     options = {name: flags[name] for name in (*CONVERSION_OPTIONS, "skip_existing") if name != "jobs"}
     jobs = [job_of(item, {**edits, **options}) for item in listing.items]
     why: dict[str, list[str]] = {}
@@ -46,7 +46,7 @@ def convert_batch(
             nonlocal n
             n += 1
             finished(outcome)
-            _show_outcome(outcome, look, why, quiet=quiet, verbose=verbose, debug=flags["debug"])
+            _show_outcome(outcome, style, why, quiet=quiet, verbose=verbose, debug=flags["debug"])
             return outcome if as_json else _brief(outcome)
 
         outcomes = run_jobs(jobs, processes(min(flags["jobs"], len(jobs)), tick), done, tick)
@@ -62,8 +62,8 @@ def convert_batch(
         }))  # fmt: skip
     elif not quiet:
         sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
-        for line in render.sum_lines(sum_, look):
-            click.echo(line, err=not flags["dry_run"], color=look.colour)
+        for line in render.sum_lines(sum_, style):
+            click.echo(line, err=not flags["dry_run"], color=style.colour)
     if failed and len(failed) == len(outcomes):
         return 1
     return 3 if failed or any(report.failed for report in reports) else 0
@@ -104,7 +104,7 @@ def _brief(outcome: Outcome) -> Outcome:
 
 
 def _show_outcome(
-    outcome: Outcome, look: render.Look, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
+    outcome: Outcome, style: render.Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
     """Say what became of one item. WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless nothing is said then."""
     report = outcome.report
@@ -118,15 +118,15 @@ def _show_outcome(
             click.echo(outcome.trace, err=True)
     elif report is None:
         if not quiet:
-            click.echo(render.skipped_line(os.fspath(Path(outcome.job.dst)), look), err=True)
+            click.echo(render.skipped_line(os.fspath(Path(outcome.job.dst)), style), err=True)
     elif quiet:
         return
     elif _is_copy(outcome):
-        click.echo(render.item_line(report, look, copied=True), err=report.written)
+        click.echo(render.item_line(report, style, copied=True), err=report.written)
     elif verbose or not report.written:
-        show_report(report, look, verbose=verbose)
+        show_report(report, style, verbose=verbose)
     else:
-        click.echo(render.item_line(report, look), err=True)
+        click.echo(render.item_line(report, style), err=True)
 
 
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import click
 from ckptconv.cli import render
 from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
-from ckptconv.cli.terminal import look_of, progress_bar
+from ckptconv.cli.terminal import progress_bar, style_of
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
 
@@ -46,14 +46,14 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debu
         select=flags["select"], state_dict=flags["state_dict"], include=flags["include"], exclude=flags["exclude"],
         strip_prefix=flags["strip_prefix"], rename=flags["rename"], add_prefix=flags["add_prefix"], unwrap=flags["unwrap"],
     )  # fmt: skip
-    look = look_of(sys.stdout)
-    brief = look.width is not None and not (verbose or as_json)
+    style = style_of(sys.stdout)
+    brief = style.width is not None and not (verbose or as_json)
     found = compare(
         a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, brief=brief, progress=partial(progress_bar, quiet=quiet)
     )  # fmt: skip
     if as_json:
         click.echo(json.dumps(difference_as_dict(found)))
     elif not quiet:
-        for line in render.difference_lines(found, look, everything=verbose, names_only=names_only):
-            click.echo(line, color=look.colour)
+        for line in render.difference_lines(found, style, everything=verbose, names_only=names_only):
+            click.echo(line, color=style.colour)
     return 0 if found.same else 1

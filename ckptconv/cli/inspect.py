@@ -13,7 +13,7 @@ import click
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli import render
 from ckptconv.cli.options import PATH, debug_option
-from ckptconv.cli.terminal import look_of, screen_size, show_error
+from ckptconv.cli.terminal import screen_size, show_error, style_of
 from ckptconv.errors import CkptconvError, NoMatchError
 from ckptconv.inspection.summary import Summary, TensorSummary, inspect
 
@@ -104,21 +104,21 @@ def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ..
 def _show(
     summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool, by_size: bool
 ) -> None:
-    look = look_of(sys.stdout)
-    lines = list(render.facts(summary, look, shown=len(tensors)))
+    style = style_of(sys.stdout)
+    lines = list(render.facts(summary, style, shown=len(tensors)))
     if tensors and limit != 0:
         lines.append("")
     height = None
     if everything:
         limit = None
-    elif limit is None and look.width is not None:
-        limit, height = _ROWS, screen_size().lines - _rows_of(lines, look) - 1  # which the prompt needs
+    elif limit is None and style.width is not None:
+        limit, height = _ROWS, screen_size().lines - _rows_of(lines, style) - 1  # which the prompt needs
     draw = render.tree_lines if tree else render.table_lines
-    table = draw(tensors, look, limit=limit, height=height, fold=not everything, by_size=by_size)
+    table = draw(tensors, style, limit=limit, height=height, fold=not everything, by_size=by_size)
     for line in chain(lines, table):
-        click.echo(line, color=look.colour)
+        click.echo(line, color=style.colour)
 
 
-def _rows_of(lines: list[str], look: render.Look) -> int:
+def _rows_of(lines: list[str], style: render.Style) -> int:
     """How much of the screen LINES take: the terminal breaks what is too long for it."""
-    return sum(max(1, -(-render.cells(click.unstyle(line)) // look.columns)) for line in lines)
+    return sum(max(1, -(-render.cells(click.unstyle(line)) // style.columns)) for line in lines)

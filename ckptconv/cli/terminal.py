@@ -15,7 +15,7 @@ from ckptconv.cli import render
 from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError
 
-__all__ = ["PROGRESS_FROM", "look_of", "open_bar", "progress_bar", "screen_size", "show_error", "show_report"]
+__all__ = ["PROGRESS_FROM", "open_bar", "progress_bar", "screen_size", "show_error", "show_report", "style_of"]
 
 
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
@@ -25,10 +25,10 @@ def show_error(error: CkptconvError) -> None:
     click.echo(f"ckptconv: {error}", err=True)
 
 
-def look_of(stream: TextIO) -> render.Look:
+def style_of(stream: TextIO) -> render.Style:
     """What STREAM can show."""
     terminal = stream.isatty()
-    return render.Look(
+    return render.Style(
         width=screen_size().columns if terminal else None,
         colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
         unicode=(stream.encoding or "").lower().startswith("utf"),
@@ -64,6 +64,6 @@ def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
         yield bar, bar.add_task("", total=size)
 
 
-def show_report(report: Report, look: render.Look, *, verbose: bool) -> None:
-    for line in render.report_lines(report, look, every_name=verbose):
-        click.echo(line, err=report.written, color=look.colour)
+def show_report(report: Report, style: render.Style, *, verbose: bool) -> None:
+    for line in render.report_lines(report, style, every_name=verbose):
+        click.echo(line, err=report.written, color=style.colour)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
-from ckptconv.conversion.executors import Engine, others, processes
+from ckptconv.conversion.executors import JobExecutor, others, processes
 from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
 from ckptconv.conversion.targets import Item, list_items
 from ckptconv.edits.options import Edits
@@ -28,7 +28,7 @@ from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
-from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.graph import gc_paused
 
 __all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
 
@@ -85,7 +85,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
     """
     if not os.path.isdir(folder):
         raise InputError("there is no such folder", where=folder, expected="a folder with shards")
-    with SourceFolder(folder) as source, uncollected():
+    with SourceFolder(folder) as source, gc_paused():
         found = find_set(source.path)
         if found is None or found.index is not None:
             what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"
@@ -118,7 +118,7 @@ def _say_in_python(outcome: Outcome) -> None:
 
 
 def run_jobs(
-    jobs: Sequence[Job], engine: Engine, done: Callable[[Outcome], Outcome], tick: Progress | None = None
+    jobs: Sequence[Job], engine: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
     """What became of JOBS, in their order. DONE is called with each outcome, and gives what is kept of it; TICK with each number of bytes written. ENGINE is closed."""
     made: list[Path] = []
@@ -135,7 +135,11 @@ def run_jobs(
 
 
 def _all(
-    jobs: Sequence[Job], engine: Engine, done: Callable[[Outcome], Outcome], tick: Progress | None, made: list[Path]
+    jobs: Sequence[Job],
+    engine: JobExecutor,
+    done: Callable[[Outcome], Outcome],
+    tick: Progress | None,
+    made: list[Path],
 ) -> dict[int, Outcome]:
     """The outcomes of JOBS by their numbers; at first of those for which every edit means something."""
     outcomes: dict[int, Outcome] = {}
@@ -197,7 +201,7 @@ def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
             yield from ((each.name, one) for one in value)
 
 
-def _matched_in(jobs: Iterable[Job], engine: Engine) -> set[tuple[str, object]]:
+def _matched_in(jobs: Iterable[Job], engine: JobExecutor) -> set[tuple[str, object]]:
     """The edits that mean something in one of the inputs of JOBS, which were done before, so that nothing of them is known."""
     look = {"dry_run": True, "force": True, "skip_existing": False}
     tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}
@@ -206,7 +210,7 @@ def _matched_in(jobs: Iterable[Job], engine: Engine) -> set[tuple[str, object]]:
 
 
 def _each(
-    tasks: Mapping[int, Task], engine: Engine, tick: Progress | None
+    tasks: Mapping[int, Task], engine: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
     """The outcomes of TASKS as they come. What ENGINE loses is submitted again."""
     waiting = deque(tasks)
@@ -244,7 +248,7 @@ def _each(
             future.cancel()
 
 
-def _submitted(engine: Engine, task: Task) -> Future[Outcome]:
+def _submitted(engine: JobExecutor, task: Task) -> Future[Outcome]:
     try:
         return engine.submit(task)
     except Exception as error:  # an executor that is broken, or shut down

@@ -26,7 +26,7 @@ from ckptconv.formats.sharded import writing
 from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
 from ckptconv.output.folders import no_name, write_folder
-from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.graph import gc_paused
 
 __all__ = ["convert", "run", "write"]
 
@@ -132,7 +132,7 @@ def run(
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=force)
-        with uncollected():
+        with gc_paused():
             is_dcp = isinstance(source, SourceFolder) and any(
                 each.looks_like(source) for each in (dcp, safetensors_parts)
             )

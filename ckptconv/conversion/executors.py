@@ -8,12 +8,12 @@ from typing import Protocol
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.jobs import Outcome, Task, work
 
-__all__ = ["Engine", "others", "processes"]
+__all__ = ["JobExecutor", "others", "processes"]
 
 _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 
 
-class Engine(Protocol):
+class JobExecutor(Protocol):
     """Where jobs are done. MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be what ended the process. REPEATS: it may do a job again of its own accord."""
 
     most: int
@@ -76,12 +76,12 @@ class _Others:
         """It is not ours."""
 
 
-def others(executor: Executor) -> Engine:
+def others(executor: Executor) -> JobExecutor:
     """Somebody else's EXECUTOR, which stays open."""
     return _Others(executor)
 
 
-def processes(workers: int, tick: Progress | None = None) -> Engine:
+def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
     """So many WORKERS; this process itself if that is one, which calls TICK with each number of bytes written."""
     if workers <= 1:
         return _Here(tick)

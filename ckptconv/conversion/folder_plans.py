@@ -26,7 +26,7 @@ from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import edit_flag
 from ckptconv.limits import LIMITS
 from ckptconv.output.folders import names_in, no_name
-from ckptconv.output.other_files import Other, others_in, rest_of
+from ckptconv.output.other_files import OtherFile, others_in, rest_of
 
 __all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
 
@@ -142,7 +142,7 @@ def _typos(parts: Iterable[_Part]) -> list[_Part]:
 
 def _others(
     folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool, copied: bool
-) -> tuple[list[Other], list[str]]:
+) -> tuple[list[OtherFile], list[str]]:
     """What comes along from FOLDER to TARGET, if that is to be COPIED, and what to say of what does not."""
     taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
     if not is_whole:  # the files beside an index, but for other checkpoints

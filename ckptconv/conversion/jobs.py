@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.byteranges.checksums import crc32_of
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import OutFile, Progress, Span
+from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Item, find_item, is_there
@@ -154,7 +154,7 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
         force, dry_run = options.get("force", False), options.get("dry_run", False)
         output_files.check_target(dst, replace=force)
         if not dry_run:
-            file = OutFile(dst, (Span(source, 0, source.size),) if source.size else (), source.size)
+            file = OutFile(dst, (ByteRange(source, 0, source.size),) if source.size else (), source.size)
             output_files.write(file, source, replace=force, verify=options.get("verify", False), progress=tick)
         return Report(
             str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run
@@ -180,7 +180,7 @@ def _content(path: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for each in files:
         with Source(each) as source:
-            found[str(each.relative_to(path))] = source.size, crc32_of(Span(source, 0, source.size))
+            found[str(each.relative_to(path))] = source.size, crc32_of(ByteRange(source, 0, source.size))
     return found
 
 

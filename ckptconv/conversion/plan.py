@@ -18,7 +18,7 @@ from ckptconv.formats import safetensors, torchscript
 from ckptconv.formats.opening import WRITERS
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
-from ckptconv.output.other_files import Other
+from ckptconv.output.other_files import OtherFile
 from ckptconv.safety.scan import dangers_carried
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Plan:
     ties: tuple[tuple[str, str], ...]
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
-    others: tuple[Other, ...] = ()
+    others: tuple[OtherFile, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ def report_of(
 ) -> Report:  # fmt: skip
     """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
     others = [other for other in plan.others if other.kind == "file"]
-    inside: list[OutFile | Other] = [*plan.files, *others] if plan.is_folder else []
+    inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
     files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
     return Report(
         str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,

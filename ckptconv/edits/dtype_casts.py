@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.index import every_place
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.checkpoint.state_dicts import Customs
+from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
@@ -66,9 +66,9 @@ class _Tie:
             self.named.append(path)
 
 
-def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], customs: Customs, changes: Changes) -> None:
+def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes) -> None:
     """Let the tensors that RULES mean have their dtypes. Raises UsageError where rules contradict each other, NoMatchError where one means nothing."""
-    ties = _Chooser(checkpoint, rules, customs, changes).choose()
+    ties = _Chooser(checkpoint, rules, detected, changes).choose()
     views = Views(checkpoint)
     new: dict[Storage, dict[View, str]] = {}
     paths: dict[View, list[str]] = {}
@@ -154,15 +154,17 @@ def _cast_storage(
 class _Chooser:
     """Finds the rule for each tensor, by its path and names after all edits of those."""
 
-    def __init__(self, checkpoint: Checkpoint, rules: Sequence[DTypeRule], customs: Customs, changes: Changes) -> None:
-        self.checkpoint, self.customs, self.changes = checkpoint, customs, changes
+    def __init__(
+        self, checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes
+    ) -> None:
+        self.checkpoint, self.detected, self.changes = checkpoint, detected, changes
         self.nodes = checkpoint.tensor_nodes
         self.bare = next((rule for rule in rules if rule.glob is None), None)
         self.globs = [rule for rule in rules if rule.glob is not None]
         self.useful: set[DTypeRule] = set()  # those that mean something that has a dtype to change
-        self.state_dicts = {id(found.node) for found in customs.state_dicts}
+        self.state_dicts = {id(found.node) for found in detected.state_dicts}
         self.names: dict[int, list[str]] = {}  # in whole modules, by the id of the tensor
-        for module in customs.modules:
+        for module in detected.modules:
             for name, node in module.tensors.items():
                 self.names.setdefault(id(node), []).append(name)
 
@@ -223,7 +225,7 @@ class _Chooser:
         return self.names.get(id(place.node), [])
 
     def is_in_optimizer(self, place: Place) -> bool:
-        return any(id(above.node) in self.customs.optimizer_nodes for above in place.upwards())
+        return any(id(above.node) in self.detected.optimizer_nodes for above in place.upwards())
 
     def no_match(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
         """The error for a RULE that changes nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import Customs, NamedOptimizer, StateDict
+from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of
 from ckptconv.edits.options import Edits
@@ -28,18 +28,18 @@ _LOOKED_AT = 1000  # prefixes, where a near one is looked for
 class NameEditor:
     """Changes names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
 
-    def __init__(self, checkpoint: Checkpoint, customs: Customs, changes: Changes) -> None:
+    def __init__(self, checkpoint: Checkpoint, detected: Detected, changes: Changes) -> None:
         self.where = checkpoint.source.path
-        self.customs = customs
+        self.detected = detected
         self.changes = changes
-        named: list[StateDict | NamedOptimizer] = [*customs.state_dicts, *customs.optimizers]
+        named: list[StateDict | NamedOptimizer] = [*detected.state_dicts, *detected.optimizers]
         self.before = [(found, found.names()) for found in named]
 
     def run(self, edits: Edits) -> None:
-        hint = self.customs.hint_of_modules()
+        hint = self.detected.hint_of_modules()
         if (
             hint
-            and not self.customs.state_dicts
+            and not self.detected.state_dicts
             and (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix)
         ):
             raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
@@ -56,13 +56,13 @@ class NameEditor:
 
     def names(self) -> list[str]:
         """Every name in the state dicts; in a file of optimizers alone, theirs."""
-        named = self.customs.state_dicts or self.customs.optimizers
+        named = self.detected.state_dicts or self.detected.optimizers
         return [name for found in named for name in found.names()]
 
     def unwrap(self) -> None:
         """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model lose."""
         changed = "--unwrap changed nothing"
-        for metadata, names in self.metadata(self.customs.state_dicts):
+        for metadata, names in self.metadata(self.detected.state_dicts):
             modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
             inside = modules_unwrapped(names, modules)
             if any(inside(path) != path for path in modules):
@@ -84,7 +84,7 @@ class NameEditor:
         """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one where several have as many."""
         theirs = set(names)
         known = [
-            (len(theirs.intersection(each)), self.customs.is_usual(found.path), each)
+            (len(theirs.intersection(each)), self.detected.is_usual(found.path), each)
             for found, each in self.before
             if isinstance(found, StateDict)
         ]
@@ -98,14 +98,14 @@ class NameEditor:
         if not having:
             raise NoMatchError(
                 f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
-                hint=_near(prefix, every) or self.customs.hint_of_modules(), unmatched=("strip_prefix", said),
+                hint=_near(prefix, every) or self.detected.hint_of_modules(), unmatched=("strip_prefix", said),
             )  # fmt: skip
         self.changes.unprefixed += len(every) - len(having)
-        for metadata, names in self.metadata(self.customs.state_dicts):
+        for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
             if any(stripped):
                 _strip_metadata(metadata, prefix, keep_ancestors=not all(stripped))
-        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: name.removeprefix(prefix))
+        self.each_name(self.detected.state_dicts, self.detected.optimizers, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
         try:
@@ -121,7 +121,7 @@ class NameEditor:
                 f"no name matches {pattern!r}",
                 where=self.where,
                 got=_prefixes(every),
-                hint=self.customs.hint_of_modules(),
+                hint=self.detected.hint_of_modules(),
                 unmatched=("rename", (pattern, replacement)),
             )
 
@@ -130,26 +130,26 @@ class NameEditor:
             inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
-        for metadata, _ in self.metadata(self.customs.state_dicts):
+        for metadata, _ in self.metadata(self.detected.state_dicts):
             _rename_keys(metadata, of_module)
-        self.each_name(self.customs.state_dicts, self.customs.optimizers, lambda name: regex.sub(replacement, name))
+        self.each_name(self.detected.state_dicts, self.detected.optimizers, lambda name: regex.sub(replacement, name))
 
     def add(self, said: str) -> None:
         prefix = normal_prefix(said)
-        main = self.customs.main()
+        main = self.detected.main()
         if len(main) != 1 or not isinstance(main[0], StateDict):
             if not main:
                 raise NoMatchError("no state dict to add a prefix to", where=self.where, unmatched=("add_prefix", said))
-            meant = dict.fromkeys(found.path for found in (*main, *self.customs.state_dicts))
+            meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
                 f"several state dicts could be meant: {', '.join(meant)}", where=self.where,
                 hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
             )  # fmt: skip
         keys = set(main[0].names())
-        served = [found for found in self.customs.state_dicts if set(found.names()) == keys]
+        served = [found for found in self.detected.state_dicts if set(found.names()) == keys]
         for metadata, _ in self.metadata(served):
             _add_to_metadata(metadata, prefix)
-        theirs = [optimizer for optimizer in self.customs.optimizers if keys.issuperset(optimizer.names())]
+        theirs = [optimizer for optimizer in self.detected.optimizers if keys.issuperset(optimizer.names())]
         self.each_name(served, theirs, lambda name: prefix + name)
 
     def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
@@ -172,7 +172,7 @@ class NameEditor:
     def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
         """Report what became of FOUND's names; refuse where two became one."""
         origin: dict[str, str] = {}
-        is_reported = isinstance(found, StateDict) or not self.customs.state_dicts
+        is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
         for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
             other = origin.setdefault(new, old)
             if other != old:

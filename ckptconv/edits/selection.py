@@ -6,13 +6,13 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from ckptconv.byteranges.sources import Held
+from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.globs import matches
-from ckptconv.checkpoint.index import attributes, places_in, restrict
+from ckptconv.checkpoint.index import attribute_places, places_in, restrict
 from ckptconv.checkpoint.left_behind import left_behind_at, storages_below
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
-from ckptconv.checkpoint.state_dicts import StateDict, read_customs
+from ckptconv.checkpoint.state_dicts import StateDict, detect
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import shell
@@ -63,7 +63,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
             if written(place.path) == path:
                 return place
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
-    if not meant and [each.path for each in read_customs(checkpoint).state_dicts] == ["."]:
+    if not meant and [each.path for each in detect(checkpoint).state_dicts] == ["."]:
         look = _look_for(checkpoint, "--tree")
         known, meant = "", "the checkpoint is a state dict itself" + (f"; {look}" if look else "")
     raise NoMatchError(
@@ -76,7 +76,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
     """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep their parts."""
-    modules = read_customs(checkpoint).modules
+    modules = detect(checkpoint).modules
     words = _words(name)
     meant = {words, *(_words(module.path) + words for module in modules)} if words else set()
     found = next((place for place in checkpoint.places if _words(place.path) in meant), None)
@@ -95,13 +95,13 @@ def _words(path: str) -> tuple[str, ...]:
 def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
     """The command that shows what there is, in a file or folder."""
     source = checkpoint.source
-    is_stored = not isinstance(source, Held)
+    is_stored = not isinstance(source, BytesSource)
     return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
     """The state dict that is meant when nobody says which, or the module that would give it."""
-    found = read_customs(checkpoint).main()
+    found = detect(checkpoint).main()
     if len(found) == 1:
         return found[0]
     if not found:
@@ -130,9 +130,9 @@ def _named_tensors(checkpoint: Checkpoint) -> int:
 
 def _candidates(checkpoint: Checkpoint) -> str:
     """The state dicts and whole modules that there are, with their sizes."""
-    customs = read_customs(checkpoint)
-    found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in customs.state_dicts]
-    found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in customs.modules if each.tensors]
+    detected = detect(checkpoint)
+    found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in detected.state_dicts]
+    found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in detected.modules if each.tensors]
     sizes = [sum(s.nbytes for s in storages_below(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
     listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
     return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
@@ -171,7 +171,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     of_torch: list[Place] = []
     for place in (
         *places_in(checkpoint, module.opened | _above(module.place)),
-        *attributes(checkpoint, module.tensors.values()),
+        *attribute_places(checkpoint, module.tensors.values()),
     ):
         if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
             continue
@@ -213,8 +213,8 @@ def _filter(
 
     PATHS say where in the source the names of a module's state dict stood.
     """
-    customs = read_customs(checkpoint)
-    state_dicts = {id(found.node) for found in customs.state_dicts}
+    detected = detect(checkpoint)
+    state_dicts = {id(found.node) for found in detected.state_dicts}
     places = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes]
     named = [place for place in places if place.parent is not None and id(place.parent.node) in state_dicts]
     inside = {id(place) for place in named}
@@ -235,7 +235,7 @@ def _filter(
                 raise NoMatchError(
                     f"no {what} matches {glob!r}", where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=None if "/" in glob else customs.hint_of_modules(), unmatched=None if more else (field, glob),
+                    hint=None if "/" in glob else detected.hint_of_modules(), unmatched=None if more else (field, glob),
                 )  # fmt: skip
             found |= hits
         return found

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from ckptconv.byteranges.slicing import part_of
-from ckptconv.byteranges.spans import Cast, Chain, Data, Inflate, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Inflate
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
-from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, dtype_called
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
 
@@ -105,7 +105,7 @@ class Views:
             own.data, own.nbytes = data, data.length
             for view in group.views:
                 before = view.info
-                old_start = bisect_right(starts, before.offset * dtype_called(before.dtype).itemsize) - 1
+                old_start = bisect_right(starts, before.offset * get_dtype(before.dtype).itemsize) - 1
                 gone = starts[old_start] - before_each[old_start] if ranges else 0
                 view.info, view.storage = _moved(before, own, group.dtype or before.dtype, gone), own
                 self._say(view, before)
@@ -118,7 +118,7 @@ class Views:
 
     def _say(self, view: View, before: TensorInfo) -> None:
         """Let VIEW's call, which says BEFORE, say what it is now, and its reference what its storage is."""
-        dtype, changed = dtype_called(view.info.dtype), view.info.dtype != before.dtype
+        dtype, changed = get_dtype(view.info.dtype), view.info.dtype != before.dtype
         known = self._nodes.setdefault(id(view.reference), {})
         if view.storage not in known:
             assert isinstance(view.reference.id, Tuple)
@@ -214,7 +214,7 @@ def extent(info: TensorInfo) -> Range:
     """The bytes of its storage that INFO reaches over."""
     if 0 in info.shape:
         return 0, 0
-    dtype = dtype_called(info.dtype)
+    dtype = get_dtype(info.dtype)
     last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
     return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
 
@@ -222,14 +222,14 @@ def extent(info: TensorInfo) -> Range:
 def packed_ranges(data: Data, views: list[View]) -> list[Range]:
     """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
     is_deflated = isinstance(data.of if isinstance(data, Cast) else data, Inflate)
-    if is_deflated or any(dtype_called(view.info.dtype).packed != 1 for view in views):
+    if is_deflated or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return reach(views, data.length)
 
 
 def reach(views: list[View], length: int) -> list[Range]:
     """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
-    unit = max(max(dtype_called(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
+    unit = max(max(get_dtype(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
     ranges: list[Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
         start, stop = start // unit * unit, min(-(-stop // unit) * unit, length)
@@ -253,15 +253,15 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
     length = sum(stop - start for start, stop in ranges)
     if isinstance(data, Cast):
         old, new = BY_NAME[data.old].itemsize, BY_NAME[data.new].itemsize
-        assert isinstance(data.of, (Span, Chain))
+        assert isinstance(data.of, (ByteRange, Concat))
         of = _packed(data.of, [(start // new * old, stop // new * old) for start, stop in ranges])
-        assert isinstance(of, (Span, Chain))
+        assert isinstance(of, (ByteRange, Concat))
         return replace(data, of=of, length=length, shown=())
     parts = [part_of(data, start, stop - start) for start, stop in ranges]
-    whole = data.whole if isinstance(data, Chain) else data
-    assert whole is None or isinstance(whole, Span)
-    spans = [span for part in parts for span in (part.parts if isinstance(part, Chain) else (part,))]
-    return Chain(tuple(span for span in spans if isinstance(span, Span)), whole, length)
+    whole = data.whole if isinstance(data, Concat) else data
+    assert whole is None or isinstance(whole, ByteRange)
+    spans = [span for part in parts for span in (part.parts if isinstance(part, Concat) else (part,))]
+    return Concat(tuple(span for span in spans if isinstance(span, ByteRange)), whole, length)
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]) -> Cast:
@@ -278,7 +278,7 @@ def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:
     """INFO as DTYPE on STORAGE, in which so many bytes before it are GONE of the one that it was on."""
-    old, new = dtype_called(info.dtype), dtype_called(dtype)
+    old, new = get_dtype(info.dtype), get_dtype(dtype)
     offset = info.offset
     if 0 in info.shape:
         offset = min(offset, storage.nbytes // new.itemsize)

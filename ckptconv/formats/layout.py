@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from ckptconv.byteranges.slicing import length_of, with_checksums
-from ckptconv.byteranges.spans import Cast, Chain, OutFile, Piece, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Concat, OutFile, Piece
 from ckptconv.checkpoint.model import LeftBehind, Storage
 
 __all__ = ["Layout", "file_of", "joined"]
@@ -28,7 +28,7 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """PIECES, literal bytes joined, and ranges that follow one another in one source."""
     out: list[Piece] = []
     literal = bytearray()
-    for piece in chain.from_iterable(piece.parts if isinstance(piece, Chain) else (piece,) for piece in pieces):
+    for piece in chain.from_iterable(piece.parts if isinstance(piece, Concat) else (piece,) for piece in pieces):
         if isinstance(piece, bytes):
             literal += piece
             continue
@@ -37,12 +37,12 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
             literal.clear()
         last = out[-1] if out else None
         if (
-            isinstance(piece, Span)
-            and isinstance(last, Span)
+            isinstance(piece, ByteRange)
+            and isinstance(last, ByteRange)
             and last.source is piece.source
             and last.offset + last.length == piece.offset
         ):
-            out[-1] = Span(piece.source, last.offset, last.length + piece.length)
+            out[-1] = ByteRange(piece.source, last.offset, last.length + piece.length)
         else:
             out.append(piece)
     if literal:

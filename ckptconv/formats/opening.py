@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.formats.foreign.files import stranger_error
+from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.layout import Layout
@@ -62,7 +62,7 @@ FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
 _HEAD = 64
 
 
-def open_input(path: str | os.PathLike[str], faults: Faults = RAISED) -> Source | SourceFolder:
+def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source | SourceFolder:
     """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
@@ -105,7 +105,7 @@ def read_file(source: Source) -> Checkpoint:
             return checkpoint
     if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
         return plain_pickle.read(source)
-    error = stranger_error(source)
+    error = foreign_file_error(source)
     if error:
         raise error
     if source.path.suffix == ".safetensors":

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ckptconv.byteranges.fault_sink import Pickles
-from ckptconv.byteranges.sources import Held, Readable, Source, Window
-from ckptconv.byteranges.spans import Piece, Span
+from ckptconv.byteranges.fault_sink import PickleSequence
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
+from ckptconv.byteranges.spans import ByteRange, Piece
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.legacy_python import modernise, text_of
+from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
@@ -95,7 +95,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
     where = str(source.path)
-    source.faults.pickles(Pickles(where, source, 1, (LOADER,)))
+    source.faults.pickles(PickleSequence(where, source, 1, (LOADER,)))
     try:
         graph, end = parse(source.read, source.size, where=where, leave=(_LEGACY, _LEGACY_TEXT))
     except InputError:
@@ -113,7 +113,7 @@ def read(source: Source) -> Checkpoint:
         )  # fmt: skip
     reader = _Reader(source, graph)
     reader.read([*calls, *lists])
-    modernise(graph)
+    modernize(graph)
     checkpoint = checkpoint_of(NAME, source, graph, None, reader.spans.get, where)
     if not checkpoint.tensors and not checkpoint.storages:
         raise pickle_error(source)
@@ -144,7 +144,7 @@ class _Reader:
     def __init__(self, source: Source, graph: Graph) -> None:
         self.source = source
         self.graph = graph
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, ByteRange] = {}
         self.words: dict[str, str] = {"storage": "storage"}
         self.classes: dict[str, Global] = {}
         self.used: set[int] = set()
@@ -186,16 +186,16 @@ class _Reader:
         tag = self.words.setdefault(tag, tag)
         return PersistentId(Tuple([self.words["storage"], cls, key, tag, numel]), call.order)
 
-    def packed(self, numbers: List, cls: Global, key: str) -> Span:
+    def packed(self, numbers: List, cls: Global, key: str) -> ByteRange:
         self.use(numbers, key)
         values = [*numbers.elements()]
         try:
             data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
         except (struct.error, OverflowError) as error:
             raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
-        return Span(Held(data, self.source.path), 0, len(data))
+        return ByteRange(BytesSource(data, self.source.path), 0, len(data))
 
-    def nested(self, call: Call, key: str) -> tuple[Global, str, int, Span]:
+    def nested(self, call: Call, key: str) -> tuple[Global, str, int, ByteRange]:
         """Class, location tag, number of elements and bytes of the one storage in the file with which CALL is called."""
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
@@ -219,20 +219,20 @@ class _Reader:
         assert isinstance(cls, Global) and isinstance(numel, int)
         return cls, text_of(tag) or "", numel, next(iter(spans.values()))
 
-    def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
+    def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
         return parsed.graph, parsed.spans
 
-    def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, Span]]:
-        window = Window(file, start, end - start)
+    def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
+        window = SliceSource(file, start, end - start)
         window.faults = self.source.faults.about(f"storage {key}")
         inner = torch_zip.read(window)
         if inner.byteorder != "little":
             self.refuse(key, "its numbers are big-endian")
         spans = {}
         for name, storage in inner.storages.items():
-            if not isinstance(storage.data, Span):
+            if not isinstance(storage.data, ByteRange):
                 self.refuse(key, "its file is compressed")
             spans[name] = replace(storage.data, source=file, offset=start + storage.data.offset)
         return inner.graph, spans
@@ -258,7 +258,7 @@ class _Reader:
             value = value.data
         if not isinstance(value, bytes):
             self.refuse(key, "what it is loaded from is no bytes")
-        return Held(value, path), 0, len(value)
+        return BytesSource(value, path), 0, len(value)
 
     def use(self, value: Value, key: str) -> None:
         """Refuse what torch never writes, and what could make a small file large: one VALUE for two storages."""

@@ -6,7 +6,7 @@ import shlex
 
 from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.errors import RefusedError
 from ckptconv.pickles.graph import (
     Call,
@@ -39,7 +39,7 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
     """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
-    named = {id(found.node) for found in read_customs(checkpoint).state_dicts} if places else set()
+    named = {id(found.node) for found in detect(checkpoint).state_dicts} if places else set()
     return [
         glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
         else glob_of(place.path if "/" in place.path else f"./{place.path}", None)

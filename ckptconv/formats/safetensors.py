@@ -9,19 +9,19 @@ Written: the header in the state dict's order, the data sorted by the size of it
 
 from __future__ import annotations
 
-from collections.abc import Container as Container_
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.slicing import stored
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Piece, Span
-from ckptconv.checkpoint.index import attributes, checkpoint_of, places_in
+from ckptconv.byteranges.spans import ByteRange, Piece
+from ckptconv.checkpoint.index import attribute_places, checkpoint_of, places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.dtypes import BY_NAME, BY_WORD, DType, dtype_called
+from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.formats.layout import Layout, file_of
@@ -31,7 +31,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["NAME", "Container", "layout", "looks_like", "read"]
+__all__ = ["NAME", "DataStart", "layout", "looks_like", "read"]
 
 NAME = "safetensors"
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
@@ -46,7 +46,7 @@ _COMPLEX = {"complex64"}
 
 
 @dataclass(frozen=True, eq=False)
-class Container:
+class DataStart:
     """What the reader keeps for the writer: where the data starts."""
 
     data_offset: int
@@ -71,10 +71,10 @@ def read(source: Source) -> Checkpoint:
     names = {entry.name for entry in header.entries}
     ties = {name: kept for name, kept in metadata.items() if _is_tie(name, kept, names)}
     spans = {
-        str(i): Span(source, header.data_offset + entry.start, entry.end - entry.start)
+        str(i): ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
         for i, entry in enumerate(header.entries)
     }
-    container = Container(header.data_offset)
+    container = DataStart(header.data_offset)
     checkpoint = checkpoint_of(NAME, source, _graph(header.entries, ties), container, spans.get, str(source.path))
     checkpoint.is_state_dict = True
     checkpoint.ties = ties
@@ -85,7 +85,7 @@ def read(source: Source) -> Checkpoint:
     return checkpoint
 
 
-def _is_tie(key: str, text: str, names: Container_[str]) -> bool:
+def _is_tie(key: str, text: str, names: Container[str]) -> bool:
     """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT, where there are tensors of these NAMES."""
     return text in names and key not in names and key != _FORMAT
 
@@ -122,7 +122,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot hold.
     """
     taken, left_behind = _sort_out(checkpoint)
-    container = checkpoint.container if isinstance(checkpoint.container, Container) else None
+    container = checkpoint.container if isinstance(checkpoint.container, DataStart) else None
     false = {key: text for key, text in checkpoint.metadata.items() if _is_tie(key, text, taken)}
     left_behind += [
         LeftBehind(f"{METADATA}/{key}", len(text.encode()), "it would be read as a tie") for key, text in false.items()
@@ -172,7 +172,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
         if any(trouble == _PART for _, trouble in troubles):
             error.hint = f"{_MERGE}; {error.hint}" if error.hint else _MERGE
         raise error
-    others += attributes(checkpoint, [place.node for place in tensors])
+    others += attribute_places(checkpoint, [place.node for place in tensors])
     kept = [info.storage for info in taken.values()]
     if not taken and any(isinstance(node, PersistentId) for node in walk([place.node for place in others])):
         raise RefusedError("none of its tensors stands under a name", where=checkpoint.source.path)
@@ -186,7 +186,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
 
 def _trouble(place: Place, info: TensorInfo) -> str | None:
     """Why the format cannot hold the tensor INFO at PLACE."""
-    dtype = dtype_called(info.dtype)
+    dtype = get_dtype(info.dtype)
     if place.key is None:
         return "its key is no string"
     if place.key == METADATA:
@@ -224,7 +224,7 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
     """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay whole."""
-    dtype = dtype_called(info.dtype)
+    dtype = get_dtype(info.dtype)
     assert info.storage is not None
     span = stored(info.storage.data) if as_it_is else None
     at = span.offset if span else 0
@@ -235,7 +235,7 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     """INFO's dtype and shape as safetensors counts them."""
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
-    return dtype_called(info.dtype).word or "", info.shape
+    return get_dtype(info.dtype).word or "", info.shape
 
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:

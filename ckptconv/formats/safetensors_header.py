@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import BLOCK
+from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS
@@ -228,7 +228,7 @@ def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: in
     for entry in entries:
         top[entry.name] = {"dtype": entry.word, "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
     text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
-    wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, BLOCK)
+    wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, FILESYSTEM_BLOCK)
     text += b" " * ((wanted - _LENGTH - len(text)) % modulus)
     if len(text) > LIMITS.safetensors_header:
         raise LimitError(

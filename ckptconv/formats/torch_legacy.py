@@ -25,11 +25,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ckptconv.byteranges.fault_sink import Pickles
-from ckptconv.byteranges.sources import Readable, Source, Window
-from ckptconv.byteranges.spans import Piece, Span
+from ckptconv.byteranges.fault_sink import PickleSequence
+from ckptconv.byteranges.sources import Readable, SliceSource, Source
+from ckptconv.byteranges.spans import ByteRange, Piece
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.legacy_python import modernise, text_of
+from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of, is_count
 from ckptconv.checkpoint.safe_globals import refused_opcodes
@@ -109,10 +109,10 @@ def looks_like(head: bytes) -> bool:
 class LegacyFile:
     """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not the object, where they are not as torch writes them. ``class_ids``: see :class:`~ckptconv.checkpoint.model.Checkpoint`."""
 
-    head: Span | None
+    head: ByteRange | None
     graph: Graph
     keys: frozenset[str]
-    spans: dict[str, Span]
+    spans: dict[str, ByteRange]
     class_ids: dict[Global, PersistentId]
     notes: list[str]
     around: list[Graph]
@@ -130,7 +130,7 @@ def read(source: Source) -> Checkpoint:
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
     """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
-    source.faults.pickles(Pickles(where, Window(source, start, end - start), _PICKLES))
+    source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
     try:
         head, notes, before, at = _read_head(source, start, end, where)
         graph, at = parse(source.read, end, where=where, offset=at)
@@ -141,18 +141,20 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
         raise
     _refuse_code(keys, where)
     ids, class_ids = _read_ids(graph, where)
-    modernise(graph)
+    modernize(graph)
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, at, end, listed, ids, where)
     notes += _flatten_views(graph, ids, spans, where)
     return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, [*before, keys])
 
 
-def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span | None, list[str], list[Graph], int]:
+def _read_head(
+    source: Readable, start: int, end: int, where: str
+) -> tuple[ByteRange | None, list[str], list[Graph], int]:
     """The pickles before the object, if torch's safe loader takes them and no byte strings are in them but torch's own words; notes; their graphs; and where the object starts."""
     usual = _head()
     if source.read(start, min(len(usual), end - start)) == usual:
-        return Span(source, start, len(usual)), [], [], start + len(usual)
+        return ByteRange(source, start, len(usual)), [], [], start + len(usual)
     graphs, at = [], start
     for _ in range(3):
         graph, at = parse(source.read, end, where=where, offset=at)
@@ -165,7 +167,7 @@ def _read_head(source: Readable, start: int, end: int, where: str) -> tuple[Span
         raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
     note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
     is_usual = not any(refused_opcodes(each) or not _WORDS.issuperset(_texts(each)) for each in graphs)
-    head = Span(source, start, at - start) if is_usual else None
+    head = ByteRange(source, start, at - start) if is_usual else None
     return head, [note] if _says_big_endian(sys_info.root) else [], graphs, at
 
 
@@ -307,7 +309,9 @@ def _from_text(text: str, where: str) -> Tuple:
 # Storages
 
 
-def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str) -> dict[str, Span]:
+def _read_sizes(
+    source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
+) -> dict[str, ByteRange]:
     """The bytes of the storages, which must fill the file from AT to END."""
     first: dict[str, _Id] = {}
     for each in ids:
@@ -337,7 +341,7 @@ def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[
                 f"storage {key} has another size than its persistent id says", where=f"{where} at byte {at}",
                 expected=f"{first[key].numel:,} elements", got=f"{numel:,}",
             )  # fmt: skip
-        spans[key] = Span(source, at + _SIZE, numel * first[key].itemsize)
+        spans[key] = ByteRange(source, at + _SIZE, numel * first[key].itemsize)
         at += _SIZE + spans[key].length
     if at != end:
         source.faults.found(
@@ -352,7 +356,7 @@ def _read_sizes(source: Readable, at: int, end: int, keys: list[str], ids: list[
 # Parts of storages
 
 
-def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, Span], where: str) -> list[str]:
+def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
     """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part that is used in another way gets bytes of its own. Gives notes."""
     views = {each.node: each for each in ids if each.view}
     if not views:
@@ -395,14 +399,14 @@ def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[
     return {node for node in used if isinstance(node, PersistentId) and node in views}
 
 
-def _stand_alone(part: _Id, spans: dict[str, Span]) -> None:
+def _stand_alone(part: _Id, spans: dict[str, ByteRange]) -> None:
     """Make a storage of PART."""
     assert part.view and isinstance(part.node.id, Tuple)
     kind, cls, _, tag, _ = part.node.id.items
     key, offset, elements = part.view
     whole = spans[part.key]
     part.node.id = Tuple([kind, cls, key, tag, elements])
-    spans[key] = Span(whole.source, whole.offset + offset * part.itemsize, elements * part.itemsize)
+    spans[key] = ByteRange(whole.source, whole.offset + offset * part.itemsize, elements * part.itemsize)
 
 
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
@@ -453,8 +457,8 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     pieces: list[Piece] = [(own and own.head) or _head(), *pickle_pieces(checkpoint), _pickled(_list([*storages]))]
     for key, storage in storages.items():
         itemsize = BY_STORAGE_CLASS[classes[storage]].itemsize
-        if own is not None and key in own.keys and isinstance(storage.data, Span):  # the number before it stays
-            pieces.append(Span(storage.data.source, storage.data.offset - _SIZE, storage.data.length + _SIZE))
+        if own is not None and key in own.keys and isinstance(storage.data, ByteRange):  # the number before it stays
+            pieces.append(ByteRange(storage.data.source, storage.data.offset - _SIZE, storage.data.length + _SIZE))
             continue
         pieces.append((storage.nbytes // itemsize).to_bytes(_SIZE, "little"))
         if storage.nbytes:

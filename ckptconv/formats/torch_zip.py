@@ -25,16 +25,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, crc32_of
-from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.slicing import crc32_known, length_of, with_checksums
-from ckptconv.byteranges.sources import Held, Readable, Window
-from ckptconv.byteranges.spans import BLOCK, Assemble, Cast, Chain, Data, Inflate, Late, OutFile, Piece, Span
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
+from ckptconv.byteranges.spans import (
+    FILESYSTEM_BLOCK,
+    Assemble,
+    ByteRange,
+    Cast,
+    Concat,
+    Data,
+    Deferred,
+    Inflate,
+    OutFile,
+    Piece,
+)
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.legacy_python import modernise
+from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import LimitError, MalformedError
-from ckptconv.formats.foreign.zips import cut_short, refuse_other_zips
+from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import Layout, joined
 from ckptconv.formats.torch_writing import (
     pickle_pieces,
@@ -78,7 +89,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
     try:
-        archive = read_archive(source, lambda names: refuse_other_zips(source, names))
+        archive = read_archive(source, lambda names: refuse_foreign_zips(source, names))
     except EndMissing as error:
         raise cut_short(source) from error
     source.faults.unread(archive.unread(source))
@@ -89,14 +100,14 @@ def read(source: Readable) -> Checkpoint:
     if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
         raise MalformedError("the pickle that says what is where cannot be found", where=where)
     graph, pickle = read_pickle(source, names[PICKLE], where, checked=checked)
-    modernise(graph)
+    modernize(graph)
 
-    def record(key: str) -> Span | Inflate | None:
+    def record(key: str) -> ByteRange | Inflate | None:
         found = names.get(f"data/{key}")
         return found.data(source, checked=checked) if found else None
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
-    checkpoint.blobs = Held(pickle, source.path) if pickle is not None else source
+    checkpoint.blobs = BytesSource(pickle, source.path) if pickle is not None else source
     used = {f"data/{key}" for key in checkpoint.storages}
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
@@ -119,8 +130,8 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
     elif checked:
         _check_crc(source, member, where)
     fetch, start, size = _reader(source, member, pickle)
-    of = Window(source, start, size) if pickle is None else Held(pickle, source.path)
-    source.faults.pickles(Pickles(where, of, 1))
+    of = SliceSource(source, start, size) if pickle is None else BytesSource(pickle, source.path)
+    source.faults.pickles(PickleSequence(where, of, 1))
     graph, end = parse(fetch, start + size, where=where, offset=start)
     if end != start + size:
         source.faults.found(
@@ -164,7 +175,9 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
     return b"".join(
         inflated(
             Inflate(
-                Span(source, member.data_offset, member.stored_size), member.size, member.crc32 if checked else None
+                ByteRange(source, member.data_offset, member.stored_size),
+                member.size,
+                member.crc32 if checked else None,
             )
         )
     )
@@ -172,7 +185,7 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
 
 def _check_crc(source: Readable, member: Member, where: str) -> None:
     try:
-        check_crc32(member.crc32, crc32_of(Span(source, member.data_offset, member.size)), where)
+        check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_offset, member.size)), where)
     except MalformedError as error:
         source.faults.found(error)
 
@@ -248,7 +261,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
-        elif isinstance(storages.get(name), (Cast, Chain, Assemble)):
+        elif isinstance(storages.get(name), (Cast, Concat, Assemble)):
             writer.storage(new.get(name, name), storages[name])
         else:
             writer.member(new.get(name, name), member, checkpoint.source)
@@ -291,7 +304,7 @@ class _Writer:
         self.checked = checked
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
-        self.sums: list[Span | Chain | Assemble | Cast] = []
+        self.sums: list[ByteRange | Concat | Assemble | Cast] = []
         self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
         self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
         self.at = 0
@@ -301,7 +314,7 @@ class _Writer:
         self.pieces.append(piece)
         self.at += length_of(piece)
 
-    def header(self, name: str, crc32: int | Span | Chain | Assemble | Cast, size: int, padding: int) -> None:
+    def header(self, name: str, crc32: int | ByteRange | Concat | Assemble | Cast, size: int, padding: int) -> None:
         """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
@@ -310,7 +323,7 @@ class _Writer:
         if not isinstance(crc32, int):
             place = self.awaited[len(self.entries) - 1] = len(self.sums)
             self.sums.append(crc32)
-            self.add(Late(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
+            self.add(Deferred(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
         else:
             self.add(header)
 
@@ -318,7 +331,7 @@ class _Writer:
         """The length of a header without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
-    def pickle(self, pieces: list[bytes | Span], *, like: int) -> None:
+    def pickle(self, pieces: list[bytes | ByteRange], *, like: int) -> None:
         """The pickle, padded so that what follows comes to stand at LIKE, modulo a block."""
         size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
         crc32 = 0
@@ -326,7 +339,7 @@ class _Writer:
             for piece in pieces:
                 crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else crc32_of(piece, crc32)
         end = self.at + self.bare_header(PICKLE, size) + size
-        self.header(PICKLE, crc32, size, _padding(end, like, BLOCK))
+        self.header(PICKLE, crc32, size, _padding(end, like, FILESYSTEM_BLOCK))
         for piece in pieces:
             self.add(piece)
 
@@ -337,12 +350,12 @@ class _Writer:
 
     def storage(self, name: str, data: Data) -> None:
         """The bytes of a storage that come from another container, with or without a checksum, or that are others than they were."""
-        crc32: int | Span | Chain | Assemble | Cast = 0
+        crc32: int | ByteRange | Concat | Assemble | Cast = 0
         if self.checked and data.length:
             known = crc32_known(data)
             assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
             crc32 = data if known is None and not isinstance(data, Inflate) else known or 0
-        if isinstance(data.of if isinstance(data, Cast) else data, (Chain, Assemble)) and crc32_known(data) is None:
+        if isinstance(data.of if isinstance(data, Cast) else data, (Concat, Assemble)) and crc32_known(data) is None:
             for span in with_checksums(data):
                 if id(span) not in self.checked_parts:
                     self.checked_parts.add(id(span))
@@ -357,14 +370,16 @@ class _Writer:
         """A record of the source: as it stands where that is possible, else under a header of our own."""
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED
-        if same and aligned and (self.at - member.header_offset) % BLOCK == 0:
+        if same and aligned and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
             self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
-            self.add(Span(source, member.header_offset, member.end - member.header_offset))
+            self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
             return
         data = member.data(source, checked=self.checked)
         start = self.at + self.bare_header(name, member.size)
         keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
-        padding = _padding(start, member.data_offset, BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
+        padding = (
+            _padding(start, member.data_offset, FILESYSTEM_BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
+        )
         self.header(name, member.crc32, member.size, padding)
         if member.size:
             self.add(data)
@@ -373,7 +388,9 @@ class _Writer:
         start, entries, awaited = self.at, self.entries, self.awaited
         directory = central_directory(entries, start)
         if awaited:
-            self.add(Late(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start)))
+            self.add(
+                Deferred(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start))
+            )
         else:
             self.add(directory)
         return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))

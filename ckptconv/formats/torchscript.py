@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import Inflate, Span
+from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import read_modules
@@ -201,7 +201,7 @@ def _constants(source: Source, archive: Archive) -> Checkpoint:
     where = f"{source.path}: {_CONSTANTS}"
     graph, _ = read_pickle(source, names[_CONSTANTS], where, checked=checked)
 
-    def record(key: str) -> Span | Inflate | None:
+    def record(key: str) -> ByteRange | Inflate | None:
         found = names.get(f"constants/{key}")
         return found.data(source, checked=checked) if found else None
 

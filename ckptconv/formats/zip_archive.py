@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptconv.byteranges.fault_sink import Unread
+from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Inflate, Span
+from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 
@@ -63,12 +63,12 @@ class Member(NamedTuple):
     data_offset: int
     end: int
 
-    def data(self, source: Readable, *, checked: bool) -> Span | Inflate:
+    def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
         """Its bytes, inflated where they are deflated. CHECKED: the archive has checksums."""
         crc32 = self.crc32 if checked else None
         if self.method == STORED:
-            return Span(source, self.data_offset, self.size, crc32)
-        return Inflate(Span(source, self.data_offset, self.stored_size), self.size, crc32)
+            return ByteRange(source, self.data_offset, self.size, crc32)
+        return Inflate(ByteRange(source, self.data_offset, self.stored_size), self.size, crc32)
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class Archive:
         """The members by name below the root."""
         return {member.name[len(self.root) + 1 :]: member for member in self.members}
 
-    def unread(self, source: Readable) -> Iterator[Unread]:
+    def unread(self, source: Readable) -> Iterator[UnreadRecord]:
         """The records of SOURCE whose bytes can be checked, with their names below the root."""
         for name, member in self.names().items():
             if member.name not in self.broken and (self.has_checksums or member.method != STORED):
-                yield Unread(f"{source.path}: {name}", member.data(source, checked=self.has_checksums))
+                yield UnreadRecord(f"{source.path}: {name}", member.data(source, checked=self.has_checksums))
 
 
 class EndMissing(MalformedError):

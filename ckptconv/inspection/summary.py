@@ -9,25 +9,25 @@ from collections.abc import Iterator
 from math import prod
 from typing import TypedDict
 
-from ckptconv.checkpoint.describe import glimpse, is_flat
+from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import every_place
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.checkpoint.safe_globals import obstacles, refused_opcodes
-from ckptconv.checkpoint.state_dicts import StateDict, read_customs
+from ckptconv.checkpoint.state_dicts import StateDict, detect
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.diagnose import diagnose
-from ckptconv.inspection.diagnosis.findings import Finding
-from ckptconv.inspection.diagnosis.host import Machine, this_machine
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, is_global, uncollected
+from ckptconv.inspection.diagnosis.findings import Advice
+from ckptconv.inspection.diagnosis.host import Host, this_host
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, gc_paused, is_global
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 
-__all__ = ["SCHEMA_VERSION", "Finding", "Summary", "inspect", "summarize"]
+__all__ = ["SCHEMA_VERSION", "Summary", "inspect", "summarize"]
 
 SCHEMA_VERSION = 1
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -109,7 +109,7 @@ class Summary(TypedDict):
     format: str
     size: int
     loads_here: bool | None
-    findings: list[Finding]
+    findings: list[Advice]
     remedy: str | None
     protocol: int | None
     nbytes: int
@@ -140,25 +140,25 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
     """
-    with open_input(path) as source, uncollected():
-        return summarize(opening.read(source), this_machine())
+    with open_input(path) as source, gc_paused():
+        return summarize(opening.read(source), this_host())
 
 
-def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
+def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     """The summary of CHECKPOINT, to be loaded on MACHINE."""
-    customs = read_customs(checkpoint)
+    detected = detect(checkpoint)
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
     refused = list(obstacles(graph)) if has_pickle else []
     concerned = concerns(checkpoint)
-    diagnosis = diagnose(checkpoint, customs, machine, refused, concerned)
+    diagnosis = diagnose(checkpoint, detected, host, refused, concerned)
     refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     globals_ = Counter(map(str, graph.globals))
     in_modules = {
-        place.path: (name, found.path) for found in customs.modules for name, place in reversed(found.places.items())
+        place.path: (name, found.path) for found in detected.modules for name, place in reversed(found.places.items())
     }
     places = every_place(
         checkpoint
@@ -178,13 +178,13 @@ def summarize(checkpoint: Checkpoint, machine: Machine) -> Summary:
         storages=len(checkpoint.storages),
         dtypes=_dtypes(untied),
         devices=_devices(checkpoint, untied) if has_pickle else {},
-        state_dicts=[_state_dict(found, checkpoint) for found in customs.state_dicts],
-        modules=[_module(found, checkpoint) for found in customs.modules],
+        state_dicts=[_state_dict(found, checkpoint) for found in detected.state_dicts],
+        modules=[_module(found, checkpoint) for found in detected.modules],
         ties=_ties(tensors),
         views=[
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
         ],
-        rng_states=[info.path for info in customs.rng_states],
+        rng_states=[info.path for info in detected.rng_states],
         weights_only=not refusals,
         obstacles=dict(refusals),
         safety=level_of(checkpoint, concerned, refused=bool(refusals)),
@@ -290,9 +290,9 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
             hidden.add(id(place))
         elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
             hidden.add(id(place))
-            yield place.path, glimpse(node)
+            yield place.path, describe(node)
         elif isinstance(node, Call) and not _is_ordered_dict(node):
-            yield place.path, glimpse(node)
+            yield place.path, describe(node)
 
 
 def _is_ordered_dict(node: Call) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ckptconv.byteranges.checksums import Sums, check_crc32, combined, crc32_of
-from ckptconv.byteranges.fault_sink import Collected, Unread
+from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import inflated, read
-from ckptconv.byteranges.sources import Source, SourceFolder, Window
-from ckptconv.byteranges.spans import ByteSource, Inflate, Progress, Span
+from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
@@ -29,7 +29,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.graph import gc_paused
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 
@@ -97,8 +97,8 @@ def verify(
     Raises :class:`~ckptconv.errors.InputError` where nothing can be opened at PATH, UsageError.
     """
     expected = _digits(expect_sha256)
-    faults = Collected()
-    with open_input(path, faults) as source, uncollected():
+    faults = CollectingSink()
+    with open_input(path, faults) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
         checkpoint, found = None, []
@@ -145,7 +145,7 @@ def _digits(sha256: str | None) -> str | None:
 # What was found
 
 
-def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Collected, path: Path) -> list[Finding]:
+def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: CollectingSink, path: Path) -> list[Finding]:
     """All that is to be said of CHECKPOINT, in which there were FAULTS and concerns FOUND."""
     if faults.errors:  # then not all of it may have become a checkpoint
         known = {concern.name for concern in found}
@@ -181,7 +181,7 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
     return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)
 
 
-def _notes(checkpoint: Checkpoint, records: list[Unread]) -> Iterator[Finding]:
+def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Finding]:
     """What is neither damage nor danger."""
     path = checkpoint.source.path
     if not records and not any("checksum" in note for note in checkpoint.notes):
@@ -199,11 +199,11 @@ def _unheard(nbytes: int) -> None:
     """Nobody asks how far it is."""
 
 
-def _length_of(records: Iterable[Unread]) -> int:
+def _length_of(records: Iterable[UnreadRecord]) -> int:
     return sum(record.data.length for record in records)
 
 
-def _check_records(records: list[Unread], faults: Collected, counted: Callable[[int], None]) -> None:
+def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted: Callable[[int], None]) -> None:
     """Compare RECORDS with their checksums, and say of each piece that it is done."""
     apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
     alone = {id(record) for record in apart}
@@ -231,12 +231,12 @@ def _check_records(records: list[Unread], faults: Collected, counted: Callable[[
 
 def _is_in_file(source: ByteSource) -> bool:
     """Whether threads may read SOURCE at once: the kernel does, what stands in for a file may not."""
-    while isinstance(source, Window):
+    while isinstance(source, SliceSource):
         source = source.of
     return isinstance(source, (Source, SourceFolder))
 
 
-def _check_here(record: Unread) -> None:
+def _check_here(record: UnreadRecord) -> None:
     """Compare RECORD with its checksum, here and now. Raises InputError."""
     if isinstance(record.data, Inflate):
         for _ in inflated(record.data):
@@ -245,14 +245,14 @@ def _check_here(record: Unread) -> None:
     check_crc32(record.data.crc32, crc32_of(record.data), record.name)
 
 
-def _pieces(data: Span | Inflate) -> Iterator[Span]:
+def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
     """DATA, which is a range, in pieces for several threads."""
-    assert isinstance(data, Span)
+    assert isinstance(data, ByteRange)
     for at in range(0, data.length, _PIECE):
-        yield Span(data.source, data.offset + at, min(_PIECE, data.length - at))
+        yield ByteRange(data.source, data.offset + at, min(_PIECE, data.length - at))
 
 
-def _sums(records: list[Unread], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
+def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
     """The checksum of each piece of RECORDS, or why there is none."""
     pieces = (piece for record in records for piece in _pieces(record.data))
     while batch := [*islice(pieces, _BATCH)]:
@@ -262,10 +262,10 @@ def _sums(records: list[Unread], counted: Callable[[int], None]) -> Iterator[tup
         yield from ((crc32, sums.errors.get(i)) for i, crc32 in enumerate(results))
 
 
-def _check_sha256(source: Source, expected: str, faults: Collected) -> None:
+def _check_sha256(source: Source, expected: str, faults: CollectingSink) -> None:
     digest = hashlib.sha256()
     try:
-        for chunk in read(Span(source, 0, source.size)):
+        for chunk in read(ByteRange(source, 0, source.size)):
             digest.update(chunk)
     except InputError as error:
         faults.found(error)

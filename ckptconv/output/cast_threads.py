@@ -13,14 +13,14 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import CastBuffer, Pieces
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Cast, Chain, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Concat
 from ckptconv.dtypes import BY_NAME
 
-__all__ = ["BLOCK", "Workers"]
+__all__ = ["CAST_BLOCK", "CastThreads"]
 
-BLOCK = 4 << 20  # bytes of the source that a thread holds
+CAST_BLOCK = 4 << 20  # bytes of the source that a thread holds
 _MOST_THREADS = 4
-_NOTHING = Chain((), Span(Readable(), 0, 0), 0)
+_NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Done:
     overflowed: int
 
 
-class Workers:
+class CastThreads:
     """Casts pieces beside whatever else is being done. A context manager: leaving it ends the threads, whether they are done or not."""
 
     def __init__(self, pieces: Pieces, write: Callable[[int, memoryview], None]) -> None:
@@ -49,7 +49,7 @@ class Workers:
         #: By the id of a piece, the checksum of what was written for it.
         self.sums: dict[int, int] = {}
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> CastThreads:
         return self
 
     def __exit__(
@@ -65,7 +65,7 @@ class Workers:
         """Have PIECE, which is made of what stands in the source as it is, written to AT."""
         old, new = BY_NAME[piece.old].itemsize, BY_NAME[piece.new].itemsize
         elements = piece.length // new
-        step = BLOCK // max(old, new)
+        step = CAST_BLOCK // max(old, new)
         blocks = [(start, min(step, elements - start)) for start in range(0, elements, step)]
         self._tasks.append(
             (piece, [self._submit(piece, start * old, n * old, at + start * new) for start, n in blocks])
@@ -91,7 +91,7 @@ class Workers:
                 overflowed += done.overflowed
                 if progress:
                     progress(done.written)
-            if isinstance(piece.of, Span):
+            if isinstance(piece.of, ByteRange):
                 check_crc32(piece.of.crc32, crc32_read, f"{piece.of.source.path} at byte {piece.of.offset}")
             self.sums[id(piece)] = crc32_written
             self._pieces.count_overflow(piece, overflowed)
@@ -111,20 +111,20 @@ class Workers:
                 self._change.notify_all()
 
     def _cast_block(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        assert isinstance(piece.of, (Span, Chain))
+        assert isinstance(piece.of, (ByteRange, Concat))
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         reading.read_into(piece.of, offset, data)
-        crc32_read = checksum(data) if isinstance(piece.of, Span) and piece.of.crc32 is not None else 0
+        crc32_read = checksum(data) if isinstance(piece.of, ByteRange) and piece.of.crc32 is not None else 0
         result, overflowed = buffer.cast(length, offset, piece.shown)
         self._write(at, result)
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
         """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is slow."""
-        key = replace(piece, of=_NOTHING, length=BLOCK, paths=(), shown=())
+        key = replace(piece, of=_NOTHING, length=CAST_BLOCK, paths=(), shown=())
         if getattr(self._own, "key", None) != key:
             self._own.key = key
-            self._own.buffer = self._pieces.buffer_for(key, BLOCK)
+            self._own.buffer = self._pieces.buffer_for(key, CAST_BLOCK)
         buffer: CastBuffer = self._own.buffer
         return buffer

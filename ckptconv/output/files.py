@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import BLOCK, OutFile, Overflow, Progress, Span
+from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
@@ -189,10 +189,10 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
     """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its blocks by now."""
-    longest = max((piece for piece in file.pieces if isinstance(piece, Span)), key=lambda span: span.length, default=None)  # fmt: skip
-    if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < BLOCK:
+    longest = max((piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None)  # fmt: skip
+    if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
         return False
-    return linux.share_block(longest.source.fd, fd, BLOCK)
+    return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
 
 
 def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:

@@ -31,7 +31,7 @@ from ckptconv.output.files import (
     sync_folder,
     temporary_beside,
 )
-from ckptconv.output.other_files import Other, bring
+from ckptconv.output.other_files import OtherFile, copy_into
 
 __all__ = ["check_target_folder", "names_in", "no_name", "write_folder"]
 
@@ -100,14 +100,14 @@ def write_folder(
     jobs: int = 1,
     progress: Progress | None = None,
     may_go: Callable[[str], bool] = no_name,
-    others: Sequence[Other] = (),
+    others: Sequence[OtherFile] = (),
     like: Path | None = None,
 ) -> Overflow:
     """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what overflowed. Raises what :func:`ckptconv.output.files.write` raises.
 
     REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that write files. LIKE: the folder whose folders' modes new ones get.
     """
-    every: list[OutFile | Other] = [*files, *others]
+    every: list[OutFile | OtherFile] = [*files, *others]
     names = {str(each.path.relative_to(target)) for each in every}
     check_target_folder(target, names, replace=replace, may_go=may_go)
     temporary = temporary_beside(target)
@@ -121,7 +121,7 @@ def write_folder(
                 raise
             _check_space(temporary, files, sum(each.size for each in every))
             _make_folders(temporary, target, every, like)
-            tasks = [each for each in every if not (isinstance(each, Other) and each.kind == "folder")]
+            tasks = [each for each in every if not (isinstance(each, OtherFile) and each.kind == "folder")]
             overflowed = _fill_all(temporary, target, tasks, source, verify=verify, jobs=jobs, progress=progress)
             for path, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(path))
@@ -162,13 +162,13 @@ def _remove(folder: Path) -> bool:
     return not os.path.lexists(folder)
 
 
-def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | Other], like: Path | None) -> None:
+def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | OtherFile], like: Path | None) -> None:
     """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of, or that are LIKE them in the source."""
     needed: set[Path] = set()
     for file in files:
         place = file.path.relative_to(target)
         needed.update(place.parents)
-        if isinstance(file, Other) and file.kind == "folder":
+        if isinstance(file, OtherFile) and file.kind == "folder":
             needed.add(place)
     for place in sorted(needed - {Path()}, key=lambda each: each.parts):
         os.mkdir(temporary / place, _mode_of(like / place) if like else 0o777)
@@ -199,7 +199,7 @@ def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None
 
 
 def _fill_all(
-    temporary: Path, target: Path, files: Sequence[OutFile | Other], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
+    temporary: Path, target: Path, files: Sequence[OutFile | OtherFile], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
 ) -> Overflow:  # fmt: skip
     """Write FILES of TARGET below TEMPORARY, so many JOBS at a time; what overflowed."""
     stopped = threading.Event()
@@ -211,10 +211,10 @@ def _fill_all(
         if progress:
             progress(nbytes)
 
-    def one(file: OutFile | Other) -> Overflow:
+    def one(file: OutFile | OtherFile) -> Overflow:
         path = temporary / file.path.relative_to(target)
-        if isinstance(file, Other):
-            bring(file, path, verify=verify, progress=tick)
+        if isinstance(file, OtherFile):
+            copy_into(file, path, verify=verify, progress=tick)
             return {}
         return fill(path, file, source, verify=verify, progress=tick)
 

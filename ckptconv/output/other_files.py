@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import OutFile, Progress, Span
+from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.errors import InputChangedError
 from ckptconv.output.files import fill, is_temporary
 
-__all__ = ["Other", "bring", "others_in", "rest_of"]
+__all__ = ["OtherFile", "copy_into", "others_in", "rest_of"]
 
 
-def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[Other], list[str]]:
+def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[OtherFile], list[str]]:
     """All that is in FOLDER and, if that is to go DEEP, below, but for the files TAKEN, and where it goes in TARGET; and the names of what cannot come along: devices and the like, links that lead out of the folder."""
-    found: list[Other] = []
+    found: list[OtherFile] = []
     left: list[str] = []
     for name, status in _entries(folder, deep=deep):
         kind = _kind(folder, name, status)
@@ -32,14 +32,14 @@ def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool)
             left.append(name)
         else:
             size = os.stat(folder / name).st_size if kind == "file" else 0
-            found.append(Other(target / name, folder / name, kind, size))
+            found.append(OtherFile(target / name, folder / name, kind, size))
     return found, left
 
 
-def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[Other]:
+def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
     """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET is the same folder, under whatever name."""
     return [
-        Other(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
+        OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
         for name, status in _entries(folder, deep=True)
         if name not in taken
     ]
@@ -77,7 +77,7 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> str | None:
     return "link" if os.path.isabs(text) else None
 
 
-def bring(other: Other, path: Path, *, verify: bool, progress: Progress | None) -> None:
+def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress | None) -> None:
     """Let OTHER stand at PATH too. Raises OSError, and what :func:`ckptconv.output.files.fill` raises."""
     if other.kind == "link":
         os.symlink(os.readlink(other.source), path)
@@ -92,7 +92,7 @@ def bring(other: Other, path: Path, *, verify: bool, progress: Progress | None) 
                 raise InputChangedError(
                     "the file changed while others were read: size", where=source.path, expected=other.size, got=source.size
                 )  # fmt: skip
-            pieces = (Span(source, 0, source.size),) if source.size else ()
+            pieces = (ByteRange(source, 0, source.size),) if source.size else ()
             file = OutFile(other.path, pieces, source.size)
             mode = stat.S_IMODE(os.stat(other.source).st_mode)
             fill(path, file, source, verify=verify, progress=progress, mode=mode)
@@ -100,7 +100,7 @@ def bring(other: Other, path: Path, *, verify: bool, progress: Progress | None) 
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherFile:
     """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy. KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place."""
 
     path: Path

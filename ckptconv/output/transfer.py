@@ -16,12 +16,24 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import Sums, checksum
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.spans import BLOCK, Assemble, Cast, Chain, Late, OutFile, Overflow, Part, Piece, Progress, Span
+from ckptconv.byteranges.spans import (
+    FILESYSTEM_BLOCK,
+    Assemble,
+    ByteRange,
+    Cast,
+    Concat,
+    Deferred,
+    InflateSlice,
+    OutFile,
+    Overflow,
+    Piece,
+    Progress,
+)
 from ckptconv.errors import OutputError
 from ckptconv.output import linux
 
 if TYPE_CHECKING:
-    from ckptconv.output.cast_threads import Workers
+    from ckptconv.output.cast_threads import CastThreads
 
 __all__ = ["Transfer"]
 
@@ -56,11 +68,11 @@ class Transfer:
 
     def fill(self, fd: int, progress: Progress | None) -> None:
         """Write everything to FD. Raises OSError, OutputError, and what reading raises."""
-        late: list[tuple[int, Late]] = []
+        late: list[tuple[int, Deferred]] = []
         with self._workers(fd) as workers:
             at = begun = 0
             for piece in self.file.pieces:
-                if isinstance(piece, Late):
+                if isinstance(piece, Deferred):
                     late.append((at, piece))
                     at += piece.length
                 elif workers and isinstance(piece, Cast) and _is_for_workers(piece):
@@ -89,18 +101,18 @@ class Transfer:
             if progress:
                 progress(len(data))
 
-    def _workers(self, fd: int) -> AbstractContextManager[Workers | None]:
+    def _workers(self, fd: int) -> AbstractContextManager[CastThreads | None]:
         """The threads that cast, if there is something for them."""
         if not any(map(_is_for_workers, self.file.pieces)):
             return nullcontext()
 
-        from ckptconv.output.cast_threads import Workers  # which costs every other conversion some milliseconds
+        from ckptconv.output.cast_threads import CastThreads  # which costs every other conversion some milliseconds
 
         def write(at: int, data: memoryview) -> None:
             _write_all(fd, at, data)
             linux.start_writeback(fd, at, len(data))
 
-        return Workers(self.pieces, write)
+        return CastThreads(self.pieces, write)
 
     def _sums(self) -> Sequence[int]:
         """The checksums of the file's ``sums``."""
@@ -133,9 +145,9 @@ class Transfer:
 
     def _move(self, fd: int, at: int, piece: Piece) -> Iterator[int]:
         """Write PIECE at AT; the lengths written, one after another."""
-        if isinstance(piece, Part):
+        if isinstance(piece, InflateSlice):
             piece = self.pieces.part(piece)
-        if isinstance(piece, Span):
+        if isinstance(piece, ByteRange):
             yield from _copy(fd, at, piece)
             return
         crc32 = 0
@@ -152,7 +164,7 @@ class Transfer:
         """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""
         if isinstance(piece, bytes):
             yield piece
-        elif isinstance(piece, Late):
+        elif isinstance(piece, Deferred):
             yield piece.make(self.all_sums)
         else:
             yield from self.pieces.chunks(piece)
@@ -160,18 +172,18 @@ class Transfer:
 
 def _is_for_workers(piece: Piece) -> bool:
     """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a thread's time."""
-    return isinstance(piece, Cast) and isinstance(piece.of, (Span, Chain)) and piece.length >= _WORTH_A_THREAD
+    return isinstance(piece, Cast) and isinstance(piece.of, (ByteRange, Concat)) and piece.length >= _WORTH_A_THREAD
 
 
-def _copy(fd: int, at: int, span: Span) -> Iterator[int]:
+def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:
     """Let the kernel copy SPAN to AT: up to the next block, then whole blocks, which it may share, then the rest."""
     offset, left = span.offset, span.length
     by_kernel = hasattr(os, "copy_file_range")
     while left:
-        until_block = -offset % BLOCK
+        until_block = -offset % FILESYSTEM_BLOCK
         length = min(left, until_block or _COPY)
-        if length > BLOCK:
-            length -= length % BLOCK
+        if length > FILESYSTEM_BLOCK:
+            length -= length % FILESYSTEM_BLOCK
         if by_kernel:
             try:
                 done = os.copy_file_range(span.source.fd, fd, length, offset, at)

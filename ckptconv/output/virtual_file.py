@@ -9,12 +9,12 @@ from itertools import accumulate
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.spans import Assemble, Inflate, OutFile, Piece, Span
+from ckptconv.byteranges.spans import Assemble, ByteRange, Inflate, OutFile, Piece
 
-__all__ = ["Unwritten"]
+__all__ = ["VirtualFile"]
 
 
-class Unwritten(io.RawIOBase):
+class VirtualFile(io.RawIOBase):
     """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges. Reading raises what reading its sources raises."""
 
     def __init__(self, file: OutFile) -> None:
@@ -73,7 +73,7 @@ class Unwritten(io.RawIOBase):
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
         """What PIECE has from OFFSET on, as much as BUFFER takes."""
-        if isinstance(piece, Span):
+        if isinstance(piece, ByteRange):
             length = min(piece.length - offset, len(buffer))
             piece.source.read_into(piece.offset + offset, buffer[:length])
             return length

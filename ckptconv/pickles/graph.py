@@ -39,11 +39,11 @@ __all__ = [
     "Value",
     "args_of",
     "children",
+    "gc_paused",
     "is_global",
     "replace_nodes",
     "set_items",
     "subgraph",
-    "uncollected",
     "walk",
 ]
 
@@ -248,7 +248,7 @@ class Graph:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection meanwhile: a graph is large and alive, and looking through it for garbage again and again doubles the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -26,16 +26,16 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
 )
-from ckptconv.pickles.machine import Machine
+from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.parser import OPERATIONS, in_dispatch
 
-__all__ = ["NAMING", "STARTS", "Glance", "glance"]
+__all__ = ["NAMING", "STARTS", "LenientScan", "scan_lenient"]
 
 _HIGHEST_PROTOCOL = 5
 
 
-class Glance(NamedTuple):
+class LenientScan(NamedTuple):
     """What was seen, and the offset up to which it was. IS_WHOLE: up to STOP; IS_LONG: so many opcodes that the rest was left alone."""
 
     graph: Graph
@@ -44,7 +44,7 @@ class Glance(NamedTuple):
     is_long: bool
 
 
-def glance(read: Callable[[int, int], bytes], start: int, end: int, *, most: int) -> Glance:
+def scan_lenient(read: Callable[[int, int], bytes], start: int, end: int, *, most: int) -> LenientScan:
     """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes. Raises nothing but what READ does."""
     machine = _Lenient(read, end, "", start)
     is_whole = is_long = False
@@ -57,15 +57,15 @@ def glance(read: Callable[[int, int], bytes], start: int, end: int, *, most: int
         pass
     if not is_whole:
         graph = machine.finish(0)
-    return Glance(graph, machine.tell(), is_whole, is_long)
+    return LenientScan(graph, machine.tell(), is_whole, is_long)
 
 
 class _Broken(Exception):
     """No reader goes on. Most byte strings are no pickles, so this says nothing and costs nothing."""
 
 
-class _Lenient(Machine):
-    """Goes on where :class:`Machine` fails and pickle's own may not."""
+class _Lenient(PickleMachine):
+    """Goes on where :class:`PickleMachine` fails and pickle's own may not."""
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:  # noqa: ARG002
         raise _Broken
@@ -98,36 +98,36 @@ class _Lenient(Machine):
         self.stack.append(call)
 
 
-def _proto(m: Machine) -> None:
+def _proto(m: PickleMachine) -> None:
     m.protocol = m.byte()
     if m.protocol > _HIGHEST_PROTOCOL:
         m.fail("no such pickle protocol")
 
 
-def _frame(m: Machine) -> None:
+def _frame(m: PickleMachine) -> None:
     m.length(8)
 
 
-def _number(m: Machine) -> None:
+def _number(m: PickleMachine) -> None:
     m.line()
     m.stack.append(0)
 
 
-def _long_bytes(m: Machine, n: int) -> None:
+def _long_bytes(m: PickleMachine, n: int) -> None:
     if not 0 <= n <= m.size - m.tell():
         m.fail("a length that no reader takes")
     m.skip(n)
     m.stack.append(0)
 
 
-def _slot(m: Machine) -> int:
+def _slot(m: PickleMachine) -> int:
     try:
         return int(m.line())
     except ValueError:
         m.fail("no slot of the memo")
 
 
-def _string(m: Machine) -> None:
+def _string(m: PickleMachine) -> None:
     quoted = m.line().strip()
     if len(quoted) < 2 or quoted[:1] != quoted[-1:] or quoted[:1] not in (b"'", b'"'):
         m.fail("a STRING is not in quotes")
@@ -137,7 +137,7 @@ def _string(m: Machine) -> None:
         m.fail("a STRING has a bad escape")
 
 
-def _stack_global(m: Machine) -> None:
+def _stack_global(m: PickleMachine) -> None:
     name, module = (_text(value) for value in (m.stack.pop(), m.stack.pop()))
     if module is None or name is None:
         m.fail("STACK_GLOBAL needs two texts")
@@ -153,7 +153,7 @@ def _text(value: Value) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _newobj_ex(m: Machine) -> None:
+def _newobj_ex(m: PickleMachine) -> None:
     kwargs, args, cls = m.stack.pop(), m.stack.pop(), m.stack.pop()
     m.call("NEWOBJ_EX", cls, args, kwargs)
 

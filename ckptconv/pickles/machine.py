@@ -29,13 +29,13 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["Machine", "Operation", "kind_of"]
+__all__ = ["Operation", "PickleMachine", "kind_of"]
 
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _FIRST = 4096  # bytes read at first, and behind what was stepped over: the next may be near
 
 
-class Machine:
+class PickleMachine:
     """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came before each MARK."""
 
     def __init__(
@@ -274,7 +274,7 @@ class Machine:
 
 
 #: What one opcode does: it takes its operands from the machine and leaves its result there.
-Operation: TypeAlias = Callable[[Machine], None]
+Operation: TypeAlias = Callable[[PickleMachine], None]
 
 
 def kind_of(value: Value) -> str:

@@ -28,7 +28,7 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
 )
-from ckptconv.pickles.machine import Machine, Operation, kind_of
+from ckptconv.pickles.machine import Operation, PickleMachine, kind_of
 from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["OPERATIONS", "in_dispatch", "parse"]
@@ -49,7 +49,7 @@ def parse(
     READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes objects and texts that start with one of LEAVE stay where they are, short ones too.
     Raises MalformedError, LimitError, UnsupportedError.
     """
-    machine = Machine(read, size, where, offset, leave)
+    machine = PickleMachine(read, size, where, offset, leave)
     graph = machine.load(_DISPATCH)
     return graph, machine.tell()
 
@@ -59,7 +59,7 @@ def parse(
 _INT_TEXT = {b"00": False, b"01": True}
 
 
-def _proto(m: Machine) -> None:
+def _proto(m: PickleMachine) -> None:
     protocol = m.byte()
     if m.tell() != m.start + 2:
         m.fail("PROTO in the middle of the pickle")
@@ -68,37 +68,37 @@ def _proto(m: Machine) -> None:
     m.protocol = protocol
 
 
-def _frame(m: Machine) -> None:
+def _frame(m: PickleMachine) -> None:
     if m.frame_end is not None:
         m.fail("a frame inside a frame")
     n = m.length(8)
     m.frame_end = m.tell() + n
 
 
-def _mark(m: Machine) -> None:
+def _mark(m: PickleMachine) -> None:
     m.metastack.append(m.stack)
     m.stack = []
 
 
-def _pop(m: Machine) -> None:
+def _pop(m: PickleMachine) -> None:
     if m.stack:
         m.popped.append(m.stack.pop())
     else:
         m.popped += m.pop_mark()  # pickle's own: POP also takes a MARK
 
 
-def _pop_mark(m: Machine) -> None:
+def _pop_mark(m: PickleMachine) -> None:
     m.popped += m.pop_mark()
 
 
-def _dup(m: Machine) -> None:
+def _dup(m: PickleMachine) -> None:
     value = m.stack[-1]
     if isinstance(value, Node):
         m.shared.add(value)
     m.stack.append(value)
 
 
-def _decimal(m: Machine, digits: bytes) -> int:
+def _decimal(m: PickleMachine, digits: bytes) -> int:
     if not _INTEGER.fullmatch(digits):
         m.fail("not a decimal integer", got=digits[:40])
     try:
@@ -107,37 +107,37 @@ def _decimal(m: Machine, digits: bytes) -> int:
         m.fail("not a decimal integer", got=str(error))
 
 
-def _int(m: Machine) -> None:
+def _int(m: PickleMachine) -> None:
     digits = m.line()
     m.stack.append(_INT_TEXT[digits] if digits in _INT_TEXT else _decimal(m, digits))
 
 
-def _long(m: Machine) -> None:
+def _long(m: PickleMachine) -> None:
     digits = m.line()
     m.stack.append(_decimal(m, digits[:-1] if digits[-1:] == b"L" else digits))
 
 
-def _long_bytes(m: Machine, n: int) -> None:
+def _long_bytes(m: PickleMachine, n: int) -> None:
     if n > LIMITS.inline_bytes:
         raise LimitError("an integer in the pickle is too long", where=m.where, got=f"{n:,} bytes")
     m.stack.append(int.from_bytes(m.take(n), "little", signed=True))
 
 
-def _signed_length(m: Machine) -> int:
+def _signed_length(m: PickleMachine) -> int:
     n: int = struct.unpack("<i", m.take(4))[0]
     if n < 0:
         m.fail("a length in the pickle is negative", got=n)
     return n
 
 
-def _float(m: Machine) -> None:
+def _float(m: PickleMachine) -> None:
     digits = m.line()
     if not _FLOAT.fullmatch(digits):
         m.fail("not a number", got=digits[:40])
     m.stack.append(float(digits))
 
 
-def _string(m: Machine) -> None:
+def _string(m: PickleMachine) -> None:
     quoted = m.line()
     if len(quoted) < 2 or quoted[:1] != quoted[-1:] or quoted[:1] not in (b"'", b'"'):
         m.fail("a STRING is not in quotes", got=quoted[:40])
@@ -146,14 +146,14 @@ def _string(m: Machine) -> None:
     m.push_bytes(Py2String(codecs.escape_decode(quoted[1:-1])[0]))
 
 
-def _unicode(m: Machine) -> None:
+def _unicode(m: PickleMachine) -> None:
     try:
         m.stack.append(m.line().decode("raw-unicode-escape"))
     except UnicodeDecodeError as error:
         m.fail("a UNICODE has a bad escape", got=error.reason)
 
 
-def _utf8(m: Machine, data: bytes) -> str:
+def _utf8(m: PickleMachine, data: bytes) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
@@ -161,7 +161,7 @@ def _utf8(m: Machine, data: bytes) -> str:
 
 
 def _text(width: int) -> Operation:
-    def operation(m: Machine) -> None:
+    def operation(m: PickleMachine) -> None:
         n = m.length(width)
         stays = n > LIMITS.inline_bytes or (m.leave and m.is_left(n))
         m.stack.append(Blob("str", m.skip_text(n), n) if stays else _utf8(m, m.take(n)))
@@ -169,8 +169,8 @@ def _text(width: int) -> Operation:
     return operation
 
 
-def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[Machine], int]) -> Operation:
-    def operation(m: Machine) -> None:
+def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[PickleMachine], int]) -> Operation:
+    def operation(m: PickleMachine) -> None:
         n = length(m)
         if n > m.size - m.tell():
             m.fail("a length in the pickle reaches beyond its end", got=n)
@@ -180,7 +180,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[Machine]
     return operation
 
 
-def _names(m: Machine) -> Global:
+def _names(m: PickleMachine) -> Global:
     lines = m.line(), m.line()
     try:
         return m.find_class(lines[0].decode(), lines[1].decode())
@@ -188,7 +188,7 @@ def _names(m: Machine) -> Global:
         m.fail("a global's name is not UTF-8", got=error.reason)
 
 
-def _stack_global(m: Machine) -> None:
+def _stack_global(m: PickleMachine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
         m.fail("STACK_GLOBAL needs two texts", got=f"{kind_of(module)}, {kind_of(name)}")
@@ -196,7 +196,7 @@ def _stack_global(m: Machine) -> None:
 
 
 def _extension(width: int) -> Operation:
-    def operation(m: Machine) -> None:
+    def operation(m: PickleMachine) -> None:
         code = int.from_bytes(m.take(width), "little", signed=width == 4)
         if code <= 0:
             m.fail("an extension code must be positive", got=code)
@@ -207,42 +207,42 @@ def _extension(width: int) -> Operation:
     return operation
 
 
-def _reduce(m: Machine) -> None:
+def _reduce(m: PickleMachine) -> None:
     args, callable_ = m.stack.pop(), m.stack.pop()
     m.call("REDUCE", callable_, args)
 
 
-def _newobj(m: Machine) -> None:
+def _newobj(m: PickleMachine) -> None:
     args, cls = m.stack.pop(), m.stack.pop()
     m.call("NEWOBJ", cls, args)
 
 
-def _newobj_ex(m: Machine) -> None:
+def _newobj_ex(m: PickleMachine) -> None:
     kwargs, args, cls = m.stack.pop(), m.stack.pop(), m.stack.pop()
     if not isinstance(kwargs, Dict):
         m.fail("NEWOBJ_EX needs a dict of keyword arguments", got=kind_of(kwargs))
     m.call("NEWOBJ_EX", cls, args, kwargs)
 
 
-def _obj(m: Machine) -> None:
+def _obj(m: PickleMachine) -> None:
     values = m.pop_mark()
     if not values:
         m.fail("OBJ without a class")
     m.call("OBJ", values[0], Tuple(values[1:]))
 
 
-def _inst(m: Machine) -> None:
+def _inst(m: PickleMachine) -> None:
     cls = _names(m)
     m.call("OBJ", cls, Tuple(m.pop_mark()))
 
 
-def _build(m: Machine) -> None:
+def _build(m: PickleMachine) -> None:
     state = m.stack.pop()
     m.effect("BUILD", [state])
 
 
 def _filled(make: type[Object], opcode: str) -> Operation:
-    def operation(m: Machine) -> None:
+    def operation(m: PickleMachine) -> None:
         values = m.pop_mark()
         m.stack.append(make())
         if values:
@@ -252,23 +252,23 @@ def _filled(make: type[Object], opcode: str) -> Operation:
     return operation
 
 
-def _even(m: Machine, opcode: str, values: list[Value]) -> None:
+def _even(m: PickleMachine, opcode: str, values: list[Value]) -> None:
     if opcode == "SETITEMS" and len(values) % 2:
         m.fail("a key without a value")
 
 
-def _append(m: Machine) -> None:
+def _append(m: PickleMachine) -> None:
     item = m.stack.pop()
     m.effect("APPEND", [item], List)
 
 
-def _setitem(m: Machine) -> None:
+def _setitem(m: PickleMachine) -> None:
     value, key = m.stack.pop(), m.stack.pop()
     m.effect("SETITEM", [key, value], Dict)
 
 
 def _many(opcode: str, kind: type[Object]) -> Operation:
-    def operation(m: Machine) -> None:
+    def operation(m: PickleMachine) -> None:
         values = m.pop_mark()
         _even(m, opcode, values)
         m.effect(opcode, values, kind)
@@ -277,7 +277,7 @@ def _many(opcode: str, kind: type[Object]) -> Operation:
 
 
 def _tuple(n: int) -> Operation:
-    def operation(m: Machine) -> None:
+    def operation(m: PickleMachine) -> None:
         items = m.stack[-n:]
         if len(items) < n:
             raise IndexError
@@ -286,22 +286,22 @@ def _tuple(n: int) -> Operation:
     return operation
 
 
-def _push(make: Callable[[Machine], Value]) -> Operation:
-    def operation(m: Machine) -> None:
+def _push(make: Callable[[PickleMachine], Value]) -> Operation:
+    def operation(m: PickleMachine) -> None:
         value = make(m)  # first: it may take a MARK, and the stack is another one then
         m.stack.append(value)
 
     return operation
 
 
-def _persid(m: Machine) -> None:
+def _persid(m: PickleMachine) -> None:
     try:
         m.persistent_load(m.line().decode("ascii"))
     except UnicodeDecodeError as error:
         m.fail("a persistent id of protocol 0 is not ASCII", got=error.reason)
 
 
-def _buffer(m: Machine) -> None:
+def _buffer(m: PickleMachine) -> None:
     raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not hold", where=m.where)
 
 

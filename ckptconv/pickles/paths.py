@@ -46,9 +46,9 @@ from ckptconv.pickles.graph import (
 __all__ = [
     "Leaf",
     "Place",
-    "escaped",
+    "child_places",
+    "escape_segment",
     "find_places",
-    "inside",
     "is_item",
     "is_repeated",
     "item_segments",
@@ -86,10 +86,10 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
             )
         entered.add(id(node))
-        todo += inside(place, leaf)[::-1]
+        todo += child_places(place, leaf)[::-1]
 
 
-def inside(place: Place, leaf: Leaf) -> list[Place]:
+def child_places(place: Place, leaf: Leaf) -> list[Place]:
     """The places right below PLACE, in the order in which the pickle says what stands there; below what LEAF says is a leaf, its attributes."""
     node = place.node
     states = leaf(node) if isinstance(node, Node) else []
@@ -171,7 +171,7 @@ def _arguments(place: Place, call: Call) -> list[Place]:
     if isinstance(call.kwargs, Dict):
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]
-            segment = f"/({escaped(name) if isinstance(name, str) else i})"
+            segment = f"/({escape_segment(name) if isinstance(name, str) else i})"
             found.append(_below(place, segment, effect.values[i + 1]))
     return found
 
@@ -207,7 +207,9 @@ def _attributes(place: Place, state: Value) -> list[Place]:
     """What BUILD gives an object: attributes, where the state is a dict of them."""
     items = [(effect.values[i], effect.values[i + 1]) for effect, i in state.pairs()] if isinstance(state, Dict) else []
     if items and all(isinstance(name, str) for name, _ in items):
-        return [_below(place, "/." + escaped(name), value, name) for name, value in items if isinstance(name, str)]
+        return [
+            _below(place, "/." + escape_segment(name), value, name) for name, value in items if isinstance(name, str)
+        ]
     if state is None or (isinstance(state, (Dict, List, Set)) and not state.effects):
         return []
     return [_below(place, "/.__state__", state)]
@@ -258,12 +260,12 @@ _SEGMENT = re.compile(
 def key_segment(key: Value, position: int) -> str:
     """The segment for the value under KEY, the POSITION-th of its mapping."""
     if isinstance(key, str):
-        return "/" + ("\\" if key[:1] in tuple(".({<") else "") + escaped(key)
+        return "/" + ("\\" if key[:1] in tuple(".({<") else "") + escape_segment(key)
     literal = _literal(key)
     return f"[{literal}]" if literal else f"[<{position}>]"
 
 
-def escaped(word: str) -> str:
+def escape_segment(word: str) -> str:
     """WORD with what would end a segment escaped."""
     return re.sub(r"[\\/\[]", r"\\\g<0>", word) or "\\e"
 

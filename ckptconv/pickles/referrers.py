@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, children, walk
 from ckptconv.pickles.paths import Place
 
-__all__ = ["Uses"]
+__all__ = ["Referrers"]
 
 
-class Uses:
+class Referrers:
     """The users of each node of GRAPH, whose nodes stand at PLACES. Byte strings count as nodes: one that holds something is one object."""
 
     def __init__(self, graph: Graph, places: Iterable[Place]) -> None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.reading import inflated
-from ckptconv.byteranges.sources import Held, Readable, Window
-from ckptconv.byteranges.spans import Inflate, Span
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
+from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.errors import InputChangedError, InputError, MalformedError
@@ -29,19 +29,19 @@ from ckptconv.formats.plain_pickle import Decoded
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of
-from ckptconv.pickles.lenient import NAMING, STARTS, Glance, glance
+from ckptconv.pickles.lenient import NAMING, STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.python2_names import imported_name
 
 __all__ = [
     "Encoded",
     "Inner",
-    "Unjudged",
+    "Undecidable",
     "byte_strings",
     "is_pickle",
-    "length_of",
     "opened",
     "pickles_from",
     "pickles_in",
+    "string_length",
 ]
 
 _HEAD = 64
@@ -65,7 +65,7 @@ class Inner(NamedTuple):
     of: Readable
 
 
-class Unjudged(Exception):
+class Undecidable(Exception):
     """Nobody can tell what is in a byte string; the text says why."""
 
 
@@ -122,7 +122,7 @@ def _encoded(text: str, codec: str, errors: str) -> bytes | None:
         return None
 
 
-def length_of(value: Value | Encoded) -> int:
+def string_length(value: Value | Encoded) -> int:
     """The bytes of VALUE, a byte string or a text that becomes one."""
     if isinstance(value, Encoded):
         return value.text.length
@@ -173,11 +173,11 @@ def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
     if isinstance(value, Blob):
         return _window(value, blobs)
     data = _held(value)
-    return None if data is None else Held(data, blobs.path)
+    return None if data is None else BytesSource(data, blobs.path)
 
 
 def _window(blob: Blob, blobs: Readable) -> Readable:
-    window = Window(blobs, blob.offset, blob.length)
+    window = SliceSource(blobs, blob.offset, blob.length)
     window.faults = RAISED
     return window
 
@@ -193,9 +193,9 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
     if codec == "utf_8":
         return _window(text, blobs)  # as it stands
     if text.length > _LONGEST_TEXT:
-        raise Unjudged("a text too long to encode")
+        raise Undecidable("a text too long to encode")
     data = _encoded(blobs.read(text.offset, text.length).decode("utf-8", "surrogatepass"), codec, errors)
-    return None if data is None else Held(data, blobs.path)
+    return None if data is None else BytesSource(data, blobs.path)
 
 
 def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[Inner | int]:
@@ -208,18 +208,18 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
         names = names if names >= at else _next_name(held, at)
         if names < 0:
             return
-        seen = glance(held.read, at, held.size, most=left)
+        seen = scan_lenient(held.read, at, held.size, most=left)
         yield seen.end - at
         if _counts(seen):
             yield Inner(name, seen.graph, held)
         if seen.is_long:
-            raise Unjudged("a pickle too long to look into")
+            raise Undecidable("a pickle too long to look into")
         if not seen.is_whole:
             return
         at = seen.end
         left -= seen.graph.opcodes
     if count == LIMITS.pickles_inside:
-        raise Unjudged("more pickles inside than are looked into")
+        raise Undecidable("more pickles inside than are looked into")
 
 
 def _next_name(held: Readable, at: int) -> int:
@@ -231,7 +231,7 @@ def _next_name(held: Readable, at: int) -> int:
     return -1
 
 
-def _counts(seen: Glance) -> bool:
+def _counts(seen: LenientScan) -> bool:
     """Whether it is a pickle with anything in it. What breaks off is one where something was called before, or what is dangerous was named: bytes can start as a pickle by chance."""
     graph = seen.graph
     if seen.is_whole:
@@ -251,7 +251,7 @@ def _members(held: Readable) -> Iterator[tuple[str, Readable]]:
     except InputChangedError:
         raise
     except InputError:
-        raise Unjudged("an archive that cannot be read") from None
+        raise Undecidable("an archive that cannot be read") from None
 
 
 def is_pickle(name: str) -> bool:
@@ -271,8 +271,8 @@ def _want_pickles(names: list[str]) -> None:
 def opened(held: Readable, member: Member) -> Readable:
     """MEMBER of the archive HELD; where it is deflated, in memory. Raises Unjudged, InputError."""
     if member.method == STORED:
-        return Window(held, member.data_offset, member.size)
+        return SliceSource(held, member.data_offset, member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):
-        raise Unjudged("a pickle too long to look into")
-    stream = Inflate(Span(held, member.data_offset, member.stored_size), member.size, None)
-    return Held(b"".join(inflated(stream)), held.path)
+        raise Undecidable("a pickle too long to look into")
+    stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
+    return BytesSource(b"".join(inflated(stream)), held.path)

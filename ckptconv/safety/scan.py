@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
 from ckptconv.checkpoint.index import every_place
@@ -37,16 +37,16 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.paths import Place, find_places
 from ckptconv.pickles.python2_names import imported_name
-from ckptconv.pickles.referrers import Uses
+from ckptconv.pickles.referrers import Referrers
 from ckptconv.safety.nested_pickles import (
     Encoded,
-    Unjudged,
+    Undecidable,
     byte_strings,
     is_pickle,
-    length_of,
     opened,
     pickles_from,
     pickles_in,
+    string_length,
 )
 
 __all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
@@ -93,7 +93,7 @@ def concerns(checkpoint: Checkpoint) -> list[Concern]:
     return search.listed()
 
 
-def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
+def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
     """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads them runs that much."""
     search = _Search()
     for each in pickles:
@@ -104,7 +104,7 @@ def concerns_in(pickles: Iterable[Pickles]) -> list[Concern]:
                 if not isinstance(inner, int):
                     inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
                     search.graph(inner.graph, _Where(inner.graph, ""), inner.of, 0)
-        except (Unjudged, InputError):  # which was said when it was to be read
+        except (Undecidable, InputError):  # which was said when it was to be read
             continue
     return search.listed()
 
@@ -143,11 +143,13 @@ def _around(checkpoint: Checkpoint) -> list[Graph]:
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
     """The files of CHECKPOINT."""
     container = checkpoint.container
-    return [shard.part for shard in container.shards] if isinstance(container, sharded.Container) else [checkpoint]
+    return (
+        [shard.part for shard in container.shards] if isinstance(container, sharded.ShardedContainer) else [checkpoint]
+    )
 
 
 def _left_for(graph: Graph) -> int:
-    return LIMITS.nested_pickles * sum(length_of(value) for value, _ in byte_strings(graph))
+    return LIMITS.nested_pickles * sum(string_length(value) for value, _ in byte_strings(graph))
 
 
 class _Where:
@@ -157,13 +159,15 @@ class _Where:
         self, of: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
     ) -> None:
         self.of, self.inside, self.outer, self.holder = of, inside, outer, holder
-        self._uses: Uses | None = None
+        self._uses: Referrers | None = None
 
     @property
-    def uses(self) -> Uses:
+    def uses(self) -> Referrers:
         if self._uses is None:
             of = self.of
-            self._uses = Uses(of.graph, every_place(of)) if isinstance(of, Checkpoint) else Uses(of, _places(of))
+            self._uses = (
+                Referrers(of.graph, every_place(of)) if isinstance(of, Checkpoint) else Referrers(of, _places(of))
+            )
         return self._uses
 
     def path(self, value: Value) -> str:
@@ -211,7 +215,7 @@ class _Search:
             self.left = LIMITS.nested_pickles * member.size
             try:
                 self.member(opened(checkpoint.source, member), name)
-            except Unjudged as why:
+            except Undecidable as why:
                 self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
             except InputChangedError:
                 raise
@@ -236,7 +240,7 @@ class _Search:
                 return
             try:
                 self.byte_string(value, holder, where, blobs, depth)
-            except Unjudged as why:
+            except Undecidable as why:
                 if self.has(holder, where, depth):
                     self.add(str(why), where, holder, "unknown", inside=True)
 
@@ -250,11 +254,11 @@ class _Search:
             if isinstance(inner, int):
                 self.left -= inner
             elif depth == LIMITS.nested_pickles:
-                raise Unjudged("pickles nested too deeply")
+                raise Undecidable("pickles nested too deeply")
             elif self.has(holder, where, depth):
                 self.inside += 1
                 if self.inside > LIMITS.pickles_inside:
-                    raise Unjudged("more pickles inside than are looked into")
+                    raise Undecidable("more pickles inside than are looked into")
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Contents", "Place", "attributes", "is_wrapper", "set_attributes"]
+__all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
 
 #: A subclass before its base. Their own methods are called, not those of classes derived from them, which may do more than store.
 _BASES = (OrderedDict, defaultdict, dict, list, deque, set, frozenset, tuple)
@@ -24,16 +24,16 @@ _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever els
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class Slot:
     """Where NODE stands first: KEY is its key where ABOVE is a dict and has it as a value, else None."""
 
     node: Any
-    above: Place | None
+    above: Slot | None
     key: object = None
 
-    def upwards(self) -> Iterator[Place]:
+    def upwards(self) -> Iterator[Slot]:
         """This place and those around it, outwards."""
-        at: Place | None = self
+        at: Slot | None = self
         while at is not None:
             yield at
             at = at.above
@@ -44,10 +44,10 @@ class Contents:
 
     def __init__(self, root: object) -> None:
         self.root = root
-        self.leaves: list[Place] = []
+        self.leaves: list[Slot] = []
         self.containers: list[Any] = []  # those inside before those around them, but for cycles
         seen: set[int] = set()
-        todo: list[tuple[Place, bool]] = [(Place(root, None), False)]
+        todo: list[tuple[Slot, bool]] = [(Slot(root, None), False)]
         while todo:
             place, entered = todo.pop()
             node = place.node
@@ -57,12 +57,12 @@ class Contents:
                 seen.add(id(node))
                 if _is_container(node):
                     todo.append((place, True))
-                    todo += [(Place(child, place, key), False) for key, child in reversed(list(_keyed(node)))]
+                    todo += [(Slot(child, place, key), False) for key, child in reversed(list(_keyed(node)))]
                 else:
                     self.leaves.append(place)
                     if isinstance(node, torch.Tensor) and not is_wrapper(node):
                         todo += [
-                            (Place(child, place), False) for child in attributes(node).values() if not _is_atom(child)
+                            (Slot(child, place), False) for child in attributes_of(node).values() if not _is_atom(child)
                         ]
 
     def copied(self, replaced: Callable[[Any], Any]) -> Any:
@@ -84,7 +84,7 @@ class _Copy:
         for place in contents.leaves:
             new = self.of(place.node)
             if isinstance(new, torch.Tensor) and new is not place.node and not is_wrapper(new):
-                set_attributes(new, {name: self.of(value) for name, value in attributes(place.node).items()})
+                set_attributes(new, {name: self.of(value) for name, value in attributes_of(place.node).items()})
 
     def of(self, node: Any) -> Any:
         return node if _is_atom(node) else self.made[id(node)]
@@ -150,10 +150,10 @@ def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
                 yield key, value
     else:
         yield from ((None, item) for item in _items(node) if not _is_atom(item))
-    yield from ((None, value) for value in attributes(node).values() if not _is_atom(value))
+    yield from ((None, value) for value in attributes_of(node).values() if not _is_atom(value))
 
 
-def attributes(node: object) -> dict[str, Any]:
+def attributes_of(node: object) -> dict[str, Any]:
     """What is in the ``__dict__`` and the ``__slots__`` of NODE."""
     found = dict(getattr(node, "__dict__", ()))
     for slot in _slots(node):
@@ -194,7 +194,7 @@ def _empty(node: Any) -> Any:
 
 def _remade(node: Any, items: list[Any]) -> Any:
     """The tuple or frozenset NODE with other ITEMS."""
-    if not attributes(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
+    if not attributes_of(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
         return node
     if hasattr(type(node), "n_sequence_fields"):  # a ``torch.return_types``, as Python's own ``os.stat_result``
         return type(node)(items)
@@ -210,4 +210,4 @@ def _fill(new: Any, node: Any, of: Callable[[Any], Any]) -> None:
         base.extend(new, [of(item) for item in _items(node)])
     elif base is set:
         set.update(new, [of(item) for item in _items(node)])
-    set_attributes(new, {name: of(value) for name, value in attributes(node).items()})
+    set_attributes(new, {name: of(value) for name, value in attributes_of(node).items()})

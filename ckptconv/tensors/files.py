@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptconv.checkpoint.effect_order import forget_order
+from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.plan import Report, make_plan, report_of
@@ -24,7 +24,7 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
-from ckptconv.pickles.graph import subgraph, uncollected
+from ckptconv.pickles.graph import gc_paused, subgraph
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class CheckpointFile:
         self._source = open_input(path)
         self._is_closed = False
         try:
-            with uncollected():
+            with gc_paused():
                 self._checkpoint = opening.read(self._source)
         except BaseException:
             self._source.close()
@@ -102,7 +102,7 @@ class CheckpointFile:
         node = self._places[path].node
         graph = subgraph(self._checkpoint.graph, node)
         references = [self._references[id(each)] for each in graph.references]
-        forget_order(graph)
+        drop_effect_order(graph)
         return replace(
             self._checkpoint,
             graph=graph,
@@ -160,7 +160,7 @@ def load(
     """
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
-        with uncollected():
+        with gc_paused():
             checkpoint = opening.read(source)
             torchscript.refuse(checkpoint, weights=state_dict)
             apply(checkpoint, edits)
@@ -213,7 +213,7 @@ def save(
     output_files.check_target(target, replace=force)
     from ckptconv.tensors.saving import checkpoint_of_object
 
-    with uncollected():
+    with gc_paused():
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, format=format_, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
     overflowed = write(plan, checkpoint.source, replace=force, verify=verify)

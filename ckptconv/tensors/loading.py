@@ -17,14 +17,14 @@ import torch
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import obstacles
-from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.edits.retag import retag
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.inspection.diagnosis.refusals import Refused
-from ckptconv.output.virtual_file import Unwritten
+from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.graph import Global
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.tensors import devices_here
@@ -47,7 +47,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         devices_here.require(
             tags, where=where, hint="map_location='cpu' loads it here, map_location='auto' on what there is"
         )
-    stream = Unwritten(torch_zip.archived(checkpoint))
+    stream = VirtualFile(torch_zip.archived(checkpoint))
     try:
         return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
@@ -82,7 +82,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     ]
     if refused:
         found = Refused(checkpoint, refused)
-        part = found.loadable_part(read_customs(checkpoint)) if whole else None
+        part = found.loadable_part(detect(checkpoint)) if whole else None
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
         )

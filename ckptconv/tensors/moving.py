@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
 from ckptconv.hints import for_python
 from ckptconv.tensors import devices_here
-from ckptconv.tensors.containers import Contents, Place, attributes, is_wrapper, set_attributes
+from ckptconv.tensors.containers import Contents, Slot, attributes_of, is_wrapper, set_attributes
 from ckptconv.tensors.random_states import random_states
 
 __all__ = ["devices", "remap"]
@@ -82,7 +82,7 @@ class _Found:
 
     def __init__(self, contents: Contents) -> None:
         self.owned: list[torch.Tensor] = []
-        self.free: list[Place] = []
+        self.free: list[Slot] = []
         self.storages: list[torch.UntypedStorage] = []
         self.hosted: list[torch.Tensor] = []  # an optimizer's, which stay on the CPU if they are there
         for place in contents.leaves:
@@ -299,7 +299,7 @@ def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if type(data) is not type(like):
         data = torch.Tensor._make_subclass(type(like), data)
     if not is_wrapper(like):
-        set_attributes(data, attributes(like))
+        set_attributes(data, attributes_of(like))
     return data.requires_grad_(like.requires_grad)
 
 

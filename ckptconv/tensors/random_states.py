@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, has_rng_word
-from ckptconv.tensors.containers import Place
+from ckptconv.tensors.containers import Slot
 
 __all__ = ["random_states"]
 
 
-def random_states(places: Iterable[Place], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+def random_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Those of the tensors at PLACES. ALONE says whether one has its storage to itself, as a state has."""
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
     judge = _Judge(possible)
@@ -28,12 +28,12 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 class _Judge:
-    def __init__(self, possible: list[Place]) -> None:
+    def __init__(self, possible: list[Slot]) -> None:
         self.possible = {id(place.node) for place in possible}
         self.certain = {id(place.node) for place in possible if place.node.numel() == CPU_RNG_BYTES}
         self.hinted = {id(place.node) for place in possible if any(_is_hint(a.key) for a in place.upwards())}
 
-    def is_state(self, place: Place) -> bool:
+    def is_state(self, place: Slot) -> bool:
         if id(place.node) in self.certain:
             return True
         around = [above.node for above in place.upwards()][1:]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ckptconv.byteranges.sources import Held, Readable
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.sources import BytesSource, Readable
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.dtypes import BY_NAME, UNTYPED, DType
@@ -35,8 +35,8 @@ def checkpoint_of_object(obj: object) -> Checkpoint:
     pickler.dump(obj)
     data = stream.getvalue()
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where=str(_WHERE))
-    storages = {key: Span(Memory(storage), 0, storage.nbytes()) for key, storage in pickler.storages.items()}
-    checkpoint = checkpoint_of(_NAME, Held(data, _WHERE), graph, None, storages.get, str(_WHERE))
+    storages = {key: ByteRange(Memory(storage), 0, storage.nbytes()) for key, storage in pickler.storages.items()}
+    checkpoint = checkpoint_of(_NAME, BytesSource(data, _WHERE), graph, None, storages.get, str(_WHERE))
     checkpoint.byteorder = sys.byteorder
     return checkpoint
 

@@ -103,7 +103,7 @@ def _measure(command: str, path: Path) -> None:
     from ckptconv.errors import CkptconvError
     from ckptconv.formats.torch_zip import read_pickle
     from ckptconv.formats.zip_archive import read_archive
-    from ckptconv.pickles.graph import uncollected
+    from ckptconv.pickles.graph import gc_paused
 
     (path.parent / "warm.pt").write_bytes(file_of("None", 10)[0])
     for each in (path.parent / "warm.pt", path):
@@ -111,7 +111,7 @@ def _measure(command: str, path: Path) -> None:
         before, started, came = _memory("VmRSS"), time.process_time(), "done"
         try:
             if command == "parse":
-                with Source(each) as source, uncollected():
+                with Source(each) as source, gc_paused():
                     read_pickle(source, read_archive(source).names()["data.pkl"], "data.pkl", checked=True)
             elif command == "convert":
                 ckptconv.convert(each, path.parent / "out.pt", map_location="cpu", force=True)

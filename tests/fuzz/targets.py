@@ -17,25 +17,25 @@ from reference_machine import trace
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
-from ckptconv.cli.render import Look, facts, table_lines, tree_lines
+from ckptconv.cli.render import Style, facts, table_lines, tree_lines
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.plan import Plan, make_plan
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import CkptconvError, MalformedError
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import Summary, summarize
 from ckptconv.inspection.verification import verify
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Blob, Graph, uncollected
+from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
 from fuzz import folders
 
 __all__ = ["TARGETS", "Target", "run"]
 
 #: One GPU, whatever is here.
-_MACHINE = Machine(1)
+_MACHINE = Host(1)
 _TRACED = 2000  # bytes of a pickle that the reference machine runs too: it nests as deep as the pickle
 
 
@@ -139,7 +139,7 @@ def _verified(path: Path) -> bool:
 
 
 def _inspected(path: Path) -> Summary:
-    with open_input(path) as source, uncollected():
+    with open_input(path) as source, gc_paused():
         return summarize(opening.read(source), _MACHINE)
 
 
@@ -154,7 +154,7 @@ def _check_refusal(error: CkptconvError, *, sound: bool) -> None:
 
 
 def _draw(summary: Summary) -> None:
-    for look in (Look(), Look(80, colour=True), Look(120, unicode=False)):
+    for look in (Style(), Style(80, colour=True), Style(120, unicode=False)):
         lines = [*facts(summary, look), *table_lines(summary["tensors"], look), *tree_lines(summary["tensors"], look)]
         for line in [] if look.colour else lines:
             assert line.replace("\n", "").replace("\t", "").isprintable(), "a line would move the cursor"

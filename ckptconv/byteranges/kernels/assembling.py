@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from ckptconv.byteranges.kernels.gathering import WORDS, Region, Tiles, halved
-from ckptconv.byteranges.spans import Assemble, Box, Gather
+from ckptconv.byteranges.spans import Assemble, ChunkPlacement, Gather
 
 __all__ = ["assemble"]
 
@@ -30,7 +30,7 @@ def assemble(piece: Assemble) -> Iterator[memoryview]:
         yield out
 
 
-def _shared(region: Region, box: Box) -> Region | None:
+def _shared(region: Region, box: ChunkPlacement) -> Region | None:
     """What of REGION is in BOX."""
     starts = tuple(map(max, region[0], box.offsets))
     ends = (min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], box.offsets, box.sizes, strict=True))

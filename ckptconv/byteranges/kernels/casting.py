@@ -13,7 +13,7 @@ import torch
 
 from ckptconv.byteranges.spans import Cast
 
-__all__ = ["CastBuffer"]
+__all__ = ["TorchCastBuffer"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INT64 = torch.iinfo(torch.int64)
@@ -22,7 +22,7 @@ _QUIET = 0x7FC00000  # the bits of float32 that every NaN has that comes from ar
 _PAYLOAD = 0x007FE000  # and those that float16 has as well
 
 
-class CastBuffer:
+class TorchCastBuffer:
     """Room for so many bytes of what PIECE is made of, at most MOST, and for what they become. Not for several threads at once."""
 
     def __init__(self, piece: Cast, most: int) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptconv.dtypes import dtype_called
+from ckptconv.dtypes import get_dtype
 
 __all__ = ["Comparer", "comparable"]
 
@@ -52,7 +52,7 @@ class Comparer:
         numbers = _is_number(a) and _is_number(b)
         self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
-        self._width = dtype_called(a).itemsize  # of what is compared as bits
+        self._width = get_dtype(a).itemsize  # of what is compared as bits
         self._unequal = False
         self.differing = self.not_finite = 0
         are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from ckptconv.byteranges.spans import Gather, Span
+from ckptconv.byteranges.spans import ByteRange, Gather
 
 __all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
 
@@ -26,7 +26,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
 
 
-def gather(view: Gather, storage: Span) -> Iterator[memoryview]:
+def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
     """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take over."""
     itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
@@ -43,7 +43,7 @@ class Tiles:
     def __init__(self) -> None:
         self._room = memoryview(b"")
 
-    def fill(self, block: torch.Tensor, view: Gather, storage: Span, region: Region) -> None:
+    def fill(self, block: torch.Tensor, view: Gather, storage: ByteRange, region: Region) -> None:
         """Let _BLOCK have the elements of REGION of VIEW on STORAGE."""
         for starts, sizes in _tiles(region, view.stride, view.itemsize):
             need = _packed(sizes, view.stride, view.itemsize)
@@ -107,7 +107,7 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
     return span, []
 
 
-def _read_tile(view: Gather, storage: Span, tile: Region, scratch: memoryview) -> torch.Tensor:
+def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryview) -> torch.Tensor:
     """The elements of TILE as a view of what was read into SCRATCH: stretch by stretch, packed."""
     starts, sizes = tile
     itemsize = view.itemsize

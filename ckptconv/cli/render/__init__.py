@@ -18,12 +18,12 @@ from ckptconv.cli.render.difference import difference_lines
 from ckptconv.cli.render.facts import facts
 from ckptconv.cli.render.report import report_lines
 from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Look, cells, natural, size
+from ckptconv.cli.render.text import Style, cells, natural, size
 from ckptconv.cli.render.tree import tree_lines
 from ckptconv.cli.render.verdict import verdict_lines
 
 __all__ = [
-    "Look",
+    "Style",
     "Sum",
     "cells",
     "difference_lines",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptconv.cli.render.text import Look, cells, count, fact, size
+from ckptconv.cli.render.text import Style, cells, count, fact, size
 from ckptconv.errors import some
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ __all__ = ["Sum", "item_line", "skipped_line", "sum_lines"]
 
 _SHOWN = 3  # things in one place
 _REASONS = 10  # of failures
-_PLAIN = Look()
+_PLAIN = Style()
 
 
 class Sum(NamedTuple):
@@ -37,15 +37,15 @@ class Sum(NamedTuple):
     in_full: bool
 
 
-def item_line(report: Report, look: Look = _PLAIN, *, copied: bool = False) -> str:
+def item_line(report: Report, style: Style = _PLAIN, *, copied: bool = False) -> str:
     """What became of one item, in one line. COPIED: it is no checkpoint, and was copied."""
     said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
-    return _line(look, report.dst, ", ".join(said))
+    return _line(style, report.dst, ", ".join(said))
 
 
-def skipped_line(dst: str, look: Look = _PLAIN) -> str:
+def skipped_line(dst: str, style: Style = _PLAIN) -> str:
     """The line of an item whose output is there already."""
-    return _line(look, dst, "exists, skipped")
+    return _line(style, dst, "exists, skipped")
 
 
 def _parts(report: Report) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _parts(report: Report) -> Iterator[str]:
         yield count(len(report.notes), "note")
 
 
-def sum_lines(all_: Sum, look: Look = _PLAIN) -> Iterator[str]:
+def sum_lines(all_: Sum, style: Style = _PLAIN) -> Iterator[str]:
     """How many items there were and what became of them, what failed, and what was left in their folders."""
     done = [*all_.converted, *all_.copied]
     would = "" if all(report.written for report in done) else "would be "
@@ -79,20 +79,22 @@ def sum_lines(all_: Sum, look: Look = _PLAIN) -> Iterator[str]:
     beside = sum(len(report.failed) for report in all_.converted)
     counts = (len(all_.copied), f"{would}copied"), (all_.skipped, "skipped"), (all_.failed, "failed"), (beside, "beside a set failed")  # fmt: skip
     said += [f"{n:,} {what}" for n, what in counts if n]
-    yield look.paint(look.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title")
+    yield style.paint(
+        style.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title"
+    )
     for why, paths in [*all_.why.items()][:_REASONS]:
-        yield from fact(look, "failed", f"{why}: {some(paths, _SHOWN)}")
+        yield from fact(style, "failed", f"{why}: {some(paths, _SHOWN)}")
     if len(all_.why) > _REASONS:
-        yield from fact(look, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
+        yield from fact(style, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
     if all_.other:
         them = "it" if len(all_.other) == 1 else "them"
-        yield from fact(look, "left", f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along")  # fmt: skip
+        yield from fact(style, "left", f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along")  # fmt: skip
     if all_.unentered:
-        yield from fact(look, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
+        yield from fact(style, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
     for note in all_.notes:
-        yield from fact(look, "note", note)
+        yield from fact(style, "note", note)
     if not all_.in_full and any(report.notes or report.left_behind for report in done):
-        yield from fact(look, "note", "-v tells all of each")
+        yield from fact(style, "note", "-v tells all of each")
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -104,13 +106,13 @@ def _some(things: Iterable[str]) -> str:
     return ", ".join(listed[:_SHOWN]) + (", …" if len(listed) > _SHOWN else "")
 
 
-def _line(look: Look, path: str, said: str) -> str:
+def _line(style: Style, path: str, said: str) -> str:
     """PATH and what is SAID of it; on a terminal as much of both as fits a line, of the path its end."""
-    path, said = look.text(path), look.text(said)
-    if look.width is not None:
-        mark = look.text("…")
-        said = _fitting(said, look.columns - 20, lambda text: text[:-1], lambda text: text + mark)
-        path = _fitting(path, look.columns - 2 - cells(said), lambda text: text[1:], lambda text: mark + text)
+    path, said = style.text(path), style.text(said)
+    if style.width is not None:
+        mark = style.text("…")
+        said = _fitting(said, style.columns - 20, lambda text: text[:-1], lambda text: text + mark)
+        path = _fitting(path, style.columns - 2 - cells(said), lambda text: text[1:], lambda text: mark + text)
     return f"{path}: {said}"
 
 

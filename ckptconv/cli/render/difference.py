@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Look, broken, cells, command, count, fact, padded, size, wrapped
+from ckptconv.cli.render.text import Style, broken, cells, command, count, fact, padded, size, wrapped
 
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (
@@ -21,42 +21,42 @@ __all__ = ["difference_lines"]
 _SHOWN = 8  # lines of a group, unless all are asked for
 _INDENT = "    "
 _GAP = "  "
-_PLAIN = Look()
+_PLAIN = Style()
 #: Groups of facts about tensors: the attribute that says one, and what it is called.
 _FACTS = (("dtype", "dtype"), ("shape", "shape"), ("device", "device"), ("requires_grad", "requires_grad"), ("class_name", "class"), ("made_of", "kind"))  # fmt: skip
 
 
 def difference_lines(
-    difference: Difference, look: Look = _PLAIN, *, everything: bool = False, names_only: bool = False
+    difference: Difference, style: Style = _PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
     """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets. NAMES_ONLY: nothing else was compared."""
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
         same = f"the same: {what}" + ("" if names_only else f", {size(difference.nbytes)}")
-        yield look.paint(look.text(same), "title")
+        yield style.paint(style.text(same), "title")
     else:
         values = "" if names_only else _all_values(difference)
-        answer = look.text(f"different: {', '.join(_counts(difference))}; {values}{what} in both")
-        lines = wrapped(answer, look.columns) if look.width else [answer]
-        yield from (look.paint(row, "title") for row in lines)
+        answer = style.text(f"different: {', '.join(_counts(difference))}; {values}{what} in both")
+        lines = wrapped(answer, style.columns) if style.width else [answer]
+        yield from (style.paint(row, "title") for row in lines)
         for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
-            yield from fact(look, label, f"{path} ({format_})")
-    most = None if everything or look.width is None else _SHOWN
+            yield from fact(style, label, f"{path} ({format_})")
+    most = None if everything or style.width is None else _SHOWN
     for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
-        yield from _group(look, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
+        yield from _group(style, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
     rows: list[list[str]]
     for attribute, label in _FACTS:
         pairs = [(each, pair) for each in difference.differing if (pair := getattr(each, attribute)) is not None]
         rows = [[each.path, f"{_said(pair[0])} → {_said(pair[1])}", _about_values(each)] for each, pair in pairs]
-        yield from _group(look, label, count(len(pairs), "tensor"), rows, most)
-    yield from _value_lines(look, difference, most)
+        yield from _group(style, label, count(len(pairs), "tensor"), rows, most)
+    yield from _value_lines(style, difference, most)
     others = [[each.path, f"{each.a or '(nothing)'} → {each.b or '(nothing)'}"] for each in difference.others]
-    yield from _group(look, "other", f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor", others, most)  # fmt: skip
+    yield from _group(style, "other", f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor", others, most)  # fmt: skip
     for note in difference.notes:
-        yield from fact(look, "note", note)
+        yield from fact(style, "note", note)
     if difference.suggestion:
-        yield from fact(look, "note", "no name is in both, but this compares what is alike:")
-        yield from command(look, difference.suggestion)
+        yield from fact(style, "note", "no name is in both, but this compares what is alike:")
+        yield from command(style, difference.suggestion)
 
 
 def _counts(difference: Difference) -> Iterator[str]:
@@ -96,14 +96,14 @@ def _all_values(difference: Difference) -> str:
     return f"all values {'within the tolerance' if difference.near else 'equal'}; "
 
 
-def _value_lines(look: Look, difference: Difference, most: int | None) -> Iterator[str]:
+def _value_lines(style: Style, difference: Difference, most: int | None) -> Iterator[str]:
     apart = sorted(_apart(difference), key=_rank)
     rows = [[each.path, *_how_far(each, values)] for each, values in apart]
     what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
-    yield from _group(look, "values", what, rows, most)
+    yield from _group(style, "values", what, rows, most)
     unknown = _unknown(difference)
     what = f"of {count(len(unknown), 'tensor')} not compared: elements share bytes with others"
-    yield from _group(look, "values", what, [[each.path] for each in unknown], most)
+    yield from _group(style, "values", what, [[each.path] for each in unknown], most)
 
 
 def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
@@ -149,35 +149,35 @@ def _number(value: float) -> str:
     return "inf" if isinf(value) else f"{float(value):.3g}"
 
 
-def _group(look: Look, label: str, what: str, rows: Sequence[list[str]], most: int | None) -> Iterator[str]:
+def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most: int | None) -> Iterator[str]:
     """A group of findings: what it is, then a line for each, in columns."""
     if not rows:
         return
-    yield from fact(look, label, what)
+    yield from fact(style, label, what)
     shown = rows if most is None or len(rows) <= most + 1 else rows[:most]
-    texts = [[look.text(cell) for cell in row] for row in shown]
+    texts = [[style.text(cell) for cell in row] for row in shown]
     widths = [max(cells(row[i]) for row in texts) for i in range(len(texts[0]))]
     for row in texts:
-        yield from _row(look, row, widths)
+        yield from _row(style, row, widths)
     if len(rows) > len(shown):
-        yield look.paint(look.text(f"{_INDENT}… {len(rows) - len(shown):,} more (-v lists all)"), "quiet")
+        yield style.paint(style.text(f"{_INDENT}… {len(rows) - len(shown):,} more (-v lists all)"), "quiet")
 
 
-def _row(look: Look, row: list[str], widths: list[int]) -> Iterator[str]:
+def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:
     """The cells of ROW side by side, where the terminal is wide enough; else the name in lines of its own."""
-    if look.width is None:
+    if style.width is None:
         yield _INDENT + _GAP.join(cell for cell in row if cell)
         return
     name, *rest = row
     line = _INDENT + _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    if cells(line) <= look.columns:
+    if cells(line) <= style.columns:
         yield line
         return
     line = _INDENT + _GAP.join(cell for cell in row if cell)
-    if cells(line) <= look.columns:
+    if cells(line) <= style.columns:
         yield line
         return
-    for part in broken(name, look.columns - len(_INDENT), hanging=2):
+    for part in broken(name, style.columns - len(_INDENT), hanging=2):
         yield _INDENT + part
-    for part in wrapped(_GAP.join(cell for cell in rest if cell), look.columns - 2 * len(_INDENT)):
+    for part in wrapped(_GAP.join(cell for cell in rest if cell), style.columns - 2 * len(_INDENT)):
         yield 2 * _INDENT + part

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Look, command, count, fact, headline, size, some
+from ckptconv.cli.render.text import Style, command, count, fact, first_of, headline, size
 
 if TYPE_CHECKING:
-    from ckptconv.inspection.summary import Finding, Share, Summary
+    from ckptconv.inspection.diagnosis.findings import Advice
+    from ckptconv.inspection.summary import Share, Summary
 
 __all__ = ["facts"]
 
@@ -24,13 +25,13 @@ _MACHINERY = re.compile(r"(^|/)\.(_|training$)")  # attributes that every pickle
 _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 
 
-def facts(summary: Summary, look: Look, *, shown: int | None = None) -> Iterator[str]:
+def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterator[str]:
     """The verdict, then the facts. SHOWN is the number of tensors that the table will have, if a filter left some out."""
-    yield from headline(look, summary["path"], f"{summary['format']}, {size(summary['size'])}")
-    yield from _verdict(summary, look)
-    yield from _contents(summary, look)
-    yield from _customs(summary, look)
-    yield from _safety(summary, look)
+    yield from headline(style, summary["path"], f"{summary['format']}, {size(summary['size'])}")
+    yield from _verdict(summary, style)
+    yield from _contents(summary, style)
+    yield from _customs(summary, style)
+    yield from _safety(summary, style)
     modules = {found["path"] for found in summary["modules"]}  # each has a line of its own
     for key in ("metadata", "others"):
         texts = [
@@ -39,17 +40,17 @@ def facts(summary: Summary, look: Look, *, shown: int | None = None) -> Iterator
         texts.sort(key=lambda item: item[0].count("/") + item[0].count("["))
         if texts:
             listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
-            yield from _calm(partial(_values, look, key.removesuffix("s"), listed, len(texts)))
+            yield from _calm(partial(_values, style, key.removesuffix("s"), listed, len(texts)))
     for note in summary["notes"]:
-        yield from fact(look, "note", note)
+        yield from fact(style, "note", note)
     if shown is not None and shown < len(summary["tensors"]):
-        yield from fact(look, "shown", f"{shown:,} of {count(len(summary['tensors']), 'tensor')}")
+        yield from fact(style, "shown", f"{shown:,} of {count(len(summary['tensors']), 'tensor')}")
 
 
-def _values(look: Look, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
+def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
     """MOST of what is LISTED, the first of N."""
     rest = [f"… {n - most:,} more (--json)"] if n > most else []
-    return fact(look, label, [*listed[:most], *rest], separator="; ")
+    return fact(style, label, [*listed[:most], *rest], separator="; ")
 
 
 def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
@@ -68,50 +69,52 @@ def _short(text: str, most: int = _LONGEST) -> str:
 # Whether it loads
 
 
-def _verdict(summary: Summary, look: Look) -> Iterator[str]:
+def _verdict(summary: Summary, style: Style) -> Iterator[str]:
     """Yes or no, what to type, what is in the way. The one command for all comes before the reasons, so that it is seen however many they are."""
     blocking = [finding for finding in summary["findings"] if finding["blocks"]]
     notes = [finding for finding in summary["findings"] if not finding["blocks"]]
-    mending = _Mending(look)
+    mending = _Mending(style)
     label = "loads here"
     if summary["loads_here"] is None:
         unknown = next(finding for finding in notes if finding["kind"] == "device")
         notes.remove(unknown)
-        yield from fact(look, label, f"it depends: {unknown['text']}", paint=_first_word(look, "it depends", "device"))
+        yield from fact(
+            style, label, f"it depends: {unknown['text']}", paint=_first_word(style, "it depends", "device")
+        )
         yield from mending.lines(unknown["command"])
     elif summary["loads_here"]:
-        yield from fact(look, label, "yes", paint=_first_word(look, "yes", "good"))
+        yield from fact(style, label, "yes", paint=_first_word(style, "yes", "good"))
     else:
-        yield from _reasons(blocking, _remedy_first(summary, blocking), look, mending)
+        yield from _reasons(blocking, _remedy_first(summary, blocking), style, mending)
     for finding in notes:
-        yield from fact(look, "note", finding["text"])
+        yield from fact(style, "note", finding["text"])
         yield from mending.lines(finding["command"])
     remedy = summary["remedy"]
     if remedy and mending.is_new(remedy):
-        yield from fact(look, "all at once", f"{_part_of(remedy) or 'in one command'}:")
+        yield from fact(style, "all at once", f"{_part_of(remedy) or 'in one command'}:")
         yield from mending.lines(remedy)
 
 
-def _remedy_first(summary: Summary, blocking: list[Finding]) -> str | None:
+def _remedy_first(summary: Summary, blocking: list[Advice]) -> str | None:
     """The command for all, but where it is that of the only thing in the way, which has it below it."""
     remedy = summary["remedy"]
     commands = [finding["command"] for finding in blocking if finding["command"]]
     return None if remedy is None or [_flags(each) for each in commands] == [_flags(remedy)] else remedy
 
 
-def _reasons(blocking: list[Finding], remedy: str | None, look: Look, mending: _Mending) -> Iterator[str]:
+def _reasons(blocking: list[Advice], remedy: str | None, style: Style, mending: _Mending) -> Iterator[str]:
     label, start = "loads here", "no: "
     if remedy or not blocking or blocking[0]["kind"] == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
         says = f"no; this mends it all{part and ', '}{part}:" if remedy else "no"
-        yield from fact(look, label, says, paint=_first_word(look, "no", "bad"))
+        yield from fact(style, label, says, paint=_first_word(style, "no", "bad"))
         yield from mending.lines(remedy)
         label, start = "because", ""
     for finding in blocking:
         if finding["kind"] == _DANGEROUS:
-            yield from fact(look, "DANGEROUS", finding["text"], paint=partial(look.paint, style="bad"))
+            yield from fact(style, "DANGEROUS", finding["text"], paint=partial(style.paint, style="bad"))
         else:
-            yield from fact(look, label, start + finding["text"], paint=_first_word(look, start.strip(), "bad"))
+            yield from fact(style, label, start + finding["text"], paint=_first_word(style, start.strip(), "bad"))
             label, start = "", ""
         yield from mending.lines(finding["command"])
 
@@ -119,8 +122,8 @@ def _reasons(blocking: list[Finding], remedy: str | None, look: Look, mending: _
 class _Mending:
     """The commands of a verdict. One that was said already is not said again, for another file's name either."""
 
-    def __init__(self, look: Look) -> None:
-        self.look = look
+    def __init__(self, style: Style) -> None:
+        self.style = style
         self.said: set[tuple[str, ...]] = set()
 
     def is_new(self, typed: str) -> bool:
@@ -129,7 +132,7 @@ class _Mending:
     def lines(self, typed: str | None) -> Iterator[str]:
         if typed and self.is_new(typed):
             self.said.add(_flags(typed))
-            yield from command(self.look, typed)
+            yield from command(self.style, typed)
 
 
 def _flags(typed: str) -> tuple[str, ...]:
@@ -147,63 +150,63 @@ def _part_of(typed: str) -> str:
     return f"for {' in '.join(parts)} alone" if parts else ""
 
 
-def _first_word(look: Look, word: str, style: str) -> Callable[[str], str]:
-    return lambda line: look.paint(word, style) + line.removeprefix(word) if word and line.startswith(word) else line
+def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
+    return lambda line: style.paint(word, colour) + line.removeprefix(word) if word and line.startswith(word) else line
 
 
 # What is in it
 
 
-def _contents(summary: Summary, look: Look) -> Iterator[str]:
+def _contents(summary: Summary, style: Style) -> Iterator[str]:
     stored = "" if summary["stored_nbytes"] == summary["nbytes"] else f" ({size(summary['stored_nbytes'])} stored)"
     storages = count(summary["storages"], "storage")
-    yield from fact(look, "tensors", f"{len(summary['tensors']):,} in {storages}, {size(summary['nbytes'])}{stored}")
+    yield from fact(style, "tensors", f"{len(summary['tensors']):,} in {storages}, {size(summary['nbytes'])}{stored}")
     if summary["dtypes"]:
-        yield from fact(look, "dtypes", _shares(summary["dtypes"]))
+        yield from fact(style, "dtypes", _shares(summary["dtypes"]))
     if summary["devices"]:
-        yield from fact(look, "devices", _shares(summary["devices"]), paint=partial(_accelerators, look))
+        yield from fact(style, "devices", _shares(summary["devices"]), paint=partial(_accelerators, style))
     if summary["protocol"] is None:
-        yield from fact(look, "devices", "none stored: whoever loads it says where to")
-    yield from _calm(partial(_state_dicts, summary, look))
-    yield from _calm(partial(_modules, summary, look))
+        yield from fact(style, "devices", "none stored: whoever loads it says where to")
+    yield from _calm(partial(_state_dicts, summary, style))
+    yield from _calm(partial(_modules, summary, style))
 
 
-def _state_dicts(summary: Summary, look: Look, most: int) -> Iterator[str]:
+def _state_dicts(summary: Summary, style: Style, most: int) -> Iterator[str]:
     """A fact for each of MOST state dicts, and one for the rest."""
     said = any(finding["kind"] == "prefix" for finding in summary["findings"])
     every = summary["state_dicts"]
     for found in every[:most]:
         what = f"{_short(found['path'], _LONGEST_PATH)}: {count(found['names'], 'name')}, {count(found['parameters'], 'parameter')}"
-        yield from fact(look, "state dict", what + ("" if said else _prefix(found["prefixes"], found["names"])))
+        yield from fact(style, "state dict", what + ("" if said else _prefix(found["prefixes"], found["names"])))
     if len(every) > most:
-        yield from fact(look, "state dict", f"… {len(every) - most:,} more")
+        yield from fact(style, "state dict", f"… {len(every) - most:,} more")
 
 
-def _modules(summary: Summary, look: Look, most: int) -> Iterator[str]:
+def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
     """A fact for each of MOST whole modules, with the names of the state dict that it would give."""
     said = any(finding["kind"] == "prefix" for finding in summary["findings"])
     every = summary["modules"]
     for found in every[:most]:
         what = f"{_short(found['path'], _LONGEST_PATH)}: a whole {_short(found['class_name'], _LONGEST_PATH)}"
         if found["trouble"]:
-            yield from fact(look, "module", f"{what}, which gives no state dict: {found['trouble']}")
+            yield from fact(style, "module", f"{what}, which gives no state dict: {found['trouble']}")
             continue
         names = [_short(tensor["name"]) for tensor in found["tensors"]]
         what += f", {count(len(names), 'name')}, {count(found['parameters'], 'parameter')}"
-        yield from fact(look, "module", what + ("" if said else _prefix(found["prefixes"], len(names))))
+        yield from fact(style, "module", what + ("" if said else _prefix(found["prefixes"], len(names))))
         if names:
-            yield from fact(look, "", ["as a state dict: " + names[0], *some(names, most)[1:]])
+            yield from fact(style, "", ["as a state dict: " + names[0], *first_of(names, most)[1:]])
         if found["unknown"]:
             yield from fact(
-                look,
+                style,
                 "",
                 [
                     "without a tensor that is known: " + _short(found["unknown"][0]),
-                    *some(map(_short, found["unknown"]), most)[1:],
+                    *first_of(map(_short, found["unknown"]), most)[1:],
                 ],
             )
     if len(every) > most:
-        yield from fact(look, "module", f"… {len(every) - most:,} more")
+        yield from fact(style, "module", f"… {len(every) - most:,} more")
 
 
 def _shares(shares: dict[str, Share]) -> list[str]:
@@ -212,10 +215,10 @@ def _shares(shares: dict[str, Share]) -> list[str]:
     return [f"{name} ×{share['tensors']:,} ({size(share['nbytes'])})" for name, share in shares.items()]
 
 
-def _accelerators(look: Look, line: str) -> str:
+def _accelerators(style: Style, line: str) -> str:
     """LINE of devices with all but the CPU painted."""
     return re.sub(
-        r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + look.paint(m[2], "device"), line
+        r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line
     )  # fmt: skip
 
 
@@ -229,31 +232,31 @@ def _prefix(prefixes: dict[str, int], names: int) -> str:
     return ""
 
 
-def _customs(summary: Summary, look: Look) -> Iterator[str]:
+def _customs(summary: Summary, style: Style) -> Iterator[str]:
     ties = [" = ".join(tie[:_SHOWN]) + (" …" if len(tie) > _SHOWN else "") for tie in summary["ties"]]
     if ties:
-        yield from fact(look, "tied", some(ties, _SHOWN_LONG))
+        yield from fact(style, "tied", first_of(ties, _SHOWN_LONG))
     if summary["views"]:
         n = len(summary["views"])
         slices = "tensor is a slice" if n == 1 else "tensors are slices"
-        listed = ", ".join(some(summary["views"], _SHOWN_LONG))
-        yield from fact(look, "views", f"{n:,} {slices} of a larger storage, or transposed: {listed}")
+        listed = ", ".join(first_of(summary["views"], _SHOWN_LONG))
+        yield from fact(style, "views", f"{n:,} {slices} of a larger storage, or transposed: {listed}")
     if summary["rng_states"]:
-        yield from fact(look, "RNG states", some(summary["rng_states"], _SHOWN))
+        yield from fact(style, "RNG states", first_of(summary["rng_states"], _SHOWN))
     if summary["user_devices"]:
         devices = (f"{path} = {device}" for path, device in summary["user_devices"].items())
-        yield from fact(look, "device values", ", ".join(some(devices, _SHOWN)) + " (data: never changed)")
+        yield from fact(style, "device values", ", ".join(first_of(devices, _SHOWN)) + " (data: never changed)")
 
 
-def _safety(summary: Summary, look: Look) -> Iterator[str]:
+def _safety(summary: Summary, style: Style) -> Iterator[str]:
     said = (*_USUAL_GLOBALS, *summary["obstacles"])
     foreign = [name for name in summary["globals"] if not name.startswith(said)]
     if foreign:
-        yield from fact(look, "globals", some(foreign, _SHOWN))
+        yield from fact(style, "globals", first_of(foreign, _SHOWN))
     inside = [f"{each['name']} at {each['path']}" for each in summary["concerns"] if " inside)" in each["path"]]
     if inside:
-        yield from fact(look, "pickles inside", some(inside, _SHOWN))
+        yield from fact(style, "pickles inside", first_of(inside, _SHOWN))
     if summary["protocol"] is None:
-        yield from fact(look, "needs code", "no: the format holds none")
+        yield from fact(style, "needs code", "no: the format holds none")
     elif summary["weights_only"] and not summary["loads_here"]:  # what it refuses is a finding
-        yield from fact(look, "needs code", "no")
+        yield from fact(style, "needs code", "no")

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
@@ -61,7 +61,7 @@ class Branch:
 
 def tree_of(tensors: list[TensorSummary], *, fold: bool) -> list[Branch]:
     """The tree's first level."""
-    with uncollected():
+    with gc_paused():
         return _tree_of(tensors, fold=fold)
 
 

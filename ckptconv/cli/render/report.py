@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.renames import Pattern, patterns
-from ckptconv.cli.render.text import Look, count, fact, headline, size, some
+from ckptconv.cli.render.text import Style, count, fact, first_of, headline, size
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
@@ -18,10 +18,10 @@ __all__ = ["report_lines"]
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
 _NO_DEVICES = ("safetensors", "sharded safetensors", "DCP safetensors")
-_PLAIN = Look()
+_PLAIN = Style()
 
 
-def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = False) -> Iterator[str]:
+def report_lines(report: Report, style: Style = _PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     changes = report.changes
     done = (
@@ -31,57 +31,57 @@ def report_lines(report: Report, look: Look = _PLAIN, *, every_name: bool = Fals
     )
     old_format, new_format = report.formats
     what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
-    yield from headline(look, report.dst, f"{what}, {done}")
+    yield from headline(style, report.dst, f"{what}, {done}")
     if every_name and report.files:
-        yield from fact(look, "files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
+        yield from fact(style, "files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
     if old_format != new_format:
-        yield from fact(look, "format", f"{old_format} → {new_format}")
+        yield from fact(style, "format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
         old = "none stored" if old_format in _NO_DEVICES else old
-        yield from fact(look, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
-    yield from _name_lines(changes.names, every_name, look)
+        yield from fact(style, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
+    yield from _name_lines(changes.names, every_name, style)
     if changes.unprefixed:
-        yield from fact(look, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
-    yield from _dtype_lines(report, every_name, look)
+        yield from fact(style, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+    yield from _dtype_lines(report, every_name, style)
     if changes.rng_states:
         yield from fact(
-            look,
+            style,
             "RNG states",
             f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU: {_listed(changes.rng_states)}",
         )
-    yield from _left_behind_lines(report.left_behind, every_name, look)
-    yield from _tie_lines(report, look)
+    yield from _left_behind_lines(report.left_behind, every_name, style)
+    yield from _tie_lines(report, style)
     changed = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
     if not (changed or report.left_behind or old_format != new_format):
-        yield from fact(look, "changes", "none")
+        yield from fact(style, "changes", "none")
     for note in report.notes:
-        yield from fact(look, "note", note)
+        yield from fact(style, "note", note)
 
 
-def _dtype_lines(report: Report, every_one: bool, look: Look) -> Iterator[str]:
+def _dtype_lines(report: Report, every_one: bool, style: Style) -> Iterator[str]:
     """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
     changes = report.changes
     for (old, new), done in changes.dtypes.items():
         sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
-        yield from fact(look, "dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
+        yield from fact(style, "dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
     for why, paths in changes.not_cast.items():
-        yield from fact(look, "not cast", f"{why}: {_all_or_some(paths, every_one)}")
+        yield from fact(style, "not cast", f"{why}: {_all_or_some(paths, every_one)}")
     if report.overflowed:
         worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
         places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
         total = count(sum(report.overflowed.values()), "number")
-        yield from fact(look, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
+        yield from fact(style, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
     if changes.separated:
         groups = [" | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items()) for each in changes.separated]  # fmt: skip
         yield from fact(
-            look, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
+            style, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
         )
     if changes.compacted.storages:
         gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
-        yield from fact(look, "compacted", f"{gone} that no tensor shows left out of {of}")
+        yield from fact(style, "compacted", f"{gone} that no tensor shows left out of {of}")
 
 
-def _tie_lines(report: Report, look: Look) -> Iterator[str]:
+def _tie_lines(report: Report, style: Style) -> Iterator[str]:
     """The names that a safetensors file has as texts alone."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
@@ -90,10 +90,10 @@ def _tie_lines(report: Report, look: Look) -> Iterator[str]:
                 f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
                 "(load_model reads them, load_file does not; --copy-tied writes the tensors)"
             )
-        yield from fact(look, "tied", listed)
+        yield from fact(style, "tied", listed)
 
 
-def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, look: Look) -> Iterator[str]:
+def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, style: Style) -> Iterator[str]:
     """What the output does not hold, the reasons apart, the largest first."""
     by_reason: dict[str, list[LeftBehind]] = {}
     for left in sorted(left_behind, key=lambda left: -left.nbytes):
@@ -105,22 +105,22 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, loo
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
             listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + " (-v lists all)"
-        yield from fact(look, "left behind", f"{why}: {listed}")
+        yield from fact(style, "left behind", f"{why}: {listed}")
 
 
-def _name_lines(names: list[NameChange], every_name: bool, look: Look) -> Iterator[str]:
+def _name_lines(names: list[NameChange], every_name: bool, style: Style) -> Iterator[str]:
     """The names that changed, by what changed in them."""
     if every_name:
         for change in names:
-            yield from fact(look, "names", f"{change.path}: {change.old} → {change.new}")
+            yield from fact(style, "names", f"{change.path}: {change.old} → {change.new}")
         return
     found = patterns(names)
     label = "names"
     for pattern in found[:_PATTERNS]:
-        yield from fact(look, label, _renamed(pattern))
+        yield from fact(style, label, _renamed(pattern))
         label = ""
     if len(found) > _PATTERNS:
-        yield from fact(look, label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
+        yield from fact(style, label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
 
 
 def _renamed(pattern: Pattern) -> list[str]:
@@ -144,4 +144,4 @@ def _all_or_some(things: Sequence[str], every_one: bool) -> str:
 
 
 def _listed(things: Iterable[str]) -> str:
-    return ", ".join(some(things, _SHOWN))
+    return ", ".join(first_of(things, _SHOWN))

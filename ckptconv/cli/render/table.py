@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptconv.cli.render.text import Look, broken, cells, count, padded, size, wrapped
+from ckptconv.cli.render.text import Style, broken, cells, count, padded, size, wrapped
 from ckptconv.pickles.paths import key_segment
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ class Row(NamedTuple):
     indent: int = 0
 
 
-def fields(tensor: TensorSummary, look: Look) -> tuple[str, str, str]:
+def fields(tensor: TensorSummary, style: Style) -> tuple[str, str, str]:
     """Dtype, shape and device of TENSOR as texts."""
     kind = "" if tensor["kind"] == "strided" else f" ({tensor['kind']})"
     shape = "×".join(map(str, tensor["shape"])) or "scalar"
-    return look.text(tensor["dtype"] + kind), look.text(shape), look.text(tensor["device"] or "-")
+    return style.text(tensor["dtype"] + kind), style.text(shape), style.text(tensor["device"] or "-")
 
 
 def table_lines(
     tensors: list[TensorSummary],
-    look: Look,
+    style: Style,
     *,
     limit: int | None = None,
     height: int | None = None,
@@ -52,11 +52,11 @@ def table_lines(
     What stands in a whole module is called as in the state dict that it would give.
     """
     tensors = _as_in_state_dicts(tensors)
-    if look.width is None:
+    if style.width is None:
         for tensor in tensors[:limit]:
-            yield "\t".join((look.text(named(tensor["path"], tensor)), *fields(tensor, look), str(tensor["nbytes"])))
+            yield "\t".join((style.text(named(tensor["path"], tensor)), *fields(tensor, style), str(tensor["nbytes"])))
         n = len(tensors[:limit])
-        yield from footer(look, len(tensors), drawn=n, rows=len(tensors), shown=n)
+        yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
     from ckptconv.cli.render.folding import leaves, tree_of  # not for a pipe
 
@@ -69,8 +69,8 @@ def table_lines(
         assert leaf.tensor is not None
         nbytes = leaf.times * leaf.tensor["nbytes"]
         name = named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
-        rows.append(Row((look.text(name), *fields(leaf.tensor, look), size(nbytes)), nbytes, leaf.times))
-    yield from drawn(rows, look, len(tensors), every=len(every), height=height)
+        rows.append(Row((style.text(name), *fields(leaf.tensor, style), size(nbytes)), nbytes, leaf.times))
+    yield from drawn(rows, style, len(tensors), every=len(every), height=height)
 
 
 def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
@@ -99,34 +99,34 @@ def named(name: str, tensor: TensorSummary) -> str:
     return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
 
 
-def footer(look: Look, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
+def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
     """What the rows above stand for, and what is missing: DRAWN of ROWS are there, SHOWN of TENSORS."""
     if rows > drawn:
         left = count(tensors - shown, "more tensor")
         rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
-        for line in wrapped(f"{look.text('…')} {rest} (--all shows them)", look.columns - 2):
-            yield look.paint("  " + line, "quiet")
+        for line in wrapped(f"{style.text('…')} {rest} (--all shows them)", style.columns - 2):
+            yield style.paint("  " + line, "quiet")
     elif shown > drawn:
-        stands = look.text("the shape of one ×N, the size of all (--all unfolds)")
-        for line in wrapped(f"{count(drawn, 'row')}, {count(shown, 'tensor')}: {stands}", look.columns - 2):
-            yield look.paint("  " + line, "quiet")
+        stands = style.text("the shape of one ×N, the size of all (--all unfolds)")
+        for line in wrapped(f"{count(drawn, 'row')}, {count(shown, 'tensor')}: {stands}", style.columns - 2):
+            yield style.paint("  " + line, "quiet")
 
 
 # Drawing
 
 
-def drawn(rows: list[Row], look: Look, tensors: int, *, every: int, height: int | None) -> list[str]:
+def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None) -> list[str]:
     """ROWS, the first of EVERY for all TENSORS, and the footer; as many rows as HEIGHT lines take, if it is given."""
     n = len(rows)
     while True:
         shown = sum(row.tensors for row in rows[:n])
-        lines = [*_draw(rows[:n], look), *footer(look, tensors, drawn=n, rows=every, shown=shown)]
+        lines = [*_draw(rows[:n], style), *footer(style, tensors, drawn=n, rows=every, shown=shown)]
         if height is None or len(lines) <= height or n <= _FEWEST:
             return lines
         n -= 1
 
 
-def _draw(rows: list[Row], look: Look) -> Iterator[str]:
+def _draw(rows: list[Row], style: Style) -> Iterator[str]:
     """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room."""
     if not rows:
         return
@@ -134,13 +134,13 @@ def _draw(rows: list[Row], look: Look) -> Iterator[str]:
     widths = [max(map(cells, column)) for column in zip(_HEADINGS, *table, strict=True)]
     widths[0] = max(cells(_cut(row.texts[0])) + row.indent for row in rows)
     widths[0] = max(widths[0], len(_HEADINGS[0]))
-    columns, bar = _fit(widths, look.columns, devices={row[3] for row in table} - {"-", ""} != set())
-    yield look.paint(_GAP.join(padded(_HEADINGS[i], columns[i], right=i == 4) for i in columns).rstrip(), "title")
+    columns, bar = _fit(widths, style.columns, devices={row[3] for row in table} - {"-", ""} != set())
+    yield style.paint(_GAP.join(padded(_HEADINGS[i], columns[i], right=i == 4) for i in columns).rstrip(), "title")
     whole = sum(columns.values()) + len(_GAP) * (len(columns) - 1) + (bar and bar + len(_GAP))
-    yield look.paint(look.text("─") * whole, "quiet")
+    yield style.paint(style.text("─") * whole, "quiet")
     largest = max(row.nbytes for row in rows)
     for row in rows:
-        yield from _drawn(row, columns, _bar(row.nbytes, largest, bar, look) if bar else "", look)
+        yield from _drawn(row, columns, _bar(row.nbytes, largest, bar, style) if bar else "", style)
 
 
 def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int], int]:
@@ -160,7 +160,7 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
     return columns, bar
 
 
-def _drawn(row: Row, columns: dict[int, int], bar: str, look: Look) -> Iterator[str]:
+def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
     """The lines of ROW: as many as its longest cell needs."""
     lines = {
         i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()
@@ -170,8 +170,8 @@ def _drawn(row: Row, columns: dict[int, int], bar: str, look: Look) -> Iterator[
         line = ""
         for i, width in columns.items():
             text = padded(lines[i][at] if at < len(lines[i]) else "", width, right=i == 4)
-            line += (_GAP if i else "") + (look.paint(text, device) if i == 3 and text.strip() else text)
-        yield (line + (_GAP + look.paint(bar, "quiet") if bar and not at else "")).rstrip()
+            line += (_GAP if i else "") + (style.paint(text, device) if i == 3 and text.strip() else text)
+        yield (line + (_GAP + style.paint(bar, "quiet") if bar and not at else "")).rstrip()
 
 
 def _indented(row: Row, width: int) -> list[str]:
@@ -185,9 +185,9 @@ def _cut(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
 
 
-def _bar(nbytes: int, largest: int, width: int, look: Look) -> str:
+def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
     """NBYTES beside LARGEST, in eighths of a column."""
-    if not look.unicode:
+    if not style.unicode:
         return "#" * round(width * nbytes / max(1, largest))
     whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
     return (_EIGHTHS[8] * whole + _EIGHTHS[eighths]).rstrip()

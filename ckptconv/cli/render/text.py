@@ -12,20 +12,20 @@ from typing import NamedTuple
 import click
 
 from ckptconv.errors import count, printable
-from ckptconv.hints import escaped
+from ckptconv.hints import shell_escape
 
 __all__ = [
-    "Look",
+    "Style",
     "broken",
     "cells",
     "command",
     "count",
     "fact",
+    "first_of",
     "headline",
     "natural",
     "padded",
     "size",
-    "some",
     "wrapped",
 ]
 
@@ -48,7 +48,7 @@ _SHELL_WORD = r"""(?s)(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+"""
 _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in colours or not, in Unicode or in ASCII."""
 
     width: int | None = None
@@ -158,18 +158,21 @@ def natural(name: str) -> list[tuple[int, str]]:
 # Facts and commands
 
 
-def headline(look: Look, path: str, what: str) -> Iterator[str]:
+def headline(style: Style, path: str, what: str) -> Iterator[str]:
     """The first line: a path and what is there, which stands below a path that is too long."""
-    path, what = f"{look.text(path)}:", look.text(what)
-    if look.width is None or cells(path) + 1 + cells(what) <= look.columns:
-        yield look.paint(f"{path} {what}", "title")
+    path, what = f"{style.text(path)}:", style.text(what)
+    if style.width is None or cells(path) + 1 + cells(what) <= style.columns:
+        yield style.paint(f"{path} {what}", "title")
         return
-    for line in (*broken(path, look.columns, hanging=2), *(_INDENT + line for line in wrapped(what, look.columns - 2))):
-        yield look.paint(line, "title")
+    for line in (
+        *broken(path, style.columns, hanging=2),
+        *(_INDENT + line for line in wrapped(what, style.columns - 2)),
+    ):
+        yield style.paint(line, "title")
 
 
 def fact(
-    look: Look,
+    style: Style,
     label: str,
     what: str | Sequence[str],
     *,
@@ -177,30 +180,30 @@ def fact(
     paint: Callable[[str], str] = lambda line: line,
 ) -> Iterator[str]:
     """A LABEL and WHAT it is: a sentence, or several things that are kept whole. What needs more lines stands below the text, not below the label."""
-    if look.width is None:
-        yield f"{_INDENT}{label:<{_LABEL}}{look.text(what if isinstance(what, str) else separator.join(what))}"
+    if style.width is None:
+        yield f"{_INDENT}{label:<{_LABEL}}{style.text(what if isinstance(what, str) else separator.join(what))}"
         return
     if isinstance(what, str):
-        text = re.sub(_TOGETHER, _TIE, look.text(what))
+        text = re.sub(_TOGETHER, _TIE, style.text(what))
     else:
-        text = separator.join(look.text(item).replace(" ", _TIE) for item in what)
+        text = separator.join(style.text(item).replace(" ", _TIE) for item in what)
     margin = len(_INDENT) + _LABEL
-    first, *others = wrapped(text, look.columns - margin)
-    yield _INDENT + look.paint(f"{label:<{_LABEL}}" if first else label, "quiet") + paint(first)
+    first, *others = wrapped(text, style.columns - margin)
+    yield _INDENT + style.paint(f"{label:<{_LABEL}}" if first else label, "quiet") + paint(first)
     for line in others:
         yield " " * margin + paint(line)
 
 
-def command(look: Look, typed: str) -> Iterator[str]:
+def command(style: Style, typed: str) -> Iterator[str]:
     """A command as it is typed. Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a word that is wider than the terminal is left to the terminal."""
     indent = 2 * _INDENT
     line = ""
-    for word in _with_values([_pasteable(word, look) for word in re.findall(_SHELL_WORD, typed)]):
-        if look.width is not None and line and cells(indent + line + word) + 3 > look.columns:
-            yield indent + look.paint(line, "command") + " \\"
+    for word in _with_values([_pasteable(word, style) for word in re.findall(_SHELL_WORD, typed)]):
+        if style.width is not None and line and cells(indent + line + word) + 3 > style.columns:
+            yield indent + style.paint(line, "command") + " \\"
             indent, line = 4 * _INDENT, ""
         line = f"{line} {word}" if line else word
-    yield indent + look.paint(line, "command")
+    yield indent + style.paint(line, "command")
 
 
 def _with_values(words: list[str]) -> list[str]:
@@ -214,16 +217,16 @@ def _with_values(words: list[str]) -> list[str]:
     return together
 
 
-def _pasteable(word: str, look: Look) -> str:
+def _pasteable(word: str, style: Style) -> str:
     """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's own escapes."""
-    if printable(word) == word and (look.unicode or word.isascii()):
+    if printable(word) == word and (style.unicode or word.isascii()):
         return word
     if word.startswith("$'"):  # escaped already, but for what only this terminal cannot show
-        return "".join(c if c.isascii() else escaped(c, ascii_only=True) for c in word)
-    return f"$'{''.join(escaped(c, ascii_only=not look.unicode) for c in ''.join(shlex.split(word)))}'"
+        return "".join(c if c.isascii() else shell_escape(c, ascii_only=True) for c in word)
+    return f"$'{''.join(shell_escape(c, ascii_only=not style.unicode) for c in ''.join(shlex.split(word)))}'"
 
 
-def some(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
+def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
     """The first of ITEMS, MOST of them, and the number of the rest."""
     every = list(items)
     rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []

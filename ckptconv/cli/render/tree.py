@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.table import Row, drawn, fields, footer, named
-from ckptconv.cli.render.text import Look, count, size
+from ckptconv.cli.render.text import Style, count, size
 
 if TYPE_CHECKING:
     from ckptconv.cli.render.folding import Branch
@@ -19,7 +19,7 @@ _LONGEST_TWICE = 12  # columns of a prefix that is said for the first and for th
 
 def tree_lines(
     tensors: list[TensorSummary],
-    look: Look,
+    style: Style,
     *,
     limit: int | None = None,
     height: int | None = None,
@@ -29,19 +29,19 @@ def tree_lines(
     """The tree of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, siblings in their order or BY_SIZE."""
     from ckptconv.cli.render.folding import tree_of
 
-    rows = list(_rows(tree_of(tensors, fold=fold and look.width is not None), look, by_size=by_size))
+    rows = list(_rows(tree_of(tensors, fold=fold and style.width is not None), style, by_size=by_size))
     shown = rows[:limit]
-    if look.width is not None:
-        yield from drawn(shown, look, len(tensors), every=len(rows), height=height)
+    if style.width is not None:
+        yield from drawn(shown, style, len(tensors), every=len(rows), height=height)
         return
     for row in shown:
         name, *rest = row.texts
         between = " " if row.tensors else ", "
         yield f"{' ' * row.indent}{name}  {between.join(text for text in rest if text)}"
-    yield from footer(look, len(tensors), drawn=len(shown), rows=len(rows), shown=sum(row.tensors for row in shown))
+    yield from footer(style, len(tensors), drawn=len(shown), rows=len(rows), shown=sum(row.tensors for row in shown))
 
 
-def _rows(branches: list[Branch], look: Look, *, by_size: bool, indent: int = 0) -> Iterator[Row]:
+def _rows(branches: list[Branch], style: Style, *, by_size: bool, indent: int = 0) -> Iterator[Row]:
     for branch in sorted(branches, key=lambda branch: -branch.nbytes) if by_size else branches:
         name = ""
         while branch.tensor is None and not branch.numbers and len(branch.below) == 1:
@@ -50,12 +50,12 @@ def _rows(branches: list[Branch], look: Look, *, by_size: bool, indent: int = 0)
         name = _label(name, branch)
         if branch.tensor is not None:
             nbytes = branch.times * branch.tensor["nbytes"]
-            texts = (look.text(named(name, branch.tensor)), *fields(branch.tensor, look), size(nbytes))
+            texts = (style.text(named(name, branch.tensor)), *fields(branch.tensor, style), size(nbytes))
             yield Row(texts, nbytes, branch.times, indent)
         else:
-            texts = (look.text(name), "", count(branch.tensors, "tensor"), "", size(branch.nbytes))
+            texts = (style.text(name), "", count(branch.tensors, "tensor"), "", size(branch.nbytes))
             yield Row(texts, branch.nbytes, 0, indent)
-        yield from _rows(branch.below, look, by_size=by_size, indent=indent + 2)
+        yield from _rows(branch.below, style, by_size=by_size, indent=indent + 2)
 
 
 def _label(prefix: str, branch: Branch) -> str:

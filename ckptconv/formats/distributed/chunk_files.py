@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
-from ckptconv.byteranges.fault_sink import Unread
-from ckptconv.byteranges.sources import Window
-from ckptconv.byteranges.spans import Data, Inflate, Span
+from ckptconv.byteranges.fault_sink import UnreadRecord
+from ckptconv.byteranges.sources import SliceSource
+from ckptconv.byteranges.spans import ByteRange, Data, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.safe_globals import is_allowed
@@ -47,7 +47,7 @@ class _Known:
     blanks: tuple[slice, ...]
     file: ChunkFile
 
-    def records_of(self, window: Window) -> list[Span] | None:
+    def records_of(self, window: SliceSource) -> list[ByteRange] | None:
         """The records in WINDOW, a file of the same size, if it is like this one; else None."""
         if window.read(0, len(self.before)) != self.before:
             return None
@@ -56,7 +56,7 @@ class _Known:
         if any(a != b for a, b in numbers) or _blanked(behind, self.blanks) != self.behind:
             return None
         sums = (int.from_bytes(number, "little") for number, _ in numbers)
-        return [Span(window.of, window.offset + at, length, crc32) for (at, length), crc32 in zip(self.records, sums, strict=True)]  # fmt: skip
+        return [ByteRange(window.of, window.offset + at, length, crc32) for (at, length), crc32 in zip(self.records, sums, strict=True)]  # fmt: skip
 
 
 class ChunkFiles:
@@ -65,13 +65,13 @@ class ChunkFiles:
     def __init__(self) -> None:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
 
-    def read(self, window: Window) -> ChunkFile:
+    def read(self, window: SliceSource) -> ChunkFile:
         """The file in WINDOW. Raises what reading a file of torch raises."""
         known = self._known.setdefault(window.size, [])
         for each in known:
             records = each.records_of(window)
             if records is not None:
-                window.faults.unread(Unread(f"{window.path} at byte {span.offset:,}", span) for span in records)
+                window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
                 return ChunkFile(each.file.info, records[0], each.file.is_little_endian)
         checkpoint = torch_zip.read(window)
         _refuse_strangers(checkpoint, window)
@@ -81,7 +81,7 @@ class ChunkFiles:
         return file
 
 
-def _refuse_strangers(checkpoint: Checkpoint, window: Window) -> None:
+def _refuse_strangers(checkpoint: Checkpoint, window: SliceSource) -> None:
     """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would not be seen there."""
     graph = checkpoint.graph
     strangers = [node for node in graph.globals if not is_allowed(node)]
@@ -93,25 +93,25 @@ def _refuse_strangers(checkpoint: Checkpoint, window: Window) -> None:
         )  # fmt: skip
 
 
-def _file(checkpoint: Checkpoint, window: Window) -> ChunkFile:
+def _file(checkpoint: Checkpoint, window: SliceSource) -> ChunkFile:
     info = checkpoint.tensor_nodes.get(id(checkpoint.graph.root))
     data = in_file(info.storage.data, window) if info and info.storage else None
     return ChunkFile(info, data, checkpoint.byteorder == "little")
 
 
-def in_file(data: Data, window: Window) -> Data:
+def in_file(data: Data, window: SliceSource) -> Data:
     """DATA of WINDOW where its file has it, from which the kernel can copy."""
-    if isinstance(data, Span) and data.source is window:
+    if isinstance(data, ByteRange) and data.source is window:
         return replace(data, source=window.of, offset=window.offset + data.offset)
     if isinstance(data, Inflate) and data.of.source is window:
         return replace(data, of=replace(data.of, source=window.of, offset=window.offset + data.of.offset))
     return data
 
 
-def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: Window) -> _Known | None:
+def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) -> _Known | None:
     """What there is to remember of CHECKPOINT, which is FILE; None where torch did not write it so."""
     archive = checkpoint.container
-    if not isinstance(archive, Archive) or not isinstance(file.data, Span) or file.data.crc32 is None:
+    if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
     start = file.data.offset - window.offset
     end = start + file.data.length
@@ -139,7 +139,7 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: Window) -> _Kno
     return _Known(window.read(0, start), behind, records, tuple(checksums), tuple(blanks), file)
 
 
-def _entries(archive: Archive, window: Window) -> dict[str, int]:
+def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
     """Where in the directory the entry of each member stands, by its name."""
     found = {}
     at = max(member.end for member in archive.members)

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import SystemRandom
 from typing import NamedTuple
 
-from ckptconv.byteranges.sources import Held
-from ckptconv.byteranges.spans import Assemble, Box, Chain, Span
+from ckptconv.byteranges.sources import BytesSource
+from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import MalformedError
 
@@ -60,14 +60,16 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
     return (sum(left[1:]) - left[0]) % _PRIME == 0
 
 
-def assembled(shape: tuple[int, ...], itemsize: int, boxes: Iterable[Box], path: Path) -> Span | Chain | Assemble:
+def assembled(
+    shape: tuple[int, ...], itemsize: int, boxes: Iterable[ChunkPlacement], path: Path
+) -> ByteRange | Concat | Assemble:
     """The bytes of a tensor of SHAPE, which BOXES cover: their own where they stand in the order of its elements. PATH is for messages."""
     length = prod(shape) * itemsize
     if not length:
-        return Span(Held(b"", path), 0, 0)
+        return ByteRange(BytesSource(b"", path), 0, 0)
     filled = sorted((box for box in boxes if box.of.length), key=lambda box: box.offsets)
     cut = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in filled)]
     if all(box.stride == row_major(box.sizes) for box in filled) and (not cut or prod(shape[: cut[-1]]) == 1):
         parts = tuple(box.of for box in filled)
-        return parts[0] if len(parts) == 1 else Chain(parts, None, length)
+        return parts[0] if len(parts) == 1 else Concat(parts, None, length)
     return Assemble(tuple(filled), shape, itemsize, length)

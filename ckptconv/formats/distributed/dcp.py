@@ -21,8 +21,8 @@ from itertools import count, pairwise
 from math import prod
 from typing import TypeAlias
 
-from ckptconv.byteranges.sources import Source, SourceFolder, Window
-from ckptconv.byteranges.spans import Box, Span
+from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.new_tensors import row_major
@@ -196,14 +196,14 @@ class _Reader:
                 expected=f"at least {end:,} bytes", got=f"{size:,}", hint="copy it again",
             )  # fmt: skip
 
-    def window(self, name: str, offsets: tuple[int, ...] | None) -> Window:
+    def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
         """Where the chunk of NAME at OFFSETS is stored, or the object NAME."""
         place: Stored | None = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(f"{name!r} is stored nowhere", where=self.where, got=None if offsets is None else f"the chunk at {offsets}")  # fmt: skip
         if place.file in self.gone:
             raise _Said("its file is not there, or not whole")
-        return Window(self.folder.open(place.file), place.offset, place.length)
+        return SliceSource(self.folder.open(place.file), place.offset, place.length)
 
     def object(self, name: str) -> Value:
         """What is no tensor: whatever ``torch.save`` takes."""
@@ -243,7 +243,7 @@ class _Reader:
         self.merger.records[key] = data
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
-    def box(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[Box, TensorInfo]:
+    def box(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
         """CHUNK of the tensor NAME, which must be what the metadata says, and no more; and what its file says."""
         window = self.window(name, chunk.offsets)
         with _about(name, window):
@@ -259,20 +259,22 @@ class _Reader:
                 f"a chunk of {name!r} is not what {_METADATA} says", where=_where(window),
                 expected=f"{item.dtype.name} of shape {chunk.sizes}", got=f"{info.dtype} of shape {info.shape}",
             )  # fmt: skip
-        if not isinstance(of, Span) or not _fills(info) or not file.is_little_endian:
+        if not isinstance(of, ByteRange) or not _fills(info) or not file.is_little_endian:
             raise UnsupportedError(
                 f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have", where=_where(window),
                 expected="all of a storage, little-endian and not compressed",
             )  # fmt: skip
-        return Box(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride), info
+        return ChunkPlacement(
+            of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride
+        ), info
 
 
-def _where(window: Window) -> str:
+def _where(window: SliceSource) -> str:
     return f"{window.path} at byte {window.offset:,}"
 
 
 @contextmanager
-def _about(name: str, window: Window) -> Iterator[None]:
+def _about(name: str, window: SliceSource) -> Iterator[None]:
     """Errors meanwhile are about the item NAME, in WINDOW."""
     part = f"{name!r}, stored at byte {window.offset:,}"
     window.faults = window.faults.about(part)

@@ -20,7 +20,7 @@ from math import prod
 from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from ckptconv.byteranges.fault_sink import Pickles
+from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.rebuild_functions import is_count
@@ -90,7 +90,7 @@ class Metadata(NamedTuple):
 
 def read_metadata(source: Readable) -> Metadata:
     """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
-    source.faults.pickles(Pickles(str(source.path), source, 1, _KNOWN))
+    source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from math import prod
 
 from ckptconv.byteranges.sources import Source, SourceFolder
-from ckptconv.byteranges.spans import Box, Span
+from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import row_major
@@ -60,7 +60,7 @@ def _has_parts(folder: SourceFolder, name: str) -> bool:
 
 def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:  # noqa: ARG001 - its files are parts
     """The checkpoint in FOLDER. Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read."""
-    parts: dict[str, list[tuple[Entry, Box]]] = {}
+    parts: dict[str, list[tuple[Entry, ChunkPlacement]]] = {}
     texts: list[dict[str, str]] = []
     for name in _names(folder):
         source = folder.open(name)
@@ -72,8 +72,8 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
             )  # fmt: skip
         texts.append(header.metadata or {})
         for entry in header.entries:
-            of = Span(source, header.data_offset + entry.start, entry.end - entry.start)
-            box = Box(of, offsets[entry.name], entry.shape, row_major(entry.shape))
+            of = ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
+            box = ChunkPlacement(of, offsets[entry.name], entry.shape, row_major(entry.shape))
             parts.setdefault(entry.name, []).append((entry, box))
     merger = Merger(folder)
     items: list[Value] = []
@@ -88,7 +88,7 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
     return checkpoint
 
 
-def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, Box]]) -> Value:
+def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
     """The tensor NAME, of its PARTS. Raises MalformedError, UnsupportedError."""
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})

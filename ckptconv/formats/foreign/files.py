@@ -20,7 +20,7 @@ from ckptconv.formats.foreign.zips import displaced
 from ckptconv.hints import literal, saved_by_torch, shell
 from ckptconv.limits import LIMITS
 
-__all__ = ["stranger_error"]
+__all__ = ["foreign_file_error"]
 
 _HEAD = 4096
 _AGAIN = "download or copy it again"
@@ -51,7 +51,7 @@ class _Answer(NamedTuple):
 _Row = Callable[[_File], "_Answer | InputError | None"]
 
 
-def stranger_error(source: Readable) -> InputError | None:
+def foreign_file_error(source: Readable) -> InputError | None:
     """The error that says what SOURCE is, and the next step; None where nobody knows."""
     head = source.read(0, min(_HEAD, source.size))
     file = _File(source, head, _text(head))

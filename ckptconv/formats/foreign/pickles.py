@@ -17,8 +17,8 @@ from ckptconv.pickles.graph import (
     Object,
     Tuple,
     Value,
+    gc_paused,
     is_global,
-    uncollected,
 )
 from ckptconv.pickles.parser import parse
 
@@ -78,7 +78,7 @@ def pickle_error(source: Readable) -> InputError:
             hint="load it with joblib.load, if you trust who made it, and save its arrays with torch",
         )  # fmt: skip
     try:
-        with uncollected():
+        with gc_paused():
             graph, end = parse(source.read, source.size, where=str(source.path))
             return _described(source, graph, source.size - end)
     except MalformedError as error:

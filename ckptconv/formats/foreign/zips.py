@@ -29,10 +29,10 @@ from ckptconv.formats.zip_archive import (
     first_member,
 )
 from ckptconv.hints import literal, saved_by_torch, shell
-from ckptconv.pickles.graph import uncollected
+from ckptconv.pickles.graph import gc_paused
 from ckptconv.pickles.parser import parse
 
-__all__ = ["cut_short", "displaced", "refuse_other_zips"]
+__all__ = ["cut_short", "displaced", "refuse_foreign_zips"]
 
 AGAIN = "download or copy it again"
 _PICKLE = "data.pkl"
@@ -60,7 +60,7 @@ class _Names(NamedTuple):
 _Row = Callable[[_Names], "InputError | None"]
 
 
-def refuse_other_zips(source: Readable, names: list[str]) -> None:
+def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
     """Raise what a zip archive of NAMES is if it is none of torch's checkpoints."""
     below = frozenset(name.partition("/")[2] for name in names)
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
@@ -181,7 +181,7 @@ def cut_short(source: Readable) -> InputError:
     if first is None or record != _PICKLE or first.method != STORED:
         return MalformedError("a zip archive that was cut short: its end is missing", where=source.path, hint=AGAIN)
     try:
-        with uncollected():
+        with gc_paused():
             graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=first.data_offset)
             sizes = storage_sizes(graph)
     except LimitError as error:

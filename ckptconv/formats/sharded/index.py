@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptconv.byteranges.fault_sink import RAISED, Faults
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.safetensors_header import is_text
@@ -162,7 +162,7 @@ def _family(found: re.Match[str]) -> tuple[str, str]:
     return found["stem"] + (found["variant"] or ""), found["suffix"]
 
 
-def find_set(path: Path, faults: Faults = RAISED) -> ShardSet | None:
+def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
     """The set of shards that PATH means, which is an index or a folder; None where it has none. Raises RefusedError where it has several models; a fault are shards without an index that are missing."""
     if not path.is_dir():
         found = _INDEX.fullmatch(path.name)
@@ -190,7 +190,7 @@ def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError
     )  # fmt: skip
 
 
-def _refuse_gaps(path: Path, found: ShardSet, faults: Faults) -> None:
+def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
     """It is a fault unless all shards of FOUND are there, which has no index."""
     numbers = {int(match["number"]) for name in found.shards if (match := _SHARD.fullmatch(name))}
     missing = [n for n in range(1, found.count + 1) if n not in numbers]
@@ -208,7 +208,7 @@ def _refuse_gaps(path: Path, found: ShardSet, faults: Faults) -> None:
         )  # fmt: skip
 
 
-def refuse_missing(folder: Path, shards: list[str], faults: Faults = RAISED) -> list[str]:
+def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) -> list[str]:
     """SHARDS, named by an index; it is a fault if one is not in FOLDER, and who collects faults gets the others."""
     there = [name for name in shards if os.path.exists(folder / name)]  # a link to nowhere has not been fetched
     if len(there) < len(shards):
@@ -216,7 +216,7 @@ def refuse_missing(folder: Path, shards: list[str], faults: Faults = RAISED) -> 
     return there
 
 
-def refuse_unnamed(folder: Path, index: Index, faults: Faults) -> None:
+def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
     """Find a fault where shards stand in FOLDER that are numbered as those of INDEX are, and that it does not name: who goes by the names reads them."""
     named = index.shards()
     numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}

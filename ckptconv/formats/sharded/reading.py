@@ -32,7 +32,7 @@ from ckptconv.formats.sharded.index import (
 from ckptconv.hints import shell
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items
 
-__all__ = ["NAME", "Container", "Shard", "looks_like", "read"]
+__all__ = ["NAME", "Shard", "ShardedContainer", "looks_like", "read"]
 
 
 NAME = "sharded"
@@ -57,7 +57,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Container:
+class ShardedContainer:
     """What the reader keeps for the writer: the set as it was. INDEX is the name that its index has or would have, METADATA what stands in it, NAMES how many there were.
 
     CONTRADICTIONS are texts that shards have and that differ from one to the other.
@@ -111,7 +111,7 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
     said = index.metadata.items() if index else ()
     metadata = {key: value for key, value in said if value != ties.get(key)}
     texts, contradictions = _texts(shards, metadata)
-    container = Container(
+    container = ShardedContainer(
         root, tuple(shards), found.index or index_name(found.stem, found.suffix), metadata, len(_names(root)), contradictions
     )  # fmt: skip
     checkpoint = merger.checkpoint(f"{NAME} {shards[0].part.format}", root, container)

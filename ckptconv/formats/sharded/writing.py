@@ -28,7 +28,7 @@ from ckptconv.formats.sharded.index import (
     stem_for,
 )
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
-from ckptconv.formats.sharded.reading import _FORMAT, _SHOWN, Container, _names
+from ckptconv.formats.sharded.reading import _FORMAT, _SHOWN, ShardedContainer, _names
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
@@ -70,7 +70,7 @@ def layout(
     if format not in ("pt", "safetensors"):
         raise UsageError(f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors")  # fmt: skip
     suffix = ".safetensors" if format == "safetensors" else ".bin"
-    container = checkpoint.container if isinstance(checkpoint.container, Container) else None
+    container = checkpoint.container if isinstance(checkpoint.container, ShardedContainer) else None
     if max_shard_size is not None:
         planned = _dealt(checkpoint, container, suffix, max_shard_size, copy_tied=copy_tied)
     elif container and checkpoint.graph.root is container.root:
@@ -88,7 +88,7 @@ def format_of(checkpoint: Checkpoint) -> str:
     return "safetensors" if checkpoint.is_state_dict else "pt"
 
 
-def _as_it_was(checkpoint: Checkpoint, container: Container, suffix: str) -> _Set:
+def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str) -> _Set:
     """Each shard, without what the edits took out of it; those that are empty then are left out."""
     kept = {id(effect) for effect in container.root.effects}
     for shard in container.shards:
@@ -117,7 +117,7 @@ def _as_it_was(checkpoint: Checkpoint, container: Container, suffix: str) -> _Se
     return _Set(files, index, metadata, left)
 
 
-def _uncounted(checkpoint: Checkpoint, container: Container, metadata: dict[str, Any]) -> list[LeftBehind]:
+def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: dict[str, Any]) -> list[LeftBehind]:
     """Take out of METADATA what would be false by now; what that is."""
     root = checkpoint.graph.root
     if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(_names(root)) == container.names):
@@ -127,7 +127,12 @@ def _uncounted(checkpoint: Checkpoint, container: Container, metadata: dict[str,
 
 
 def _dealt(
-    checkpoint: Checkpoint, container: Container | None, suffix: str, max_shard_size: int | str, *, copy_tied: bool
+    checkpoint: Checkpoint,
+    container: ShardedContainer | None,
+    suffix: str,
+    max_shard_size: int | str,
+    *,
+    copy_tied: bool,
 ) -> _Set:
     """The names of CHECKPOINT dealt anew, by size."""
     items, left = _items_of(checkpoint)

@@ -14,7 +14,7 @@ from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import index_again
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
-from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.edits.selection import select
@@ -31,7 +31,7 @@ from ckptconv.inspection.comparison.differences import (
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
-from ckptconv.pickles.graph import Call, Global, PersistentId, Tuple, Value, args_of, uncollected
+from ckptconv.pickles.graph import Call, Global, PersistentId, Tuple, Value, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 
 __all__ = ["compare", "diff"]
@@ -101,7 +101,7 @@ def compare(
         if not (isfinite(tolerance) and tolerance >= 0):
             raise UsageError(f"{name} {tolerance} is no tolerance", expected="a finite number that is not negative")
     with open_input(a) as source_a, open_input(b) as source_b:
-        with uncollected():
+        with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
             comparison = _Comparison(*checkpoints, edits, (rtol, atol), names_only=names_only, brief=brief)
             comparison.pair()
@@ -183,7 +183,7 @@ class _Comparison:
         try:
             return select(self.b, Edits(state_dict=alone or self.edits.state_dict))
         except RefusedError as error:
-            if not alone and not read_customs(self.b).main():
+            if not alone and not detect(self.b).main():
                 self.notes.append("B has no state dict: compared whole")
                 return []
             if "--select" in (error.hint or ""):
@@ -284,7 +284,7 @@ class _Comparison:
 
     def rng_states(self) -> set[str]:
         """The paths of the states of random generators on either side."""
-        return {info.path for side in (self.a, self.b) for info in read_customs(side).rng_states}
+        return {info.path for side in (self.a, self.b) for info in detect(side).rng_states}
 
     def suggestion(self) -> str | None:
         """The command that compares what is alike, where no name is in both."""
@@ -342,7 +342,7 @@ def _holds_weights_alone(checkpoint: Checkpoint) -> bool:
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
     """Those of GLOBS that mean a tensor of CHECKPOINT."""
-    state_dicts = {id(found.node) for found in read_customs(checkpoint).state_dicts} if globs else set()
+    state_dicts = {id(found.node) for found in detect(checkpoint).state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
     return tuple(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ckptconv.byteranges.reading import read
-from ckptconv.byteranges.spans import Span
-from ckptconv.checkpoint.describe import glimpse, is_flat
+from ckptconv.byteranges.spans import ByteRange
+from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
@@ -48,7 +48,7 @@ from ckptconv.pickles.graph import (
     args_of,
     children,
 )
-from ckptconv.pickles.paths import Place, inside, key_segment
+from ckptconv.pickles.paths import Place, child_places, key_segment
 from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["Pairing", "Side"]
@@ -153,7 +153,7 @@ class Side:
     def words(self, node: Value) -> str:
         """NODE as a person is shown it."""
         if not isinstance(node, Node):
-            return glimpse(node)
+            return describe(node)
         if id(node) not in self.said:  # once: it can stand in any number of places
             self.said[id(node)] = self._words(node)
         return self.said[id(node)]
@@ -166,13 +166,13 @@ class Side:
             return f"storage of {storage.nbytes:,} bytes on {storage.device}" if storage else "a reference"
         data = self.data(node)
         if data and isinstance(node, Call):
-            return glimpse(data.of) if isinstance(data.of, bytes) else f"{data.kind} of {data.of.length:,} bytes"
+            return describe(data.of) if isinstance(data.of, bytes) else f"{data.kind} of {data.of.length:,} bytes"
         if isinstance(node, (Dict, List, Tuple, Set, FrozenSet)) and not is_flat(node):
             n = sum(1 for _ in node.pairs()) if isinstance(node, Dict) else len(self.members(node) or children(node))
             return f"{self.kind(node)} of {count(n, 'item')}"
         if isinstance(node, Call) and isinstance(node.callable, Global) and any(node.pairs()):
             return f"{self.kind(node).rpartition('.')[2]} of {count(sum(1 for _ in node.pairs()), 'item')}"
-        return glimpse(node)
+        return describe(node)
 
 
 _KINDS: dict[type, str] = {
@@ -186,7 +186,7 @@ class _Data:
     """The bytes of a text or a bytes object of this KIND, in memory or where they stand; of a large one that is said as a text, IS_TEXT, those of the text."""
 
     kind: str
-    of: bytes | Span
+    of: bytes | ByteRange
     is_text: bool = False
 
     def chunks(self) -> Iterator[bytes]:
@@ -361,12 +361,12 @@ class Pairing:
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
         if all(isinstance(key, str) for key, _ in keys):
-            return [(below.segment, below) for below in inside(place, side.leaf)]
+            return [(below.segment, below) for below in child_places(place, side.leaf)]
         found: list[tuple[object, Place]] = []
         meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
         times: Counter[object] = Counter()
         n = 0
-        for below in inside(place, side.leaf):
+        for below in child_places(place, side.leaf):
             key, value = keys[n] if n < len(keys) else ("", place)
             meant = meanings[n] if n < len(keys) else None
             if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
@@ -422,7 +422,7 @@ class Pairing:
             at = todo.pop()
             if isinstance(at.node, Node) and id(at.node) not in side.listed:
                 side.listed.add(id(at.node))
-                for below in inside(at, side.leaf)[::-1]:
+                for below in child_places(at, side.leaf)[::-1]:
                     self._step(below)
                     todo.append(below)
             if at is not place and (info := side.tensor(at.node)):
@@ -433,7 +433,7 @@ class Pairing:
         found: list[dict[str, Place]] = []
         for side, root, others in ((self.a, a, self.passed_over[0]), (self.b, b, self.passed_over[1])):
             tensors = {}
-            for place in inside(root, side.leaf):
+            for place in child_places(root, side.leaf):
                 self._step(place)
                 if side.tensor(place.node) and place.key is not None:
                     tensors[place.segment] = place
@@ -501,7 +501,7 @@ class _Meaning:
         if depth < 0 or self.room < 0:
             return None
         if data:
-            return None if isinstance(data.of, Span) else (data.kind, data.of)
+            return None if isinstance(data.of, ByteRange) else (data.kind, data.of)
         if isinstance(value, Global):
             return "global", self.side.name(value)
         if not isinstance(value, Node):
@@ -538,5 +538,5 @@ def _apart(a: Value, b: Value, words: str) -> tuple[str, str]:
     if isinstance(a, (str, bytes)) and isinstance(b, (str, bytes)) and type(a) is type(b):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         start = max(0, at - 10)
-        return f"… {glimpse(a[start:])} at {start:,}", f"… {glimpse(b[start:])} at {start:,}"
+        return f"… {describe(a[start:])} at {start:,}", f"… {describe(b[start:])} at {start:,}"
     return words, f"{words}, but not the same"

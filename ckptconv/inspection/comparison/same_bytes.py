@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from ckptconv.byteranges.spans import Span
+from ckptconv.byteranges.spans import ByteRange
 
 __all__ = ["Unequal", "same_streams", "unequal_parts"]
 
@@ -21,7 +21,7 @@ Unequal = tuple[int, int]
 
 
 def unequal_parts(
-    pairs: Sequence[tuple[Span, Span]], progress: Callable[[int], None] | None = None
+    pairs: Sequence[tuple[ByteRange, ByteRange]], progress: Callable[[int], None] | None = None
 ) -> dict[int, list[Unequal]]:
     """Where PAIRS of ranges of one length differ: by their index, the parts, of some megabytes, in which they do. Those that are the same are not in it.
 
@@ -54,7 +54,7 @@ class _Reader:
     """What the threads share: the segments that nobody has taken, and what was found."""
 
     def __init__(
-        self, pairs: Sequence[tuple[Span, Span]], large: Sequence[int], progress: Callable[[int], None] | None
+        self, pairs: Sequence[tuple[ByteRange, ByteRange]], large: Sequence[int], progress: Callable[[int], None] | None
     ) -> None:
         self.pairs = pairs
         self.progress = progress
@@ -86,7 +86,9 @@ class _Reader:
         with self.lock:
             return None if self.stopped else next(self.segments, None)
 
-    def same_bytes(self, a: Span, b: Span, offset: int, length: int, buffers: tuple[bytearray, bytearray]) -> int:
+    def same_bytes(
+        self, a: ByteRange, b: ByteRange, offset: int, length: int, buffers: tuple[bytearray, bytearray]
+    ) -> int:
         """How many bytes of a segment are the same, in whole buffers."""
         for at in range(0, length, _BUFFER):
             n = min(_BUFFER, length - at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import read_customs
+from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import shell
@@ -57,17 +57,17 @@ def flags_of(edits: Edits) -> tuple[str, ...]:
 
 
 def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
-    customs = read_customs(checkpoint)
+    detected = detect(checkpoint)
     taken = edits.select is not None or edits.state_dict
     parts = [
         _Part(found.path, found.names(), ("--select", found.path) if found.path != "." else ())
-        for found in customs.state_dicts
+        for found in detected.state_dicts
         if found.path == "." or not taken
     ]
     if not taken:
         parts += [
             _Part(f"a module at {found.path}", found.names(), ("--select", found.path, "--state-dict") if found.path != "." else ("--state-dict",))
-            for found in customs.modules
+            for found in detected.modules
         ]  # fmt: skip
     return parts
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import Cast, Gather, Inflate, Late, Piece, Progress, Span
+from ckptconv.byteranges.spans import ByteRange, Cast, Deferred, Gather, Inflate, Piece, Progress
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.dtypes import dtype_called
+from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, same_streams, unequal_parts
@@ -61,7 +61,7 @@ class Values:
                 self.found[key] = ValueDifference(prod(a.shape), 0)
                 if a.nbytes:
                     self._believed.add(_storages(a, b))
-            elif dtype_called(a.dtype).packed != 1 or dtype_called(b.dtype).packed != 1:
+            elif get_dtype(a.dtype).packed != 1 or get_dtype(b.dtype).packed != 1:
                 self.want_storages(key, a, b)
             else:
                 self.wanted[key] = _without_repeats(a, b)
@@ -87,7 +87,7 @@ class Values:
         """Whether A and B are the same view of storages that have the same checksum, by what their files say."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
-        sums = [each.storage.data.crc32 for each in (a, b) if each.storage and isinstance(each.storage.data, (Span, Inflate))]  # fmt: skip
+        sums = [each.storage.data.crc32 for each in (a, b) if each.storage and isinstance(each.storage.data, (ByteRange, Inflate))]  # fmt: skip
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
@@ -124,7 +124,7 @@ class Values:
     def equal(self, key: Key) -> None:
         self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
 
-    def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[Span, Span] | None:
+    def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
         """Ranges of the files which, if they are the same, say that A and B are: the elements, or the whole storages of the same view."""
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
@@ -137,16 +137,20 @@ class Values:
         else:
             return None
         left, right = found
-        return (left, right) if isinstance(left, Span) and isinstance(right, Span) and left.length == right.length else None  # fmt: skip
+        return (left, right) if isinstance(left, ByteRange) and isinstance(right, ByteRange) and left.length == right.length else None  # fmt: skip
 
     def compare_parts(
-        self, key: Key, infos: tuple[TensorInfo, TensorInfo], spans: tuple[Span, Span], parts: Sequence[Unequal]
+        self,
+        key: Key,
+        infos: tuple[TensorInfo, TensorInfo],
+        spans: tuple[ByteRange, ByteRange],
+        parts: Sequence[Unequal],
     ) -> None:
         """Compare as numbers what differs as bytes."""
         for info in infos:
             self.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
         comparer = self.comparer(*infos)
-        size = _BLOCK * dtype_called(infos[0].dtype).itemsize
+        size = _BLOCK * get_dtype(infos[0].dtype).itemsize
         for offset, length in parts:
             buffers = [memoryview(bytearray(min(size, length))) for _ in spans]
             for at in range(0, length, size):
@@ -168,7 +172,7 @@ class Values:
                 self.is_same_view(a, b)
                 and data[0].length == data[1].length
                 and any(isinstance(each, Inflate) for each in data)
-                and all(isinstance(each, (Span, Inflate)) for each in data)
+                and all(isinstance(each, (ByteRange, Inflate)) for each in data)
             ):
                 if pair not in same:
                     same[pair] = same_streams(_stored(data[0]), _stored(data[1]))
@@ -188,13 +192,13 @@ class Values:
             reader.check_space()
             for key, a, b in slow:
                 infos = self.wanted[key]
-                assert not isinstance(a, (bytes, Late)) and not isinstance(b, (bytes, Late))
+                assert not isinstance(a, (bytes, Deferred)) and not isinstance(b, (bytes, Deferred))
                 stored = not isinstance(a, (Gather, Cast)) and not isinstance(b, (Gather, Cast))
                 if stored and infos[0].dtype == infos[1].dtype and same_streams(reader.chunks(a), reader.chunks(b)):
                     self.equal(key)
                     continue
                 comparer = self.comparer(*infos)
-                sizes = [_BLOCK * dtype_called(info.dtype).itemsize for info in infos]
+                sizes = [_BLOCK * get_dtype(info.dtype).itemsize for info in infos]
                 rooms = [memoryview(bytearray(size)) for size in sizes]
                 both = zip(fillings(reader.chunks(a), rooms[0]), fillings(reader.chunks(b), rooms[1]), strict=True)
                 for left, right in both:
@@ -234,7 +238,7 @@ def bytes_of(storage: Storage) -> TensorInfo:
 
 def _in_numbers(info: TensorInfo) -> TensorInfo:
     """INFO, a tensor with a storage, where it is quantized as its whole numbers; where several are packed in a byte, and all bytes are its own, as bytes."""
-    dtype = dtype_called(info.dtype)
+    dtype = get_dtype(info.dtype)
     if dtype.name in _WHOLE_NUMBERS:
         return replace(info, dtype=_WHOLE_NUMBERS[dtype.name], kind="strided")
     if dtype.packed == 1 or not info.contiguous or info.offset or prod(info.shape) % dtype.packed:
@@ -248,7 +252,7 @@ def _without_repeats(a: TensorInfo, b: TensorInfo) -> tuple[TensorInfo, TensorIn
     if not any(repeated):
         return a, b
     shape = tuple(1 if again else n for again, n in zip(repeated, a.shape, strict=True))
-    infos = (replace(info, shape=shape, nbytes=prod(shape) * dtype_called(info.dtype).itemsize) for info in (a, b))
+    infos = (replace(info, shape=shape, nbytes=prod(shape) * get_dtype(info.dtype).itemsize) for info in (a, b))
     return next(infos), next(infos)
 
 
@@ -258,18 +262,18 @@ def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
 
 def _stored(data: Piece) -> Iterator[bytes]:
     """The bytes of a whole storage."""
-    assert isinstance(data, (Span, Inflate))
+    assert isinstance(data, (ByteRange, Inflate))
     return reading.inflated(data) if isinstance(data, Inflate) else reading.read(data)
 
 
-def _merged(spans: dict[Key, tuple[Span, Span]]) -> tuple[list[tuple[Span, Span]], dict[Key, int]]:
+def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[ByteRange, ByteRange]], dict[Key, int]]:
     """SPANS that overlap as one, so that nothing is read twice; and where in the list each is."""
 
     def place(key: Key) -> tuple[int, int]:
         a, b = spans[key]
         return b.offset - a.offset, a.offset
 
-    merged: list[tuple[Span, Span]] = []
+    merged: list[tuple[ByteRange, ByteRange]] = []
     homes: dict[Key, int] = {}
     apart = end = -1
     for key in sorted(spans, key=place):
@@ -278,7 +282,7 @@ def _merged(spans: dict[Key, tuple[Span, Span]]) -> tuple[list[tuple[Span, Span]
             end = max(end, a.offset + a.length)
             left, right = merged[-1]
             length = end - left.offset
-            merged[-1] = Span(left.source, left.offset, length), Span(right.source, right.offset, length)
+            merged[-1] = ByteRange(left.source, left.offset, length), ByteRange(right.source, right.offset, length)
         else:
             apart, end = b.offset - a.offset, a.offset + a.length
             merged.append((a, b))
@@ -286,9 +290,9 @@ def _merged(spans: dict[Key, tuple[Span, Span]]) -> tuple[list[tuple[Span, Span]
     return merged, homes
 
 
-def _shared(parts: Sequence[Unequal], home: Span, span: Span, info: TensorInfo) -> list[Unequal]:
+def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: TensorInfo) -> list[Unequal]:
     """Those of the PARTS of HOME that lie in SPAN, as parts of it, in whole elements of INFO."""
-    itemsize, before = dtype_called(info.dtype).itemsize, span.offset - home.offset
+    itemsize, before = get_dtype(info.dtype).itemsize, span.offset - home.offset
     found = []
     for offset, length in parts:
         start = max(offset - before, 0) // itemsize * itemsize

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from ckptconv.checkpoint.state_dicts import strings_of
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.errors import count
-from ckptconv.inspection.diagnosis.findings import Below, Complaint, Cure, Scope, some
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, ReachableStorages, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Node
 
 __all__ = ["missing_devices", "optimizers", "rng_states"]
@@ -17,13 +17,13 @@ _NO_GPU = {"cpu", "meta"}
 _TAG = re.compile(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
 
 
-def missing_devices(scope: Scope) -> Iterator[Complaint]:
+def missing_devices(scope: Scope) -> Iterator[Issue]:
     """Tags that torch cannot restore on the machine, and those of which nobody can tell."""
     arguments = [
         each for each in scope.checkpoint.device_arguments if scope.reach is None or id(each.call) in scope.reach
     ]
     tags = sorted({*(storage.device for storage in scope.storages), *(each.device for each in arguments)})
-    shown = {tag: scope.machine.shows(tag) for tag in tags}
+    shown = {tag: scope.host.shows(tag) for tag in tags}
     odd = [tag for tag in tags if _is_no_tag(tag)]
     if odd:
         why = (
@@ -32,18 +32,18 @@ def missing_devices(scope: Scope) -> Iterator[Complaint]:
             else "a device that torch alone does not know"
         )
         text = f"{_tensors_on(scope, odd)}: {why}"
-        yield Complaint("device", text, Cure("-cpu", to_cpu=True), blocks=True)
+        yield Issue("device", text, Fix("-cpu", to_cpu=True), blocks=True)
     missing = [tag for tag in tags if shown[tag] is False and tag not in odd]
     if missing:
-        yield Complaint(
+        yield Issue(
             "device", f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
             _cure_of(scope, missing, shown), blocks=True,
         )  # fmt: skip
     unknown = [tag for tag in tags if shown[tag] is None and tag not in odd]
     if unknown:
         families = {tag.partition(":")[0]: "cpu" for tag in unknown}
-        cure = Cure("-cpu", maps=families) if _can_be_mapped(unknown) else Cure("-cpu", to_cpu=True)
-        yield Complaint("device", f"{_tensors_on(scope, unknown)}, which loads only where there is one", cure)
+        fix = Fix("-cpu", maps=families) if _can_be_mapped(unknown) else Fix("-cpu", to_cpu=True)
+        yield Issue("device", f"{_tensors_on(scope, unknown)}, which loads only where there is one", fix)
 
 
 def _is_no_tag(tag: str) -> bool:
@@ -57,7 +57,7 @@ def _is_no_tag(tag: str) -> bool:
 def _tensors_on(scope: Scope, tags: list[str]) -> str:
     meant = set(tags)
     infos = [info for info in scope.checkpoint.tensors.values() if info.tied_to is None and info.device in meant]
-    on = f"on {some(tags)}"
+    on = f"on {first_few(tags)}"
     if not infos:
         return f"{count(sum(s.device in meant for s in scope.storages), 'storage')} {on}"
     if len(infos) == 1:
@@ -66,26 +66,26 @@ def _tensors_on(scope: Scope, tags: list[str]) -> str:
 
 
 def _there_is(scope: Scope) -> str:
-    cuda = [f"cuda:{i}" for i in range(min(scope.machine.cuda or 0, 100))]
-    found = [*(cuda if len(cuda) < 3 else [f"{cuda[0]} to {cuda[-1]}"]), *(["mps"] if scope.machine.mps else [])]
+    cuda = [f"cuda:{i}" for i in range(min(scope.host.cuda or 0, 100))]
+    found = [*(cuda if len(cuda) < 3 else [f"{cuda[0]} to {cuda[-1]}"]), *(["mps"] if scope.host.mps else [])]
     return f"only {' and '.join(found)}" if found else "no GPU"
 
 
-def _cure_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Cure:
+def _cure_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
     """To a GPU that there is, else to the CPU; only the MISSING tags where others can stay."""
-    gpu_here = bool(scope.machine.cuda)
+    gpu_here = bool(scope.host.cuda)
     others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)
     if not _can_be_mapped(missing) or not (gpu_here or others_stay):
-        return Cure("-cpu", to_cpu=True)
+        return Fix("-cpu", to_cpu=True)
     maps = {tag: "cuda:0" if gpu_here and tag.startswith("cuda") else "cpu" for tag in missing}
-    return Cure("-cpu" if set(maps.values()) == {"cpu"} else "-here", maps=maps)
+    return Fix("-cpu" if set(maps.values()) == {"cpu"} else "-here", maps=maps)
 
 
-def optimizers(scope: Scope) -> Iterator[Complaint]:
+def optimizers(scope: Scope) -> Iterator[Issue]:
     """Optimizers whose state is on one GPU, where all processes of a run would load it."""
     if all(storage.device in _NO_GPU for storage in scope.storages):
         return
-    below = Below(scope.checkpoint)
+    below = ReachableStorages(scope.checkpoint)
     found = {
         id(place.parent.node): (place.parent.path, place.parent.node)
         for place in scope.checkpoint.places
@@ -102,16 +102,16 @@ def optimizers(scope: Scope) -> Iterator[Complaint]:
         nbytes = sum(storage.nbytes for storage in storages if storage.device == tag)
         where = "the optimizer" if path == "." else path
         text = f"the state of {where} is on {tag} ({nbytes:,} bytes): without map_location, each process of a run loads it onto that GPU"
-        yield Complaint("optimizer", text, Cure("-resume", maps={tag: "cpu"}))
+        yield Issue("optimizer", text, Fix("-resume", maps={tag: "cpu"}))
 
 
-def rng_states(scope: Scope) -> Iterator[Complaint]:
+def rng_states(scope: Scope) -> Iterator[Issue]:
     """States of random generators that torch.set_rng_state would refuse."""
     storages = set(scope.storages)
-    states = [info for info in scope.customs.rng_states if info.storage in storages and info.device not in _NO_GPU]
+    states = [info for info in scope.detected.rng_states if info.storage in storages and info.device not in _NO_GPU]
     if states:
-        text = f"{count(len(states), 'state')} of random generators tagged for a GPU ({some([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
-        yield Complaint("rng", text, Cure("-cpu", to_cpu=True))
+        text = f"{count(len(states), 'state')} of random generators tagged for a GPU ({first_few([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+        yield Issue("rng", text, Fix("-cpu", to_cpu=True))
 
 
 def _can_be_mapped(tags: Iterable[str]) -> bool:

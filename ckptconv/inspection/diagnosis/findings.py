@@ -13,25 +13,25 @@ from ckptconv import errors
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.state_dicts import Customs, NamedOptimizer, StateDict
+from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.conversion.targets import suffix_of, usual_format
 from ckptconv.errors import printable
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.hints import shell
-from ckptconv.inspection.diagnosis.host import Machine
+from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.pickles.graph import Node, PersistentId, walk
 
 __all__ = [
     "SHOWN",
-    "Below",
-    "Complaint",
-    "Cure",
+    "Advice",
     "Diagnosis",
-    "Finding",
+    "Fix",
+    "Issue",
+    "ReachableStorages",
     "Scope",
-    "command",
-    "finding",
-    "some",
+    "advice",
+    "first_few",
+    "fix_command",
     "together",
     "with_names_apart",
 ]
@@ -39,7 +39,7 @@ __all__ = [
 SHOWN = 3  # words of a list, unknown classes that get a line each
 
 
-class Finding(TypedDict):
+class Advice(TypedDict):
     """Something to know before loading the file, in a line, and the command that mends it, if one does.
 
     ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
@@ -55,19 +55,19 @@ class Finding(TypedDict):
 class Diagnosis:
     """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command can mend, where there are several."""
 
-    findings: list[Finding]
+    findings: list[Advice]
     remedy: str | None
 
     @property
     def loads_here(self) -> bool | None:
         """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which nobody can tell."""
-        if any(finding["blocks"] for finding in self.findings):
+        if any(each["blocks"] for each in self.findings):
             return False
-        return None if any(finding["kind"] == "device" for finding in self.findings) else True
+        return None if any(each["kind"] == "device" for each in self.findings) else True
 
 
 @dataclass(frozen=True)
-class Cure:
+class Fix:
     """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS), storages made COMPACT. The output is the source's name with SUFFIX behind it."""
 
     suffix: str
@@ -90,10 +90,10 @@ class Cure:
 
 
 @dataclass(frozen=True)
-class Complaint:
+class Issue:
     kind: str
     text: str
-    cure: Cure | None = None
+    fix: Fix | None = None
     blocks: bool = False
 
 
@@ -102,8 +102,8 @@ class Scope:
     """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is."""
 
     checkpoint: Checkpoint
-    customs: Customs
-    machine: Machine
+    detected: Detected
+    host: Host
     reach: set[int] | None = None
     module: PickledModule | None = None
 
@@ -120,11 +120,11 @@ class Scope:
         if self.module is not None:
             return [self.module]
         if self.reach is None:
-            return self.customs.state_dicts or self.customs.optimizers
-        return [found for found in self.customs.state_dicts if id(found.node) in self.reach]
+            return self.detected.state_dicts or self.detected.optimizers
+        return [found for found in self.detected.state_dicts if id(found.node) in self.reach]
 
 
-class Below:
+class ReachableStorages:
     """Which storages parts lead to. What stands in two parts counts for the first, because looking again and again could take forever."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -139,58 +139,58 @@ class Below:
         return sum(storage.nbytes for storage in self.storages(*nodes))
 
 
-def finding(checkpoint: Checkpoint, complaint: Complaint) -> Finding:
-    line = command(checkpoint, complaint.cure) if complaint.cure else None
-    return Finding(kind=complaint.kind, blocks=complaint.blocks, text=complaint.text, command=line)
+def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
+    line = fix_command(checkpoint, issue.fix) if issue.fix else None
+    return Advice(kind=issue.kind, blocks=issue.blocks, text=issue.text, command=line)
 
 
-def with_names_apart(complaints: list[Complaint]) -> list[Complaint]:
+def with_names_apart(issues: list[Issue]) -> list[Issue]:
     """COMPLAINTS whose cures write files of different names, where they are different cures."""
     names: dict[tuple[str, ...], str] = {}
     apart = []
-    for complaint in complaints:
-        cure = complaint.cure
-        if cure:
-            flags = (*cure.flags(), cure.format or "")
-            while flags not in names and cure.suffix in names.values():
-                stem, _, number = cure.suffix.rpartition("-")
-                cure = replace(
-                    cure, suffix=f"{stem}-{int(number) + 1}" if stem and number.isdecimal() else f"{cure.suffix}-2"
+    for issue in issues:
+        fix = issue.fix
+        if fix:
+            flags = (*fix.flags(), fix.format or "")
+            while flags not in names and fix.suffix in names.values():
+                stem, _, number = fix.suffix.rpartition("-")
+                fix = replace(
+                    fix, suffix=f"{stem}-{int(number) + 1}" if stem and number.isdecimal() else f"{fix.suffix}-2"
                 )
-            cure = replace(cure, suffix=names.setdefault(flags, cure.suffix))
-        apart.append(replace(complaint, cure=cure))
+            fix = replace(fix, suffix=names.setdefault(flags, fix.suffix))
+        apart.append(replace(issue, fix=fix))
     return apart
 
 
-def together(cures: list[Cure]) -> Cure:
+def together(fixes: list[Fix]) -> Fix:
     """All of CURES at once; of two that send one tag somewhere the later is heard."""
-    return Cure(
+    return Fix(
         "-fixed",
-        part=tuple(word for part in dict.fromkeys(cure.part for cure in cures) for word in part),
-        names=tuple(word for cure in cures for word in cure.names),
-        to_cpu=any(cure.to_cpu for cure in cures),
-        maps={old: new for cure in cures for old, new in cure.maps.items()},
+        part=tuple(word for part in dict.fromkeys(fix.part for fix in fixes) for word in part),
+        names=tuple(word for fix in fixes for word in fix.names),
+        to_cpu=any(fix.to_cpu for fix in fixes),
+        maps={old: new for fix in fixes for old, new in fix.maps.items()},
     )
 
 
-def command(checkpoint: Checkpoint, cure: Cure) -> str | None:
+def fix_command(checkpoint: Checkpoint, fix: Fix) -> str | None:
     """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
     path = checkpoint.source.path
-    format = cure.format or ("safetensors" if checkpoint.is_state_dict else "pt")
+    format = fix.format or ("safetensors" if checkpoint.is_state_dict else "pt")
     if isinstance(checkpoint.source, SourceFolder):
         name, suffix = os.path.basename(os.path.abspath(path)), ""
         name = name if path.is_dir() else name.split(".")[0]
     else:
         name, suffix = path.name, suffix_of(path.name)
-    target = name[: len(name) - len(suffix)] + cure.suffix
-    in_shards = checkpoint.format.startswith(sharded.NAME) and cure.format is None and not cure.part
+    target = name[: len(name) - len(suffix)] + fix.suffix
+    in_shards = checkpoint.format.startswith(sharded.NAME) and fix.format is None and not fix.part
     if not in_shards:
         kept = suffix and usual_format(name, checkpoint.format) == format
         target += suffix if kept else f".{format}"
-    line = shell("ckptconv", "convert", path, Path(target), *cure.flags())
+    line = shell("ckptconv", "convert", path, Path(target), *fix.flags())
     return line if printable(line) == line else None
 
 
-def some(words: Sequence[str]) -> str:
+def first_few(words: Sequence[str]) -> str:
     """WORDS, or the first of them and how many more."""
     return errors.some(words, SHOWN)

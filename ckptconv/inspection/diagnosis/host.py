@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Machine", "this_machine"]
+__all__ = ["Host", "this_host"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Machine:
+class Host:
     """The devices that there are: how many of ``cuda`` (None: nobody can tell), and whether Apple's ``mps``."""
 
     cuda: int | None = 0
@@ -39,16 +39,16 @@ class Machine:
         return (not index or (index.isdecimal() and len(index) < 4)) and int(index or 0) < self.cuda
 
 
-def this_machine(
+def this_host(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     system: str = sys.platform,
     processor: str | None = None,
-) -> Machine:
+) -> Host:
     """What the files below ROOT, the variables ENVIRON and the names of the SYSTEM and its PROCESSOR show."""
     if system == "darwin":
-        return Machine(0, mps=(processor or platform.machine()) == "arm64")
-    return Machine(_cuda(root, environ) if system == "linux" else None)
+        return Host(0, mps=(processor or platform.machine()) == "arm64")
+    return Host(_cuda(root, environ) if system == "linux" else None)
 
 
 def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ckptconv.edits.wrappers import WRAPPERS, unwrapped
 from ckptconv.errors import count
-from ckptconv.inspection.diagnosis.findings import Complaint, Cure, Scope, some
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 
 __all__ = ["inner_prefixes", "prefixes"]
 
@@ -21,7 +21,7 @@ _INNER = re.compile(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
 _MOST_PARENTS = 20
 
 
-def prefixes(scope: Scope) -> Iterator[Complaint]:
+def prefixes(scope: Scope) -> Iterator[Issue]:
     """What wrappers put before and into the names of state dicts."""
     every = [found.names() for found in scope.named()]
     chains = [_chain(names) for names in every]
@@ -46,14 +46,14 @@ def prefixes(scope: Scope) -> Iterator[Complaint]:
     facts = [f"{wrapper} is in {count(n, 'name')} ({WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
     if stripped:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
-        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({some([WRAPPERS[w] for w in stripped])})")  # fmt: skip
+        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({first_few([WRAPPERS[w] for w in stripped])})")  # fmt: skip
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
         text += "; below it they all start with module. again, which may be the model's own"
-    yield Complaint("prefix", text, Cure("-plain", names=tuple(flags)) if safe else None)
+    yield Issue("prefix", text, Fix("-plain", names=tuple(flags)) if safe else None)
 
 
-def inner_prefixes(scope: Scope) -> Iterator[Complaint]:
+def inner_prefixes(scope: Scope) -> Iterator[Issue]:
     """A ``module.`` that all names of one submodule go through: nn.DataParallel's, or the model's own."""
     every = [found.names() for found in scope.named()]
     parents = sorted({match[1] for names in every for name in names if (match := _inner(name))})
@@ -67,8 +67,8 @@ def inner_prefixes(scope: Scope) -> Iterator[Complaint]:
     rename = (rf"^({pattern})\.module\.", r"\1.") if len(ways) > 1 else (rf"^{pattern}\.module\.", ways[0])
     after = [[re.sub(*rename, name) for name in names] for names in every]
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True))
-    text = f"all names under {some(ways)} go through module. there: if nn.DataParallel wrapped only that part, the plain model has no such names"
-    yield Complaint("inner-prefix", text, Cure("-inner", names=("--rename", *rename)) if safe else None)
+    text = f"all names under {first_few(ways)} go through module. there: if nn.DataParallel wrapped only that part, the plain model has no such names"
+    yield Issue("inner-prefix", text, Fix("-inner", names=("--rename", *rename)) if safe else None)
 
 
 def _chain(names: list[str]) -> list[str]:

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import refused_opcodes
-from ckptconv.checkpoint.state_dicts import Customs, StateDict
+from ckptconv.checkpoint.state_dicts import Detected, StateDict
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.inspection.diagnosis.findings import SHOWN, Below, Complaint, Cure, Scope, some
+from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, ReachableStorages, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
 from ckptconv.pickles.paths import is_item
 from ckptconv.pickles.python2_names import imported_name
-from ckptconv.pickles.referrers import Uses
+from ckptconv.pickles.referrers import Referrers
 
-__all__ = ["Part", "Refused", "containers", "opcodes", "refusals"]
+__all__ = ["LoadablePart", "Refused", "containers", "opcodes", "refusals"]
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadablePart:
     """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH. NODES are what is in it; MODULE: what would give it."""
 
     nodes: list[Node]
@@ -31,25 +31,25 @@ class Part:
     module: PickledModule | None = None
 
 
-def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Complaint], Part | None]:
+def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
     """A complaint for each thing REFUSED, the cure with the last, and what the cure takes."""
     found = Refused(scope.checkpoint, refused)
-    part = found.loadable_part(scope.customs)
+    part = found.loadable_part(scope.detected)
     texts = []
     for word, (first, times) in list(found.where.items())[:SHOWN]:
         more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
         texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
     if len(found.where) > SHOWN:
-        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
+        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {first_few(list(found.where)[SHOWN:])}")
     if scope.checkpoint.script_classes is not None:
         texts = ["it is a TorchScript archive, which torch.jit.load loads and torch.load does not"]
-    cure, last = _cure(scope.checkpoint, part)
-    complaints = [Complaint("code", text, blocks=True) for text in texts]
-    complaints[-1] = Complaint("code", f"{texts[-1]}; {last}", cure, blocks=True)
-    return [*complaints, *containers(scope.checkpoint)], part
+    fix, last = _fix(scope.checkpoint, part)
+    issues = [Issue("code", text, blocks=True) for text in texts]
+    issues[-1] = Issue("code", f"{texts[-1]}; {last}", fix, blocks=True)
+    return [*issues, *containers(scope.checkpoint)], part
 
 
-def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
+def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None, str]:
     is_script = checkpoint.script_classes is not None
     if part is None:
         if is_script:
@@ -63,10 +63,10 @@ def _cure(checkpoint: Checkpoint, part: Part | None) -> tuple[Cure | None, str]:
         text = f"{what} is a whole pickled model, whose state dict alone loads ({share})"
         if is_script:
             text = f"its state dict alone loads ({share})"
-        return Cure("-weights", part=(*select, "--state-dict")), text
+        return Fix("-weights", part=(*select, "--state-dict")), text
     if part.path is None:
-        return Cure("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
-    return Cure("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
+        return Fix("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
+    return Fix("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
 
 
 class Refused:
@@ -75,7 +75,7 @@ class Refused:
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
-        self.uses = Uses(checkpoint.graph, checkpoint.places)
+        self.uses = Referrers(checkpoint.graph, checkpoint.places)
         #: Each global's name or reason, the path where it stands first, and the number of places.
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
@@ -84,19 +84,21 @@ class Refused:
             first, times = self.where.get(word) or (self.uses.path(places[0]), 0)
             self.where[word] = first, times + len(places)
 
-    def loadable_part(self, customs: Customs) -> Part | None:
+    def loadable_part(self, detected: Detected) -> LoadablePart | None:
         """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
         tainted = self.uses.above(self.nodes)
-        meant = next(iter(customs.main()), None) if len(customs.main()) == 1 else None
-        below = Below(self.checkpoint)
-        modules = [Part([*map(detached, found.tensors.values())], found.path, 0, found) for found in customs.modules]
+        meant = next(iter(detected.main()), None) if len(detected.main()) == 1 else None
+        below = ReachableStorages(self.checkpoint)
+        modules = [
+            LoadablePart([*map(detached, found.tensors.values())], found.path, 0, found) for found in detected.modules
+        ]
         loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, walk([*part.nodes])))]
         for part in loadable:
             if part.module is meant:
                 return replace(part, path=None, nbytes=below.nbytes(*part.nodes))
         if isinstance(meant, StateDict) and id(meant.node) not in tainted:
-            return Part([meant.node], None, below.nbytes(meant.node))
-        state_dicts = [Part([f.node], f.path, 0) for f in customs.state_dicts if id(f.node) not in tainted]
+            return LoadablePart([meant.node], None, below.nbytes(meant.node))
+        state_dicts = [LoadablePart([f.node], f.path, 0) for f in detected.state_dicts if id(f.node) not in tainted]
         others = state_dicts or loadable or _other_parts(self.checkpoint, tainted)
         sized = [replace(part, nbytes=below.nbytes(*part.nodes)) for part in others]
         largest = max(sized, key=lambda part: part.nbytes, default=None)
@@ -104,36 +106,36 @@ class Refused:
         return largest if largest and largest.nbytes > enough else None
 
 
-def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[Part]:
+def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart]:
     """The outermost parts that are not TAINTED, each an item of something that is itself an item."""
     items: dict[int, bool] = {}
-    found: list[Part] = []
+    found: list[LoadablePart] = []
     for place in checkpoint.places:
         parent = place.parent
         items[id(place)] = parent is None or (items[id(parent)] and is_item(place))
         if parent is None or not items[id(place)] or id(parent.node) not in tainted or id(place.node) in tainted:
             continue
         if isinstance(place.node, (Dict, List, Call)):
-            found.append(Part([place.node], place.path, 0))
+            found.append(LoadablePart([place.node], place.path, 0))
     return found
 
 
-def containers(checkpoint: Checkpoint) -> list[Complaint]:
+def containers(checkpoint: Checkpoint) -> list[Issue]:
     """What torch does not read, for what it is."""
     if checkpoint.format in (dcp.NAME, safetensors_parts.NAME):
         text = "torch.load reads files, and this is a folder with parts of tensors (torch.distributed.checkpoint)"
-        return [Complaint("parts", text, Cure("-whole"), blocks=True)]
+        return [Issue("parts", text, Fix("-whole"), blocks=True)]
     if checkpoint.format == plain_pickle.NAME:
         text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
-        return [Complaint("pickle", text, Cure("-torch"), blocks=True)]
+        return [Issue("pickle", text, Fix("-torch"), blocks=True)]
     lost = torch_legacy.unreadable(checkpoint) if checkpoint.format == torch_legacy.NAME else None
     if lost is None:
         return []
     text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"
-    return [Complaint("legacy", text, Cure("-readable"), blocks=True)]
+    return [Issue("legacy", text, Fix("-readable"), blocks=True)]
 
 
-def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
+def opcodes(checkpoint: Checkpoint) -> list[Issue]:
     """A pickle that only has to be written in another way."""
     unread = containers(checkpoint)
     if unread:
@@ -142,9 +144,11 @@ def opcodes(checkpoint: Checkpoint) -> list[Complaint]:
     unknown = refused_opcodes(graph)
     if unknown:
         protocol = graph.protocol or "0 or 1"  # neither says which it is
-        text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
+        text = (
+            f"torch.load(weights_only=True) does not know {first_few(unknown)}, which pickle protocol {protocol} uses"
+        )
     elif graph.protocol > 2:
         text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
     else:
         return []
-    return [Complaint("opcodes", text, Cure("-loadable"), blocks=bool(unknown))]
+    return [Issue("opcodes", text, Fix("-loadable"), blocks=bool(unknown))]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.checkpoint.state_dicts import Customs
-from ckptconv.dtypes import dtype_called
+from ckptconv.checkpoint.state_dicts import Detected
+from ckptconv.dtypes import get_dtype
 from ckptconv.edits.views import extent
 from ckptconv.formats.safetensors_header import METADATA, is_text
-from ckptconv.inspection.diagnosis.findings import Complaint, Cure, Scope, some
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.limits import LIMITS
 
 __all__ = ["shared", "unused_bytes"]
@@ -19,7 +19,7 @@ __all__ = ["shared", "unused_bytes"]
 _NOTABLE = 1_000_000  # unused bytes; what is less is not worth a line
 
 
-def unused_bytes(scope: Scope) -> Iterator[Complaint]:
+def unused_bytes(scope: Scope) -> Iterator[Issue]:
     """Storages that are far bigger than what the tensors in them show."""
     users = Counter(each.storage for each in scope.checkpoint.references)
     views: dict[Storage, list[TensorInfo]] = {}
@@ -30,7 +30,7 @@ def unused_bytes(scope: Scope) -> Iterator[Complaint]:
         storage: storage.nbytes - _covered(infos)
         for storage, infos in views.items()
         if users[storage] <= len(infos)
-        and all(info.nbytes < storage.nbytes and dtype_called(info.dtype).packed == 1 for info in infos)
+        and all(info.nbytes < storage.nbytes and get_dtype(info.dtype).packed == 1 for info in infos)
     }
     unused = {storage: nbytes for storage, nbytes in unused.items() if nbytes > 0}
     total = sum(storage.nbytes for storage in scope.checkpoint.storages.values())
@@ -40,10 +40,10 @@ def unused_bytes(scope: Scope) -> Iterator[Complaint]:
     first = views[max(unused, key=lambda storage: unused[storage])][0]
     text = f"{lost:,} of {total:,} stored bytes are in no tensor ({first.path} is {first.nbytes:,} bytes of a larger storage)"
     deflated = any(isinstance(storage.data, Inflate) for storage in unused)
-    yield Complaint("views", text, None if deflated else Cure("-compact", compact=True))
+    yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 
 
-_TO_SAFETENSORS = Cure("-weights", format="safetensors")
+_TO_SAFETENSORS = Fix("-weights", format="safetensors")
 
 
 def _covered(infos: list[TensorInfo]) -> int:
@@ -55,10 +55,10 @@ def _covered(infos: list[TensorInfo]) -> int:
     return covered
 
 
-def shared(scope: Scope) -> Iterator[Complaint]:
+def shared(scope: Scope) -> Iterator[Issue]:
     """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
     by_storage: dict[Storage, list[tuple[tuple[int, int], str]]] = {}
-    found = _for_safetensors(scope.checkpoint, scope.customs)
+    found = _for_safetensors(scope.checkpoint, scope.detected)
     for name, info in found.items():
         if info.storage is not None and info.nbytes:
             by_storage.setdefault(info.storage, []).append((extent(info), name))
@@ -71,13 +71,13 @@ def shared(scope: Scope) -> Iterator[Complaint]:
             if stop > reach:
                 reach, whose = stop, name
     if pairs:
-        text = f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses that, a conversion takes it"
-        yield Complaint("ties", text, _TO_SAFETENSORS)
+        text = f"tensors of the state dict share memory ({first_few(pairs)}): safetensors' save_file refuses that, a conversion takes it"
+        yield Issue("ties", text, _TO_SAFETENSORS)
 
 
-def _for_safetensors(checkpoint: Checkpoint, customs: Customs) -> dict[str, TensorInfo]:
+def _for_safetensors(checkpoint: Checkpoint, detected: Detected) -> dict[str, TensorInfo]:
     """The tensors of the state dict that a conversion would take, if safetensors can hold each; else none."""
-    main = customs.main()
+    main = detected.main()
     found: dict[str, TensorInfo] = {}
     for key, value in main[0].items() if len(main) == 1 else ():
         info = checkpoint.tensor_nodes.get(id(value))
@@ -93,5 +93,5 @@ def _fits(info: TensorInfo) -> bool:
     """Whether safetensors can hold INFO; not everything that it can, but nothing that it cannot."""
     if info.kind != "strided" or info.storage is None or info.conj or info.neg:
         return False
-    held = dtype_called(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")
+    held = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")
     return held and (info.contiguous or info.nbytes <= LIMITS.gathered_bytes)
