@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.paths import FIXTURES, SUPPORT
+
 settings.register_profile(
     "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -40,12 +42,12 @@ def corpus() -> Path:
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     """The checked-in checkpoints."""
-    return Path(__file__).parent.parent / "fixtures"
+    return FIXTURES
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders that four processes save with torch.distributed.checkpoint (:mod:`dcp_ranks`)."""
+    """The folders that four processes save with torch.distributed.checkpoint (:mod:`tests.support.dcp_ranks`)."""
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run([sys.executable, Path(__file__).parent / "dcp_ranks.py", folder], check=True)
+    subprocess.run([sys.executable, SUPPORT / "dcp_ranks.py", folder], check=True)
     return folder

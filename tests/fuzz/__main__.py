@@ -1,4 +1,4 @@
-"""All targets, one after another: ``python -m fuzz [SECONDS]``, 60 in all unless said otherwise. A line for each; findings stand in ``.fuzz/``; exit 1 if there is one."""
+"""All targets, one after another: ``python -m tests.fuzz [SECONDS]``, 60 in all unless said otherwise. A line for each; findings stand in ``.fuzz/``; exit 1 if there is one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def main() -> int:
     started = time.monotonic()
     _FINDINGS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptconv-fuzz-", dir=_MEMORY) as name:
-        seeding = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "fuzz.seeds", name])  # which needs torch
+        seeding = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", name]
+        )  # which needs torch
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
-                from fuzz.run import fuzz
+                from tests.fuzz.run import fuzz
         except ImportError as error:
             sys.exit(f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e '.[fuzz]'")  # fmt: skip
         if seeding.wait():
@@ -51,7 +53,7 @@ def main() -> int:
             _say(target, report, corpus)
             findings += report["findings"]
     if findings:
-        print(f"each once more: PYTHONPATH=tests python -m fuzz.again {_FINDINGS.relative_to(_ROOT)}/NAME")
+        print(f"each once more: python -m tests.fuzz.again {_FINDINGS.relative_to(_ROOT)}/NAME")
     return 1 if findings else 0
 
 

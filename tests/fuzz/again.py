@@ -1,4 +1,4 @@
-"""One input through its target again: ``python -m fuzz.again PATH``. The file's name begins with that of the target, as ``.ci/fuzz`` names what it finds. Needs no atheris."""
+"""One input through its target again: ``python -m tests.fuzz.again PATH``. The file's name begins with that of the target, as ``.ci/fuzz`` names what it finds. Needs no atheris."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fuzz import targets
+from tests.fuzz import targets
 
 __all__ = ["target_of"]
 

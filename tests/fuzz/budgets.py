@@ -1,4 +1,4 @@
-"""What the worst shapes of pickles cost: ``python -m fuzz.budgets [OPCODES [COMMAND...]]``, 1,000,000 of each unless said otherwise. Each is the ``data.pkl`` of a file of torch, read in a process of its own.
+"""What the worst shapes of pickles cost: ``python -m tests.fuzz.budgets [OPCODES [COMMAND...]]``, 1,000,000 of each unless said otherwise. Each is the ``data.pkl`` of a file of torch, read in a process of its own.
 
 A line for each shape and command: seconds of the processor for each MB of pickle, bytes of memory for each opcode beyond what the process had before and 64 MB, and what came of it. The budget is 2 s and 300 bytes; exit 1 where it is exceeded.
 """
@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzz.archives import Record, archive
+from tests.fuzz.archives import Record, archive
+from tests.support.paths import ROOT
 
 __all__ = ["SHAPES", "Cost", "file_of", "measured"]
 
@@ -89,8 +90,8 @@ class Cost:
 
 def measured(command: str, path: Path) -> Cost:
     """COMMAND on the file at PATH, in a process of its own."""
-    words = [sys.executable, "-m", "fuzz.budgets", "--measure", command, str(path)]
-    where = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    words = [sys.executable, "-m", "tests.fuzz.budgets", "--measure", command, str(path)]
+    where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": where})
     seconds, memory, came = done.stdout.split(" ", 2)
     return Cost(float(seconds), int(memory), came.strip())

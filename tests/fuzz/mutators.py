@@ -15,11 +15,11 @@ from ckptconv.dtypes import BY_STORAGE_CLASS, BY_WORD
 from ckptconv.errors import CkptconvError
 from ckptconv.pickles.graph import Global, Tuple
 from ckptconv.pickles.parser import parse
-from fuzz import json_changes, opcodes
-from fuzz.archives import Record, archive, records_of
-from fuzz.folders import pack, unpack
-from fuzz.json_changes import Pairs
-from fuzz.opcodes import Change
+from tests.fuzz import json_changes, opcodes
+from tests.fuzz.archives import Record, archive, records_of
+from tests.fuzz.folders import pack, unpack
+from tests.fuzz.json_changes import Pairs
+from tests.fuzz.opcodes import Change
 
 __all__ = ["MUTATORS", "Mutator", "storages_of"]
 

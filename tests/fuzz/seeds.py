@@ -1,4 +1,4 @@
-"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some that were put together by hand. ``python -m fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus."""
+"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some that were put together by hand. ``python -m tests.fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from legacy_files import Old, legacy_file, storage_id
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from fuzz.archives import archive, records_of
-from fuzz.folders import pack, unpack
+from tests.fuzz.archives import archive, records_of
+from tests.fuzz.folders import pack, unpack
+from tests.support.legacy_files import Old, legacy_file, storage_id
 
 __all__ = ["SEEDS", "seeds_of"]
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reference_machine import trace
-
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.cli.render import Style, facts, table_lines, tree_lines
@@ -30,7 +28,8 @@ from ckptconv.inspection.verification import verify
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
-from fuzz import folders
+from tests.fuzz import folders
+from tests.support.reference_machine import trace
 
 __all__ = ["TARGETS", "Target", "run"]
 

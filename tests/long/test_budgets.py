@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz.budgets import EACH, FLOOR, SHAPES, file_of, measured
+
+from tests.fuzz.budgets import EACH, FLOOR, SHAPES, file_of, measured
 
 OPCODES = 1_000_000
 

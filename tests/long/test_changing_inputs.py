@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from injection import Content, content_of
 
 from ckptconv import convert
+from tests.support.injection import Content, content_of
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 

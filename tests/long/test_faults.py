@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from injection import ERRORS, SIGNALS, Content, Conversion, Point, not_durable
 from torch.distributed import checkpoint as dcp
 
 import ckptconv
 from ckptconv import convert
+from tests.support.injection import ERRORS, SIGNALS, Content, Conversion, Point, not_durable
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 

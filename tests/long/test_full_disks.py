@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from injection import Content, content_of, put
 
 from ckptconv import convert
 from ckptconv.conversion.convert import run
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 from ckptconv.errors import OutputError
+from tests.support.injection import Content, content_of, put
 
 PAGE = 4096
 SIZES = 20

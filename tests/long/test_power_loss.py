@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from injection import Content, content_of
-from recorded_disk import History
 
 from ckptconv.output.files import is_temporary
+from tests.support.injection import Content, content_of
+from tests.support.paths import SUPPORT
+from tests.support.recorded_disk import History
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
@@ -57,7 +58,7 @@ def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
     disk = folder / "disk"
     disk.touch()
     log.touch()
-    server = subprocess.Popen([sys.executable, Path(__file__).with_name("recorded_disk.py"), disk, image, log])
+    server = subprocess.Popen([sys.executable, SUPPORT / "recorded_disk.py", disk, image, log])
     try:
         while disk.stat().st_size == 0:
             assert server.poll() is None, "the disk cannot be served"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from injection import Content, content_of, put
 
 from ckptconv import convert
+from tests.support.injection import Content, content_of, put
 
 WRITERS = 200
 AT_ONCE = 10

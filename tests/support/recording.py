@@ -99,20 +99,22 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
     """Print where two recordings differ; 1 if they do."""
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     for key in differing:
-        lines = [
-            json.dumps(each.get(key), indent=1, sort_keys=True).replace("\\n", "\n").split("\n") for each in (old, new)
-        ]
-        print(f"== ckptconv {key}", *difflib.unified_diff(*lines, "old", "new", lineterm="", n=0), sep="\n")
+        before, after = (_lines(each.get(key)) for each in (old, new))
+        print(f"== ckptconv {key}", *difflib.unified_diff(before, after, "old", "new", lineterm="", n=0), sep="\n")
     print(f"{len(new)} commands, {len(differing)} differ")
     return 1 if differing else 0
+
+
+def _lines(outcome: Any) -> list[str]:
+    return json.dumps(outcome, indent=1, sort_keys=True).replace("\\n", "\n").split("\n")
 
 
 def make_inputs(folder: Path) -> None:
     """Fill FOLDER with the fixtures, the corpus of CKPTCONV_CORPUS, generated checkpoints and seeds of the fuzzers."""
     import torch
 
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    zoo, seeds = importlib.import_module("zoo"), importlib.import_module("fuzz.seeds")
+    sys.path.insert(0, str(ROOT))
+    zoo, seeds = importlib.import_module("tests.support.zoo"), importlib.import_module("tests.fuzz.seeds")
     shutil.copytree(ROOT / "fixtures", folder / "fixtures", ignore=shutil.ignore_patterns("*.py", "*.md"))
     if corpus := os.environ.get("CKPTCONV_CORPUS"):
         shutil.copytree(corpus, folder / "corpus")

@@ -1,0 +1,99 @@
+"""The public names: all exported, documented, typed as users write them, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ckptconv
+from ckptconv import errors
+from tests.support.paths import SUPPORT
+
+SNIPPETS = sorted((SUPPORT / "snippets").glob("*.py"))
+
+
+def test_every_name_is_exported_and_nothing_else() -> None:
+    """``__all__`` is sorted, each name in it is there, and what is there beside it is a module or private."""
+    assert ckptconv.__all__ == sorted(ckptconv.__all__, key=lambda name: (not name[0].isupper(), name))
+    for name in ckptconv.__all__:
+        assert getattr(ckptconv, name) is not None
+    others = {name for name in dir(ckptconv) if not name.startswith("_")} - set(ckptconv.__all__)
+    assert {name for name in others if not isinstance(getattr(ckptconv, name), ModuleType)} <= {"TYPE_CHECKING", "Any"}
+    with pytest.raises(AttributeError, match="nothing"):
+        ckptconv.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_every_error_is_public() -> None:
+    """Who catches one need not know a module."""
+    classes = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert classes <= set(ckptconv.__all__)
+
+
+def test_every_public_name_is_documented() -> None:
+    """Each function and class has a docstring; each parameter of a function stands in it, in the README, or is documented with ``convert``."""
+    convert = inspect.getdoc(ckptconv.convert) or ""
+    for name in ckptconv.__all__:
+        value = getattr(ckptconv, name)
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        text = inspect.getdoc(value)
+        assert text, name
+        if inspect.isfunction(value):
+            for parameter in inspect.signature(value).parameters.keys() - {"path", "obj", "format", "verify"}:
+                assert parameter.upper() in text or f"``{parameter}" in text or f"``{parameter}" in convert, (
+                    name,
+                    parameter,
+                )
+            assert "Raises" in text or name == "devices", name
+        for method, function in inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else ():
+            if not method.startswith("_"):
+                assert inspect.getdoc(function), (name, method)
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    """Nor do the functions that need none; the names that need it are there."""
+    code = """
+import sys, ckptconv
+assert "torch" not in sys.modules
+ckptconv.strip_prefix({"module.a": 1}, "module.")
+assert "torch" not in sys.modules
+assert callable(ckptconv.remap) and "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_snippets_are_typed(tmp_path: Path) -> None:
+    """``mypy --strict`` has nothing to say of them; of wrong arguments it has."""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import ckptconv\n"
+        "ckptconv.convert('a.pt', 'b.pt', map_location=3)\n"
+        "ckptconv.load('a.pt', state_dict='model')\n"
+        "x: str = ckptconv.inspect('a.pt')['nbytes']\n"
+        "ckptconv.open('a.pt').load(3)\n"
+        "ckptconv.save([], 'a.pt', format='zip')\n"
+        "y: list[int] = ckptconv.strip_prefix({'a': 1}, 'module.')\n"
+        "ckptconv.devices(1, 2)\n"
+    )
+    assert len(SNIPPETS) >= 10
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+    done = subprocess.run([*mypy, *map(str, SNIPPETS), str(wrong)], capture_output=True, text=True, cwd=tmp_path)
+    lines = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert [line for line in lines if not line.startswith("wrong.py")] == []
+    assert {line.split(":")[1] for line in lines} == {str(n) for n in range(2, 9)}, done.stdout
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.stem)
+def test_snippets_run(snippet: Path, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, on files of the kind that they name."""
+    for name, fixture in (("ddp", "dataparallel"), ("two_gpus", "two_gpus"), ("training", "training")):
+        shutil.copy(fixtures / f"{fixture}.pt", tmp_path / f"{name}.pt")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(snippet))

@@ -1,0 +1,359 @@
+"""What people read about moving models between devices, each as a test: on location tags everywhere, and on GPUs where there are some."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptconv
+from ckptconv.tensors.moving import devices, remap
+from tests.support import zoo
+from tests.support.judge import assert_same, tags_of
+
+
+def needs_gpus(count: int) -> Callable[[Any], Any]:
+    """A test that runs where torch sees COUNT GPUs."""
+
+    def marked(test: Any) -> Any:
+        lacking = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+        return pytest.mark.cuda(lacking(test))
+
+    return marked
+
+
+class Block(nn.Module):
+    """Two convolutions and the way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X and what the convolutions make of it."""
+        inner = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return torch.relu(x + inner)
+
+
+class ResNet(nn.Module):
+    """A small one, in the two parts that people wrap: ``features`` and ``classifier``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Block(8), Block(8), nn.AdaptiveAvgPool2d(1)
+        )
+        self.classifier = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits."""
+        logits: torch.Tensor = self.classifier(self.features(x).flatten(1))
+        return logits
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+LABELS = torch.tensor([1, 4])
+Training = tuple[ResNet, nn.Module, torch.optim.Optimizer]
+
+
+def training(seed: int = 0) -> Training:
+    """A new model, criterion and optimizer. The criterion has weights, which are on a device too."""
+    torch.manual_seed(seed)
+    model = ResNet()
+    return model, nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0)), torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, device: str = "cpu") -> float:
+    """One step of training; the loss before it."""
+    optimizer.zero_grad()
+    loss: torch.Tensor = criterion(model(IMAGES.to(device)), LABELS.to(device))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def checkpoint_of(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a training script saves."""
+    return {
+        "model": model.state_dict(), "criterion": criterion.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1,
+    }  # fmt: skip
+
+
+def restored(path: Path, **kwargs: Any) -> Training:
+    """A new model, criterion and optimizer that went on from the checkpoint in PATH."""
+    model, criterion, optimizer = training(seed=1)
+    loaded = torch.load(path, weights_only=True, **kwargs)
+    model.load_state_dict(loaded["model"])
+    criterion.load_state_dict(loaded["criterion"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return model, criterion, optimizer
+
+
+def logits(model: nn.Module, device: str = "cpu") -> torch.Tensor:
+    """What the model says, on the CPU."""
+    with torch.no_grad():
+        return model.eval()(IMAGES.to(device)).cpu()
+
+
+def tags(path: Path) -> set[str]:
+    """The location tags in PATH."""
+    return set(tags_of(path, weights_only=True)[1])
+
+
+# A ResNet to the GPU and back
+
+
+@pytest.mark.parametrize(
+    "there", ["gpu", "cuda", "cuda:0", torch.device("cuda", 0), {"cpu": "cuda:0"}, lambda tag: "cuda:0"]
+)
+def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
+    """A state dict goes to ``cuda:0`` and back to the CPU on a machine without a GPU: the same values, the same file."""
+    model, *_ = training()
+    torch.save(model.state_dict(), tmp_path / "cpu.pt")
+    ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location=there)
+    assert tags(tmp_path / "gpu.pt") == {"cuda:0"}
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "back.pt", map_location="cpu")
+    assert_same(torch.load(tmp_path / "back.pt", weights_only=True), model.state_dict())
+    ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "same.pt", map_location="cpu")
+    assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "same.pt").read_bytes()
+
+
+def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
+    """torch refuses the file where there is no GPU, without ``map_location``; converted, it loads and gives the same logits."""
+    model, *_ = training()
+    zoo.save(model.state_dict(), tmp_path / "gpu.pt", tags=["cuda:0"])
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="deserialize object on a CUDA"):
+            torch.load(tmp_path / "gpu.pt", weights_only=True)
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu")
+    other, *_ = training(seed=1)
+    other.load_state_dict(torch.load(tmp_path / "cpu.pt", weights_only=True))
+    assert torch.equal(logits(other), logits(model))
+
+
+@needs_gpus(1)
+def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
+    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there and converted back is the model that was."""
+    model, *_ = training()
+    torch.save(model.state_dict(), tmp_path / "cpu.pt")
+    ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location="gpu")
+    loaded = torch.load(tmp_path / "gpu.pt", weights_only=True)
+    assert devices(loaded).keys() == {"cuda:0"}
+    torch.save(loaded, tmp_path / "there.pt")
+    ckptconv.convert(tmp_path / "there.pt", tmp_path / "back.pt", map_location="cpu")
+    assert_same(torch.load(tmp_path / "back.pt", weights_only=True), model.state_dict())
+    before = logits(model)
+    assert remap(model, "gpu") is model and devices(model).keys() == {"cuda:0"}
+    torch.testing.assert_close(logits(model, "cuda:0"), before, rtol=1e-3, atol=1e-3)
+    assert torch.equal(logits(remap(model, "cpu")), before)
+
+
+# Model, criterion and optimizer together
+
+
+def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
+    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on with the losses that it would have had."""
+    run = training()
+    step(*run)
+    zoo.save(checkpoint_of(*run), tmp_path / "gpu.pt", tags=["cuda:0"])
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu")
+    assert tags(tmp_path / "cpu.pt") == {"cpu"}
+    again = restored(tmp_path / "cpu.pt")
+    assert_same(checkpoint_of(*again), checkpoint_of(*run))
+    assert [step(*again) for _ in range(3)] == [step(*run) for _ in range(3)]
+
+
+@needs_gpus(1)
+def test_a_training_moves_as_a_whole_on_a_gpu(tmp_path: Path) -> None:
+    """In memory, in the middle of a training: one call, and it goes on there; through a file and back, it goes on here."""
+    run = training()
+    step(*run)
+    model, criterion, optimizer = remap(run, "cuda:0")
+    assert (model, criterion, optimizer) == run and model is run[0] and optimizer is run[2]
+    step(*run, device="cuda:0")
+    assert devices(criterion).keys() == {"cuda:0"}
+    torch.save(checkpoint_of(*run), tmp_path / "gpu.pt")
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu")
+    again = restored(tmp_path / "cpu.pt")
+    remap(run, "cpu")
+    assert devices(run).keys() == {"cpu"}
+    assert_same(checkpoint_of(*again), checkpoint_of(*run))
+    assert step(*again) == step(*run)
+
+
+# GPUs by index
+
+
+def four_parts() -> dict[str, torch.Tensor]:
+    """A part of a model for each of four GPUs."""
+    return {f"stage{i}.weight": torch.full((3,), float(i)) for i in range(4)}
+
+
+GPUS = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ({"cuda:3": "cuda:0"}, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
+        ({"cuda:0": "cuda:1", "cuda:1": "cuda:2", "cuda:2": "cuda:3", "cuda:3": "cuda:0"}, ["cuda:1", "cuda:2", "cuda:3", "cuda:0"]),
+        ({"cuda:2": "cpu", "cuda": "cuda:0"}, ["cuda:0", "cuda:0", "cpu", "cuda:0"]),
+        ({"cuda": "xpu"}, ["xpu:0", "xpu:1", "xpu:2", "xpu:3"]),
+        (lambda tag: f"cuda:{int(tag[-1]) // 2}", ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),
+        ("cuda:1", ["cuda:1"] * 4),
+        ("cpu", ["cpu"] * 4),
+    ],
+)  # fmt: skip
+def test_four_gpus_by_index(tmp_path: Path, wish: Any, expected: list[str]) -> None:
+    """One GPU for another, all moved by one, two for four, or all on one: each part goes where its tag says, at once."""
+    zoo.save(four_parts(), tmp_path / "four.pt", tags=GPUS)
+    ckptconv.convert(tmp_path / "four.pt", tmp_path / "out.pt", map_location=wish)
+    loaded, found = tags_of(tmp_path / "out.pt", weights_only=True)
+    assert found == expected
+    assert_same(loaded, four_parts())
+
+
+@needs_gpus(4)
+def test_four_gpus_moved_by_one() -> None:
+    """In memory, where there are four."""
+    there = {name: part.to(gpu) for (name, part), gpu in zip(four_parts().items(), GPUS, strict=True)}
+    moved = remap(there, {f"cuda:{i}": f"cuda:{(i + 1) % 4}" for i in range(4)})
+    assert [part.device.index for part in moved.values()] == [1, 2, 3, 0]
+    assert_same(remap(moved, "cpu"), four_parts())
+
+
+def test_a_checkpoint_saved_under_visible_devices(tmp_path: Path) -> None:
+    """Under ``CUDA_VISIBLE_DEVICES=0,4`` the fifth GPU is saved as ``cuda:1``: tags are the saving process's numbers, and a ``cuda:4`` is in no file of it."""
+    zoo.save({"first": torch.ones(2), "fifth": torch.ones(3)}, tmp_path / "two.pt", tags=["cuda:0", "cuda:1"])
+    ckptconv.convert(tmp_path / "two.pt", tmp_path / "no.pt", map_location={"cuda:4": "cpu"})
+    assert tags_of(tmp_path / "no.pt", weights_only=True)[1] == ["cuda:0", "cuda:1"]
+    ckptconv.convert(tmp_path / "two.pt", tmp_path / "all.pt", map_location={"cuda:1": "cuda:4"})
+    assert tags_of(tmp_path / "all.pt", weights_only=True)[1] == ["cuda:0", "cuda:4"]
+    ckptconv.convert(tmp_path / "two.pt", tmp_path / "one.pt", map_location={"cuda:1": "cuda:0"})
+    assert tags(tmp_path / "one.pt") == {"cuda:0"}
+
+
+@needs_gpus(2)
+def test_a_checkpoint_really_saved_under_visible_devices(tmp_path: Path) -> None:
+    """A process that sees the last GPU alone saves it as ``cuda:0``; converted, it loads onto the GPU where it was."""
+    last = torch.cuda.device_count() - 1
+    code = "import sys, torch; torch.save({'w': torch.ones(3, device='cuda')}, sys.argv[1])"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(last)}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "last.pt"], env=environment, check=True, timeout=300)
+    assert tags(tmp_path / "last.pt") == {"cuda:0"}
+    ckptconv.convert(tmp_path / "last.pt", tmp_path / "out.pt", map_location={"cuda:0": f"cuda:{last}"})
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["w"].device.index == last
+
+
+# DataParallel
+
+
+def wrapped(which: str, model: ResNet) -> nn.Module:
+    """MODEL with DataParallel over all of it, or over two of its parts."""
+    if which == "whole":
+        return nn.DataParallel(model)
+    model.features = nn.DataParallel(model.features)
+    model.classifier = nn.DataParallel(model.classifier)
+    return model
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"strip_prefix": "module."},
+    "parts": {"rename": [(r"^(features|classifier)\.module\.", r"\1.")]},
+}
+
+
+@pytest.mark.parametrize("which", WAYS)
+def test_data_parallel_without_a_gpu(tmp_path: Path, which: str) -> None:
+    """``module.`` stands before every name where the model was wrapped, behind ``features`` and ``classifier`` where those were; taken off, a plain model on the CPU takes the weights."""
+    model, *_ = training()
+    expected = logits(model)
+    plain = model.state_dict()
+    state = wrapped(which, model).cpu().state_dict()  # where there are GPUs, DataParallel moves what it wraps
+    assert all(name.startswith("module.") if which == "whole" else ".module." in name for name in state)
+    zoo.save(state, tmp_path / "gpu.pt", tags=["cuda:0"])
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu", **WAYS[which])
+    assert tags(tmp_path / "cpu.pt") == {"cpu"}
+    loaded = torch.load(tmp_path / "cpu.pt", weights_only=True)
+    assert list(loaded) == list(plain)
+    other, *_ = training(seed=1)
+    other.load_state_dict(loaded)
+    assert torch.equal(logits(other), expected)
+
+
+def test_a_plain_model_for_data_parallel(tmp_path: Path) -> None:
+    """The other way: names with ``module.`` before them, and ``_metadata`` too, as the wrapped model has them."""
+    model, *_ = training()
+    torch.save(model.state_dict(), tmp_path / "cpu.pt")
+    ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location="gpu", add_prefix="module.")
+    assert tags(tmp_path / "gpu.pt") == {"cuda:0"}
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "back.pt", map_location="cpu")
+    assert_same(torch.load(tmp_path / "back.pt", weights_only=True), nn.DataParallel(model).cpu().state_dict())
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("which", WAYS)
+def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
+    """Trained a step under DataParallel on all the GPUs that there are, saved, converted, and loaded by a plain model on the CPU."""
+    model, criterion, optimizer = training()
+    parallel = wrapped(which, model.to("cuda"))
+    remap((criterion, optimizer), "cuda:0")
+    step(parallel, criterion, optimizer, "cuda:0")
+    torch.save(parallel.state_dict(), tmp_path / "gpu.pt")
+    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu", **WAYS[which])
+    other, *_ = training(seed=1)
+    other.load_state_dict(torch.load(tmp_path / "cpu.pt", weights_only=True))
+    torch.testing.assert_close(logits(other), logits(parallel, "cuda:0"), rtol=1e-3, atol=1e-3)
+
+
+# What lies where
+
+
+def reported(path: Path) -> dict[str, int]:
+    """The bytes on each device, as ``inspect`` says."""
+    return {tag: found["nbytes"] for tag, found in ckptconv.inspect(path)["devices"].items()}
+
+
+def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
+    """A model on two GPUs, with a part forgotten on the CPU: the file's header alone says how many bytes are where, and one conversion brings all of it together."""
+    state = {"a": torch.ones(1000), "b": torch.ones(400, dtype=torch.float64), "forgotten": torch.ones(1)}
+    zoo.save(state, tmp_path / "mixed.pt", tags=["cuda:0", "cuda:1", "cpu"])
+    assert reported(tmp_path / "mixed.pt") == {"cuda:0": 4000, "cuda:1": 3200, "cpu": 4}
+    ckptconv.convert(tmp_path / "mixed.pt", tmp_path / "one.pt", map_location={"cuda:1": "cuda:0", "cpu": "cuda:0"})
+    assert reported(tmp_path / "one.pt") == {"cuda:0": 7204}
+    assert devices(torch.load(tmp_path / "one.pt", weights_only=True, map_location="cpu")) == {"cpu": 7204}
+
+
+@needs_gpus(1)
+def test_a_report_of_what_is_really_mixed(tmp_path: Path) -> None:
+    """In memory and in the file that torch saves of it: the same bytes on the same devices; one call brings all of it together."""
+    model, *_ = training()
+    model.features.to("cuda:0")
+    found = devices(model)
+    assert found.keys() == {"cuda:0", "cpu"} and found["cpu"] == (8 * 5 + 5) * 4
+    torch.save(model.state_dict(), tmp_path / "mixed.pt")
+    assert reported(tmp_path / "mixed.pt") == found
+    with pytest.raises(RuntimeError, match="same device"):
+        logits(model, "cuda:0")
+    assert devices(remap(model, "auto")).keys() == {"cuda:0"}
+    logits(model, "cuda:0")
+
+
+@needs_gpus(2)
+def test_a_report_of_two_gpus() -> None:
+    """A model over two GPUs, moved onto the second."""
+    model, *_ = training()
+    model.features.to("cuda:0")
+    model.classifier.to("cuda:1")
+    assert devices(model).keys() == {"cuda:0", "cuda:1"}
+    assert devices(remap(model, "cuda:1")).keys() == {"cuda:1"}

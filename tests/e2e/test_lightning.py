@@ -1,0 +1,193 @@
+"""Checkpoints that are one dict, as Lightning, mmengine, timm, fairseq, accelerate and averaging trainers write them: names change in their state dicts alone, all else stays what it is."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptconv
+from tests.support import zoo
+from tests.support.judge import assert_same
+
+_MADE: list[str] = []
+
+
+class AttributeDict(dict):
+    """A dict with its keys as attributes, as Lightning keeps hyperparameters."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+class History:
+    """A user's or a library's object, which says when it is made again."""
+
+    def __init__(self) -> None:
+        self.scores, self.best = [0.5, 0.25], torch.tensor([0.25])
+        self.names = {"module.": "module.0.weight", "model.0.weight": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _MADE.append("History")
+        self.__dict__.update(state)
+
+
+# What the trainers write, their names with PREFIX before them
+
+
+def weights(prefix: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The state dict of a small model, or of that which holds it under PREFIX."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    return (nn.ModuleDict({prefix[:-1]: model}) if prefix else model).state_dict()
+
+
+def averages(prefix: str) -> dict[str, torch.Tensor]:
+    return weights(prefix, seed=1)
+
+
+def optimizer(names: list[str] | None = None) -> dict[str, Any]:
+    """Adam's state after a step; keyed by NAMES where they are given."""
+    torch.manual_seed(2)
+    keys: list[Any] = list(range(6)) if names is None else [name for name in names if name.endswith(("weight", "bias"))]
+    state = {key: {"step": torch.tensor(7.0), "exp_avg": torch.randn(3, 5), "module.beta": 0.9} for key in keys}
+    return {"state": state, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": keys}]}
+
+
+def lightning(prefix: str) -> dict[str, Any]:
+    """With averages in a callback, and keys in all the rest that look like names with a prefix."""
+    return {
+        "epoch": 3,
+        "global_step": 1_200,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": weights(prefix),
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4, "model.completed": 3}}}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'val_loss'}": {
+                "best_model_score": torch.tensor(0.25), "best_k_models": {"/runs/module.1/epoch=3.ckpt": torch.tensor(0.25)}, "best_model_path": "model.ckpt",
+            },
+            "model.EMA": {"decay": 0.999, "weights": averages(prefix)},
+            "module.History": History(),
+        },
+        "optimizer_states": [optimizer(), optimizer()],
+        "lr_schedulers": [{"_step_count": 4, "base_lrs": [0.1], "module.last": 3}],
+        "MixedPrecision": {"scale": 65536.0, "_growth_tracker": 12},
+        "hparams_name": "kwargs",
+        "hyper_parameters": AttributeDict({"width": 5, "model.lr": 0.1, "module.device": torch.device("cuda:0"), "history": History()}),
+        "datamodule_hyper_parameters": AttributeDict(root=Path("/data/model.0")),
+    }  # fmt: skip
+
+
+def mmengine(prefix: str) -> dict[str, Any]:
+    return {
+        "meta": {"cfg": "model = dict(type='module.Net')", "seed": 3, "dataset_meta": {"classes": ("model.cat", "dog")}},
+        "state_dict": weights(prefix),
+        "message_hub": {"log_scalars": OrderedDict({"train/loss": History()}), "runtime_info": OrderedDict({"module.iter": 1})},
+        "optimizer": optimizer(),
+        "param_schedulers": [{"begin": 0, "model.end": 10}],
+        "ema_state_dict": averages(prefix),
+    }  # fmt: skip
+
+
+def timm(prefix: str) -> dict[str, Any]:
+    return {
+        "epoch": 5, "arch": "model.resnet", "state_dict": weights(prefix), "optimizer": optimizer(), "version": 2,
+        "args": argparse.Namespace(model="module.resnet", device="cuda:0"), "amp_scaler": {"scale": 65536.0},
+        "state_dict_ema": averages(prefix), "metric": 0.75,
+    }  # fmt: skip
+
+
+def fairseq(prefix: str) -> dict[str, Any]:
+    return {
+        "args": None, "cfg": {"model": argparse.Namespace(arch="module.transformer"), "module.task": {"data": "/model.0"}},
+        "model": weights(prefix), "criterion": None, "optimizer_history": [{"optimizer_name": "module.Adam", "num_updates": 9}],
+        "task_state": {}, "extra_state": {"train_iterator": {"epoch": 2}, "module.previous": [1.5]}, "last_optimizer_state": optimizer(),
+    }  # fmt: skip
+
+
+def averaged(prefix: str) -> dict[str, Any]:
+    """A model, its average, and an optimizer that is keyed by names."""
+    model = weights(prefix)
+    return {
+        "model": model, "ema": averages(prefix), "optimizer": optimizer(list(model)), "other": optimizer(),
+        "updates": 12, "train_args": {"model": "module.yolo", "module.lr": 0.1},
+    }  # fmt: skip
+
+
+def random_states(prefix: str) -> dict[str, Any]:
+    """What accelerate writes beside the weights, and they."""
+    return {
+        "model": weights(prefix), "step": 4, "random_state": random.Random(1).getstate(), "numpy_random_seed": np.random.RandomState(1).get_state(),
+        "torch_manual_seed": torch.Generator().manual_seed(1).get_state(), "torch_cuda_manual_seed": [torch.arange(16, dtype=torch.uint8)],
+    }  # fmt: skip
+
+
+KINDS = [lightning, mmengine, timm, fairseq, averaged, random_states]
+Build = Callable[[str], dict[str, Any]]
+
+
+def made(build: Build, prefix: str, tmp_path: Path, tags: tuple[str, ...] = ("cpu",)) -> Path:
+    zoo.save(build(prefix), tmp_path / f"{prefix}src.ckpt", tags)
+    return tmp_path / f"{prefix}src.ckpt"
+
+
+def converted(src: Path, dst: Path, **edits: Any) -> Any:
+    """What torch loads of SRC with EDITS; making DST runs nothing that is in SRC."""
+    _MADE.clear()
+    ckptconv.convert(src, dst, **edits)
+    assert not _MADE
+    return torch.load(dst, map_location=lambda storage, tag: storage, weights_only=False)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model."])
+@pytest.mark.parametrize("build", KINDS)
+def test_strip(build: Build, prefix: str, tmp_path: Path) -> None:
+    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper: keys elsewhere stay, whatever they look like."""
+    src = made(build, prefix, tmp_path)
+    assert_same(converted(src, tmp_path / "out.ckpt", strip_prefix=prefix), build(""))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model."])
+@pytest.mark.parametrize("build", KINDS)
+def test_add(build: Build, prefix: str, tmp_path: Path) -> None:
+    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the averages and in an optimizer of names too."""
+    src = made(build, "", tmp_path)
+    assert_same(converted(src, tmp_path / "out.ckpt", add_prefix=prefix), build(prefix))
+
+
+@pytest.mark.parametrize("build", KINDS)
+def test_to(build: Build, tmp_path: Path) -> None:
+    """``--to`` sends every storage but the states of random generators, which come to the CPU; objects and values are the same, a user's ``torch.device`` too."""
+    src = made(build, "module.", tmp_path, zoo.TAGS)
+    tags: list[tuple[str, bool]] = []
+
+    def keep(storage: Any, tag: str) -> Any:
+        tags.append((tag, storage.nbytes() in zoo.RNG_SIZES))
+        return storage
+
+    for target in ("cuda:1", "cpu"):
+        assert_same(converted(src, tmp_path / f"{target}.ckpt", map_location=target), build("module."))
+        tags.clear()
+        torch.load(tmp_path / f"{target}.ckpt", map_location=keep, weights_only=False)
+        assert all(tag == ("cpu" if is_rng else target) for tag, is_rng in tags)
+        assert sum(is_rng for _, is_rng in tags) == 2 * (build is random_states)
+        assert len(tags) > 10
+
+
+def test_a_state_dict_goes_alone(tmp_path: Path) -> None:
+    """Of a Lightning checkpoint ``--state-dict`` takes the weights, and names all that stays behind."""
+    src = made(lightning, "model.", tmp_path)
+    report = ckptconv.convert(src, tmp_path / "out.pt", state_dict=True, strip_prefix="model.")
+    assert_same(torch.load(tmp_path / "out.pt"), weights(""))
+    assert [left.path for left in report.left_behind] == [key for key in lightning("") if key != "state_dict"]

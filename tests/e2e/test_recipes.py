@@ -1,0 +1,566 @@
+"""RECIPES.md holds: each error is torch's own and comes up before, each command runs as it stands, and the error is gone after."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import shlex
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import load_torch_model, save_torch_state_dict
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ckptconv
+from ckptconv.cli.main import main
+from tests.support import zoo
+from tests.support.paths import ROOT
+
+RECIPES = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", (ROOT / "RECIPES.md").read_text(), re.MULTILINE))
+
+
+def net() -> nn.Module:
+    """A model whose names are those of the recipes."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 2, 3), features=nn.Sequential(nn.Linear(2, 2)), layers=nn.ModuleList([nn.Linear(2, 2)]), head=nn.Linear(2, 2)
+        )
+    )  # fmt: skip
+
+
+class Arguments:
+    """A class that nobody has told torch of."""
+
+    lr = 0.1
+
+
+def load(name: str = "model.pt", **options: Any) -> Any:
+    """What somebody who knows nothing of ckptconv types."""
+    return torch.load(name, **options)
+
+
+def into_net(name: str) -> None:
+    net().load_state_dict(torch.load(name, map_location="cpu"), strict=True)
+
+
+def on_gpu() -> Callable[[], Any]:
+    zoo.save(net().state_dict(), "model.pt", tags=["cuda:0"])
+    return load
+
+
+def on_second_gpu() -> Callable[[], Any]:
+    zoo.save(net().state_dict(), "model.pt", tags=["cuda:0", "cuda:1"])
+    return load
+
+
+def wrapped() -> Callable[[], Any]:
+    torch.save(nn.DataParallel(net()).state_dict(), "model.pt")
+    return lambda: into_net("model.pt")
+
+
+def plain() -> Callable[[], Any]:
+    torch.save(net().state_dict(), "model.pt")
+    return lambda: nn.DataParallel(net()).load_state_dict(torch.load("model.pt"), strict=True)
+
+
+def inner() -> Callable[[], Any]:
+    model = net()
+    model.features = nn.DataParallel(model.features)
+    torch.save(model.state_dict(), "model.pt")
+    return lambda: into_net("model.pt")
+
+
+def compiled() -> Callable[[], Any]:
+    torch.save(torch.compile(net()).state_dict(), "model.pt")
+    return lambda: into_net("model.pt")
+
+
+def activations() -> Callable[[], Any]:
+    model = net()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    torch.save({f"{name}": tensor for name, tensor in with_wrappers(model).items()}, "model.pt")
+    return lambda: into_net("model.pt")
+
+
+def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The names as they are inside: the wrapper's own hook hides them in ``state_dict()`` of its newer versions."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def dumped() -> Callable[[], Any]:
+    with zoo.tagging(["cuda:0"]):
+        Path("data.pkl").write_bytes(pickle.dumps(net().state_dict()))
+    return lambda: pickle.loads(Path("data.pkl").read_bytes())
+
+
+def loads_the_dumped() -> None:
+    net().load_state_dict(pickle.loads(Path("cpu.pkl").read_bytes()), strict=True)
+    into_net("cpu.pt")
+
+
+def before_zips() -> Callable[[], Any]:
+    torch.save(net().state_dict(), "model.pt", _use_new_zipfile_serialization=False)
+    return lambda: torch.load("model.pt", mmap=True)
+
+
+def maps_into_memory() -> None:
+    net().load_state_dict(torch.load("new.pt", mmap=True), strict=True)
+    into_net("old.pt")
+
+
+def with_class() -> Callable[[], Any]:
+    torch.save({"state_dict": net().state_dict(), "args": Arguments()}, "model.pt")
+    return load
+
+
+def of_protocol_4() -> Callable[[], Any]:
+    torch.save(net().state_dict(), "model.pt", pickle_protocol=4)
+    return load
+
+
+#: This module as pickles name it, and a name of that length that nobody can import.
+HERE = __name__.encode()
+GONE = b"models".ljust(len(HERE), b"_")
+
+
+def with_lost_class() -> Callable[[], Any]:
+    torch.save({"state_dict": net().state_dict(), "args": Arguments()}, "old.pt")
+    data = Path("old.pt").read_bytes().replace(b"c%s\nArguments" % HERE, b"c%s\nArguments" % GONE)
+    assert GONE in data
+    Path("model.pt").write_bytes(without_checksums(data))
+    return lambda: torch.load("model.pt", weights_only=False)
+
+
+def without_checksums(data: bytes) -> bytes:
+    """The archive DATA, written anew by torch around its changed pickle."""
+    Path("changed.pt").write_bytes(data)
+    reader = torch._C.PyTorchFileReader("changed.pt")
+    writer = torch._C.PyTorchFileWriter("again.pt")
+    for name in reader.get_all_records():
+        if name not in (".data/serialization_id", "version", ".format_version", ".storage_alignment"):
+            record = reader.get_record(name)
+            writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    return Path("again.pt").read_bytes()
+
+
+class Net(nn.Module):
+    """A model with everything that a name can come from: a parameter of its own, modules in modules, buffers, a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(2))
+        self.register_buffer("steps", torch.arange(3))
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
+        self.head = nn.Linear(2, 2)
+        self.head.weight = self.body[0].weight
+        self.seen = torch.zeros(3)  # which is neither parameter nor buffer
+
+
+def whole() -> Callable[[], Any]:
+    """The model itself, of a module that is gone."""
+    return whole_model(Net(), HERE + b"\nNet", GONE + b"\nNet")
+
+
+def whole_wrapped() -> Callable[[], Any]:
+    """The model itself in its wrapper on a GPU, of a class that is gone."""
+    return whole_model(nn.DataParallel(Net()), b"test_recipes\nNet", b"test_recipes\nOld", tags=["cuda:0"])
+
+
+def whole_model(model: nn.Module, cls: bytes, gone: bytes, tags: Sequence[str] = ("cpu",)) -> Callable[[], Any]:
+    zoo.save(model, "old.pt", tags)
+    torch.save(getattr(model, "module", model).state_dict(), "expected.pt")
+    data = Path("old.pt").read_bytes().replace(cls, gone)
+    assert gone in data
+    Path("model.pt").write_bytes(without_checksums(data))
+    return lambda: torch.load("model.pt", weights_only=False, map_location="cpu")
+
+
+def loads_the_weights() -> None:
+    for weights in (torch.load("weights.pt"), SPACE["weights"]):
+        into_a_new_one(weights)
+    load_model(Net(), "weights.safetensors")
+
+
+def loads_the_wrapped_weights() -> None:
+    into_a_new_one(torch.load("weights.pt"))
+
+
+def into_a_new_one(weights: Any) -> None:
+    model = Net()
+    model.load_state_dict(weights, strict=True)
+    expected = torch.load("expected.pt")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def tied() -> Callable[[], Any]:
+    model = net()
+    model.head.weight = model.features[0].weight
+    torch.save(model.state_dict(), "model.pt")
+    return lambda: save_file(torch.load("model.pt"), "out.safetensors")
+
+
+def training() -> Callable[[], Any] | None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    zoo.save(
+        {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer.state_dict()},
+        "model.pt",
+        tags=["cuda:0"],
+    )
+    return None
+
+
+def saved_again() -> Callable[[], Any] | None:
+    """A training, a copy of it, its weights, and what became of it, in which the head alone is another."""
+    training()
+    ckptconv.convert("model.pt", "copy.pt")
+    ckptconv.convert("model.pt", "weights.safetensors")
+    later = load(map_location="cpu")
+    later["model"]["head.weight"].add_(1)
+    zoo.save(later, "later.pt", tags=["cuda:0"])
+    return None
+
+
+def the_same_is_said() -> None:
+    """Of what the recipe compares, and not of the whole."""
+    (only,) = ckptconv.diff("model.pt", "later.pt", select="model").differing
+    assert only.path == "head.weight"
+    assert main(["diff", "model.pt", "later.pt", "-q"]) == 1
+
+
+def with_rng() -> Callable[[], Any]:
+    state = {"model": net().state_dict(), "rng": torch.get_rng_state()}
+    zoo.save(state, "model.pt", tags=["cuda:0"])
+    return lambda: torch.set_rng_state(torch.load("model.pt", map_location="meta")["rng"])
+
+
+def of_unknown_device() -> Callable[[], Any]:
+    zoo.save(net().state_dict(), "model.pt", tags=["npu:0"])
+    return load
+
+
+def cut() -> Callable[[], Any]:
+    torch.save(net().state_dict(), "whole.pt")
+    Path("model.pt").write_bytes(Path("whole.pt").read_bytes()[:1500])
+    return load
+
+
+def of_export() -> Callable[[], Any] | None:
+    Path("model.pt").write_bytes(exported())
+    return None
+
+
+def of_jit() -> Callable[[], Any]:
+    Path("model.pt").write_bytes(torchscript())
+    return load
+
+
+def views() -> Callable[[], Any] | None:
+    torch.save({"a": torch.randn(100_000)[:10]}, "model.pt")
+    return None
+
+
+def tags(name: str) -> set[str]:
+    return set(ckptconv.inspect(name)["devices"])
+
+
+def loads_into(name: str) -> Callable[[], Any]:
+    return lambda: into_net(name)
+
+
+def in_shards() -> None:
+    Path("hub").mkdir()
+    save_torch_state_dict(net().state_dict(), "hub", max_shard_size=60)
+    Path("hub", "config.json").write_text("{}")
+
+
+def loads_from_shards() -> None:
+    net().load_state_dict(load_file("merged.safetensors"), strict=True)
+    model = net().bfloat16()
+    assert len(load_torch_model(model, "half").missing_keys) == 0
+    assert Path("half", "config.json").exists()
+    assert len(load_torch_model(net(), "dealt").missing_keys) == 0
+
+
+def distributed() -> None:
+    """What one process saves."""
+    state = {"model": net().state_dict(), "step": 100}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id="step-100")
+    with pytest.raises(IsADirectoryError):
+        load("step-100")
+
+
+def is_whole() -> None:
+    whole = load("whole.pt")
+    assert whole["step"] == 100
+    net().load_state_dict(whole["model"], strict=True)
+    net().load_state_dict(load_file("weights.safetensors"), strict=True)
+
+
+def a_run() -> None:
+    for step in ("1", "2"):
+        Path("run", step).mkdir(parents=True)
+        zoo.save(net().state_dict(), f"run/{step}/model.pt", tags=["cuda:0"])
+
+
+def keeps_the_ties() -> None:
+    model = net()
+    model.head.weight = model.features[0].weight
+    load_model(model, "model.safetensors")
+
+
+def is_half() -> None:
+    half, mixed = load("half.pt", map_location="cpu"), load("mixed.pt", map_location="cpu")
+    net().bfloat16().load_state_dict(half["model"], strict=True)
+    assert {tensor.dtype for tensor in half["model"].values()} == {torch.bfloat16}
+    assert {name for name, tensor in mixed["model"].items() if tensor.dtype == torch.float32} == {"head.weight", "head.bias"}  # fmt: skip
+
+
+def is_small() -> None:
+    assert Path("small.pt").stat().st_size < 5000
+    assert load("small.pt")["a"].untyped_storage().nbytes() == 40
+    assert Path("small.safetensors").stat().st_size < 1000 < 300_000 < Path("model.pt").stat().st_size
+    assert load_file("small.safetensors")["a"].shape == (10,)
+
+
+def resumes() -> None:
+    assert tags("resumable.pt") == {"cuda:0", "cpu"}
+    torch.set_rng_state(ckptconv.load("resumable.pt", {"cuda": "cpu"})["rng"])
+
+
+def takes_parts() -> None:
+    into_net_from_cpu = ckptconv.load("ema.pt", "cpu")
+    net().load_state_dict(into_net_from_cpu, strict=True)
+    net().load_state_dict(ckptconv.load("weights.pt", "cpu"), strict=True)
+    assert not any(name.startswith("head") for name in ckptconv.load("headless.pt", "cpu"))
+
+
+#: What the recipes' Python has made.
+SPACE: dict[str, Any] = {}
+#: What inspect says of what cannot be read.
+UNREAD = {cut: "bytes are missing", of_export: "a .pt2 archive"}
+#: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
+STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
+    "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (on_gpu, loads_into("cpu.pt")),
+    "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1": (
+        on_second_gpu, lambda: tags("first.pt") == {"cuda:0"} or pytest.fail("a tag is left"),
+    ),
+    'Missing key(s) in state_dict: "conv.weight" ... Unexpected key(s) in state_dict: "module.conv.weight"': (wrapped, loads_into("plain.pt")),
+    'Missing key(s) in state_dict: "module.conv.weight" ... Unexpected key(s) in state_dict: "conv.weight"': (
+        plain, lambda: nn.DataParallel(net()).load_state_dict(torch.load("ddp.pt"), strict=True),
+    ),
+    'Unexpected key(s) in state_dict: "features.module.0.weight"': (inner, loads_into("plain.pt")),
+    'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"': (compiled, loads_into("plain.pt")),
+    'Unexpected key(s) in state_dict: "layers.0._checkpoint_wrapped_module.weight"': (activations, loads_into("plain.pt")),
+    "RuntimeError: Attempting to deserialize object on a CUDA device, from pickle.load": (dumped, loads_the_dumped),
+    "RuntimeError: mmap can only be used with files saved with torch.save(... _use_new_zipfile_serialization=True)": (
+        before_zips, maps_into_memory,
+    ),
+    "UnpicklingError: Weights only load failed": (with_class, loads_into("weights.pt")),
+    "UnpicklingError: Weights only load failed ... Unsupported operand 149": (of_protocol_4, loads_into("loadable.pt")),
+    "ModuleNotFoundError: No module named 'models'": (with_lost_class, loads_into("weights.pt")),
+    "ModuleNotFoundError: No module named 'models', where the file is the model itself": (whole, loads_the_weights),
+    "AttributeError: Can't get attribute 'Net' on <module '__main__'>": (whole_wrapped, loads_the_wrapped_weights),
+    "RuntimeError: Cannot use weights_only=True with TorchScript archives": (
+        of_jit, lambda: nn.Linear(3, 2).load_state_dict(torch.load("weights.pt"), strict=True),
+    ),
+    "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": (tied, keeps_the_ties),
+    "torch.cuda.OutOfMemoryError when training is resumed": (training, lambda: load("cpu.pt")),
+    "Killed: out of memory on a file that is larger than the RAM": (training, lambda: None),
+    "TypeError: RNG state must be a torch.ByteTensor": (with_rng, resumes),
+    "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)": (
+        of_unknown_device, loads_into("cpu.pt"),
+    ),
+    "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": (cut, lambda: None),
+    "The file is far too big": (views, is_small),
+    "The weights in half the bytes": (training, is_half),
+    "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
+    "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
+    "A folder with .metadata and .distcp files, which torch.load does not read": (distributed, is_whole),
+    "A run full of checkpoints for a machine without a GPU": (a_run, lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"]),
+    "Are these two checkpoints the same?": (saved_again, the_same_is_said),
+    "Names and shapes without loading": (training, lambda: None),
+    "AttributeError: 'Adam' object has no attribute 'to'": (
+        lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"), lambda: None,  # type: ignore[attr-defined]
+    ),
+    "No space left on device, and the old checkpoint is gone": (lambda: None, lambda: load("last.pt")),
+    "Not read by this version": (of_export, lambda: None),
+}  # fmt: skip
+
+
+def parts(heading: str) -> list[str]:
+    """What of HEADING stands in the exception's text."""
+    text = re.sub(r"^[\w.]+: ", "", heading) if "Error: " in heading.split(" ")[0] + " " else heading
+    return [
+        part.strip()
+        for part in re.split(r"\.\.\.|, from pickle.*|\(tagged|'models'.*|'Net'|'__main__'.*", text)
+        if part.strip(" )")
+    ]
+
+
+def test_every_recipe_has_a_story() -> None:
+    """And the other way round."""
+    assert list(RECIPES) == list(STORIES)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol 4", "ignore:.*TorchScript archive"
+)
+@pytest.mark.parametrize("heading", STORIES)
+def test_the_error_comes_up_and_goes(
+    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch says what the heading says; the recipe's commands run; what failed works."""
+    monkeypatch.chdir(tmp_path)
+    before, after = STORIES[heading]
+    attempt = before()
+    gpus = torch.cuda.device_count()
+    if attempt and ("CUDA device" not in heading or gpus == (1 if "device 1" in heading else 0)):
+        said = said_by(attempt)
+        assert all(part in said for part in parts(heading)), said
+    shell = [
+        line for block in re.findall(r"```sh\n(.*?)```", RECIPES[heading], re.DOTALL) for line in block.splitlines()
+    ]
+    python = re.findall(r"```python\n(.*?)```", RECIPES[heading], re.DOTALL)
+    assert shell or python
+    for line in shell:
+        status = main(shlex.split(line)[1:])
+        assert status == (1 if before in UNREAD else 0), (line, capsys.readouterr().err)
+    SPACE.clear()
+    for code in python:
+        exec(compile(code, heading, "exec"), SPACE)
+    if before in UNREAD:
+        assert UNREAD[before] in capsys.readouterr().err
+    after()
+
+
+# The same trouble in other words
+
+
+def torch_bytes(elements: int = 0) -> bytes:
+    file = io.BytesIO()
+    torch.save({**net().state_dict(), "more": torch.zeros(elements)}, file)
+    return file.getvalue()
+
+
+def torchscript() -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
+    return file.getvalue()
+
+
+def exported() -> bytes:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),)), file)
+    return file.getvalue()
+
+
+DAMAGED = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
+PAGE = b"<!DOCTYPE html>\n<html><title>Sign in</title></html>"
+JSON = b'{"architectures": ["Net"]}'
+REFUSED = "UnpicklingError: Weights only load failed ... Unsupported operand"
+#: What torch says: a file of which it says that, and what inspect says of it.
+FILES: dict[str, tuple[Callable[[], bytes], str]] = {
+    DAMAGED: (lambda: torch_bytes()[:1500], "bytes are missing; download or copy it again"),
+    "OSError: [Errno 22] Invalid argument": (lambda: torch_bytes(5000)[:-30], "cut short: the zip archive's end is missing; download or copy it again"),
+    "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
+    f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*lfs pull"),
+    f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* logged in"),
+    f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*give the file with the weights"),
+    f"{REFUSED} 0": (lambda: b"GGUF\3\0\0\0" + bytes(64), "a GGUF file.*ask its publisher for the weights it was made from"),
+    "RuntimeError: Invalid magic number; corrupt file?": (lambda: pickle.dumps({"lr": 1}, 2), "a pickle without tensors.*give the file with the weights"),
+    "KeyError: 101": (lambda: b"hello world", "a text file.*give the file with the weights"),
+    "RuntimeError: PytorchStreamReader failed locating file data.pkl": (exported, r"a \.pt2 archive.*save its weights alone: python -c"),
+}  # fmt: skip
+#: What torch says of a file with a tag, and the tag.
+DEVICES = {
+    "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps": "mps",
+    "RuntimeError: The HPU device module is not registered": "hpu:0",
+    "RuntimeError: Attempting to deserialize object on a XPU device but torch.xpu.is_available() is False": "xpu:0",
+}
+UNKNOWN = "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)"
+
+
+def said_by(attempt: Callable[[], Any]) -> str:
+    """The last line of the traceback that ATTEMPT ends in, without torch's quotation marks."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller says
+        attempt()
+    return f"{type(caught.value).__name__}: {caught.value}".replace("`", "")
+
+
+def test_each_row_and_line_has_its_file() -> None:
+    """And the other way round."""
+    assert re.findall(r"^\| `(.*?)`", RECIPES[DAMAGED], re.MULTILINE) == list(FILES)
+    assert re.findall(r"^- `(.*?)`", RECIPES[UNKNOWN], re.MULTILINE) == list(DEVICES)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol", "ignore:.*TorchScript archive"
+)
+@pytest.mark.parametrize("error", FILES)
+def test_torch_says_so_of_such_a_file(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And inspect says what it is, with the table's next step."""
+    monkeypatch.chdir(tmp_path)
+    make, what = FILES[error]
+    Path("model.pt").write_bytes(make())
+    said = said_by(load)
+    start, *rest = error.split(" ... ")
+    assert said.startswith(start)
+    assert all(re.search(rf"{re.escape(part)}\b", said) for part in rest)
+    assert main(["inspect", "model.pt"]) == 1
+    assert re.search(what, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("data", "key"), [(POINTER, "'v'"), (PAGE, "'<'"), (JSON, "'{'")])
+def test_torch_names_the_first_letter_without_weights_only(
+    data: bytes, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every version before 2.6 did; the files are no pickles, so that nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_bytes(data)
+    said = said_by(lambda: load(weights_only=False))
+    assert said.startswith(f"UnpicklingError: invalid load key, {key}")
+    assert f"`invalid load key, {key}`" in RECIPES[DAMAGED]
+
+
+@pytest.mark.parametrize("error", DEVICES)
+def test_torch_says_so_of_such_a_tag(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the recipe's command is right for it."""
+    monkeypatch.chdir(tmp_path)
+    zoo.save(net().state_dict(), "model.pt", tags=[DEVICES[error]])
+    assert said_by(load).startswith(error)
+    assert main(["convert", "model.pt", "cpu.pt", "--to", "cpu", "-q"]) == 0
+    into_net("cpu.pt")
+
+
+def test_the_names_of_a_wrapped_model_are_excluded_with_their_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As inspect prints them; without it, nothing matches."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": nn.DataParallel(net()).state_dict()}, "model.pt")
+    convert = ["convert", "model.pt", "headless.pt", "--select", "model"]
+    assert main([*convert, "--exclude", "head.*"]) == 1
+    recipe = RECIPES["The weights without the optimizer, the EMA, one part of the model"]
+    flags = re.findall(r"`(--exclude .*?)`", recipe)
+    assert len(flags) == 1
+    assert main([*convert, *shlex.split(flags[0])]) == 0
+    names = torch.load("headless.pt")
+    assert names and not any("head" in name for name in names)

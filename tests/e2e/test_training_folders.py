@@ -1,0 +1,139 @@
+"""The folders that trainers leave behind, as a batch: each file retagged, names and all, without what wrote it; what is no tensor stays what it is."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptconv
+from ckptconv.cli.main import main
+from tests.support.judge import assert_same, tags_of
+
+
+def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
+    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for bit; what is no checkpoint came along."""
+    names = sorted(str(path.relative_to(before)) for path in before.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(cpu)) for path in cpu.rglob("*") if path.is_file())
+    for name in names:
+        if name.endswith((".pt", ".pth", ".bin", ".pkl")):
+            (original, tags), (there, there_tags), (again, again_tags) = (tags_of(folder / name) for folder in (before, gpu, cpu))  # fmt: skip
+            assert set(there_tags) <= {"cpu", "cuda:0"}
+            assert_same(there, original)
+            assert_same(again, original)
+            assert set(tags) == set(again_tags) <= {"cpu"}
+        elif not name.endswith(".safetensors"):
+            assert (cpu / name).read_bytes() == (before / name).read_bytes()
+
+
+def there_and_back(before: Path) -> tuple[Path, Path]:
+    """The folder BEFORE as a training on a GPU would have written it, and that made fit for the CPU."""
+    gpu, cpu = before.with_name("gpu"), before.with_name("again")
+    assert main(["convert", str(before), str(gpu), "--to", "cuda:0", "--copy-others", "-q"]) == 0
+    assert main(["convert", str(gpu), str(cpu), "--to", "cpu", "--copy-others", "-q"]) == 0
+    return gpu, cpu
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Four short ones."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(5) + i
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' Trainer: the model, the optimizer, the scheduler, states of generators, and its own arguments, which are an object; it goes on from the result."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+
+    def trainer(steps: int) -> Any:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
+            logging_strategy="no", dataloader_pin_memory=False,
+        )  # fmt: skip
+        return transformers.Trainer(model, arguments, train_dataset=Texts())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(2).train()
+    before = tmp_path / "run" / "checkpoint-2"
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"} <= {*os.listdir(before)}  # fmt: skip
+    gpu, cpu = there_and_back(before)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(gpu / "optimizer.pt")
+    assert_retagged(before, gpu, cpu)
+    assert tags_of(gpu / "rng_state.pth")[1] == ["cpu"] * len(tags_of(gpu / "rng_state.pth")[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trainer(4).train(resume_from_checkpoint=str(cpu)).global_step == 4
+
+
+def test_accelerates_folder(tmp_path: Path) -> None:
+    """``save_state``: models and optimizers as .bin, states of generators as a pickle of numbers and tensors; ``load_state`` reads the result."""
+    accelerate = pytest.importorskip("accelerate")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        accelerator.save_state(str(tmp_path / "before"), safe_serialization=False)
+        names = {*os.listdir(tmp_path / "before")}
+        assert {"pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"} <= names
+        gpu, cpu = there_and_back(tmp_path / "before")
+        assert_retagged(tmp_path / "before", gpu, cpu)
+        assert set(tags_of(gpu / "optimizer.bin")[1]) == {"cuda:0"}
+        assert set(tags_of(gpu / "random_states_0.pkl")[1]) == {"cpu"}
+        expected = [value.clone() for value in model.parameters()]
+        with torch.no_grad():
+            model.weight.zero_()
+        accelerator.load_state(str(cpu))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank's file is a file, with the tag of its rank; to one file they are not merged, and the tool that does it is named."""
+    folder = tmp_path / "run" / "global_step2"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        part = {"optimizer_state_dict": {"fp32_flat_groups": [torch.full((4,), float(rank))], "zero_stage": 2}, "ds_version": "0.15"}  # fmt: skip
+        torch.save(part, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    torch.save({"module": {"w": torch.ones(2)}, "param_shapes": [{"w": torch.Size([2])}]}, folder / "mp_rank_00_model_states.pt")  # fmt: skip
+    (tmp_path / "run" / "latest").write_text("global_step2")
+    (tmp_path / "run" / "zero_to_fp32.py").touch()
+    gpu, cpu = there_and_back(tmp_path / "run")
+    assert_retagged(tmp_path / "run", gpu, cpu)
+    assert (cpu / "latest").read_text() == "global_step2"
+    for path in (tmp_path / "run", folder):
+        assert main(["convert", str(path), str(tmp_path / "one.pt"), "--to", "cpu"]) == 1
+        assert "zero_to_fp32" in capsys.readouterr().err
+    assert not (tmp_path / "one.pt").exists()
+
+
+def test_lightnings_fsdp_folder(tmp_path: Path) -> None:
+    """A folder of chunks with a file beside them: the chunks become one file, the other keeps its place."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    folder = tmp_path / "run" / "epoch=1.ckpt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.arange(5.0)}}, checkpoint_id=folder, no_dist=True)
+    torch.save({"epoch": 1}, folder / "meta.pt")
+    (outcome, beside) = ckptconv.convert_many(ckptconv.jobs_in(tmp_path / "run", tmp_path / "new"))
+    assert outcome.error is None
+    assert beside.error is None
+    assert torch.equal(torch.load(tmp_path / "new" / "epoch=1.ckpt.pt")["model"]["w"], torch.arange(5.0))
+    assert torch.load(tmp_path / "new" / "epoch=1.ckpt" / "meta.pt") == {"epoch": 1}

@@ -1,0 +1,123 @@
+"""Files that were changed at random, read by torch and by us: what both take is the same, and what we alone take we take for a reason that is known."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from ckptconv import Summary, convert, inspect
+from ckptconv.errors import CkptconvError
+from tests.fuzz.mutators import MUTATORS
+from tests.fuzz.seeds import seeds_of
+from tests.support.torch_process import TorchProcess
+
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
+
+#: 300 in the gate, 25,000 in the long run, of each format; pytest's -s shows what became of them.
+CHANGES = 5 * settings().max_examples
+
+#: What no call's failure may be: of these we must have known.
+BOUNDS = "out of bounds|out of range|negative|overflow|wrong byte size|unexpected EOF|StreamReader|inline_container|hasRecord"
+#: What torch refuses and we take, by the reason why; what is in torch's error.
+ONLY_WE = {
+    "it names what torch's safe loader does not allow: data to us, and said to need code": r"Unsupported global|unsupported GLOBAL",
+    "it has opcodes that the safe loader does not know": r"Unsupported operand",
+    "it does what the safe loader does not do: data to us": r"Trying to call reduce for unrecognized function|Only persistent_load of storage is allowed|Can only (build|create new)|Can only (SETITEM|APPEND|extend)|Attempted to (build|append)",
+    "a record about the layout makes no sense: we do without": r"invalid literal for int|^UnicodeDecodeError: |hasRecord\(\"version\"\)|parse the version|PyTorch file with version",
+    "its device is not here": r"not compiled with CUDA",
+    "a call fails when it is made: we make none": rf"^(TypeError|AttributeError|KeyError|AssertionError|IndexError|UnboundLocalError|ValueError|RuntimeError): (?!.*({BOUNDS}))",
+}
+#: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones; tests/test_torch_legacy.py compares those.
+BEFORE_0_4 = ("view", "python2")
+
+
+def _change(random: Random) -> Callable[[bytes], bytes]:
+    """Changes bytes in any way."""
+
+    def change(data: bytes) -> bytes:
+        at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
+        end = min(end, at + 8)
+        what = random.randrange(4)
+        if what == 0:
+            return data[:at] + data[end:]
+        if what == 1:
+            return data[:at] + data[at:end] + data[at:]
+        return data[:at] + random.randbytes(1 if what == 2 else end - at) + data[at + 1 if what == 2 else end :]
+
+    return change
+
+
+def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
+    """What is in PATH, once it is converted to OUT; or our error."""
+    try:
+        summary = inspect(path)
+        convert(path, out, map_location="cpu", force=True, format="pt", allow_unsafe=True)
+    except CkptconvError as error:
+        return None, f"{type(error).__name__}: {error.what}"
+    return summary, ""
+
+
+def _tensors(summary: Summary) -> dict[str, list[Any]]:
+    """Dtype, shape, stride and offset of the tensors in SUMMARY, by path."""
+    tensors = summary["tensors"]
+    if any("\\" in info["path"] for info in tensors):  # a key that was set twice: torch has the last alone
+        return {}
+    return {info["path"]: [info["dtype"], info["shape"], info["stride"], info["offset"]] for info in tensors}
+
+
+def _kind(error: str) -> str:
+    """ERROR without what is different in each file."""
+    return re.sub(
+        r"'[^']*'|\"[^\"]*\"|[0-9][0-9,]*|0x[0-9a-f]+|/\S+", "…", error.split("WeightsUnpickler error: ")[-1].strip()
+    )[:90]
+
+
+@pytest.mark.parametrize("target", ["zip", "legacy"])
+def test_changed_files(target: str, tmp_path: Path) -> None:
+    """torch loads from our output what it loads from the file itself, in everything; the tensors are as we say; what torch refuses we refuse too, but for reasons on the list."""
+    random = Random(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seeds = [data for name, data in seeds_of(target).items() if name not in BEFORE_0_4]
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    counts: Counter[str] = Counter()
+    only_torch: Counter[str] = Counter()
+    wrong: dict[str, bytes] = {}
+    with TorchProcess() as torch:
+        for _ in range(CHANGES):
+            data = MUTATORS[target](random.choice(seeds), random, _change(random))
+            path.write_bytes(data)
+            summary, error = _ours(path, out)
+            found = torch.compare(path, out, _tensors(summary)) if summary else torch.compare(path, None, None)
+            if summary is None:
+                counts["neither" if found["first"] else "only torch"] += 1
+                only_torch[_kind(error)] += not found["first"]
+            elif found["first"]:
+                reason = next(
+                    (reason for reason, error in ONLY_WE.items() if re.search(error, found["first"], re.DOTALL)), None
+                )
+                counts[f"only we: {reason}"] += 1
+                if reason is None or (summary["weights_only"] and "does not allow" in reason):
+                    wrong.setdefault(_kind(found["first"]), data)
+            elif found["second"] or found["difference"]:
+                wrong.setdefault(_kind(found["second"] or found["difference"] or ""), data)
+            elif not summary["weights_only"]:
+                wrong.setdefault("we say that torch's safe loader does not take it", data)
+            else:
+                counts["both, and the same"] += 1
+        counts["the end of torch's process"] = torch.ended
+    print(f"{target}, {CHANGES:,} changes")
+    for name, count in [*counts.most_common(), *((f"only torch: {kind}", count) for kind, count in only_torch.most_common() if count)]:  # fmt: skip
+        print(f"{count:8,}  {name}")
+    for i, (what, data) in enumerate(wrong.items()):
+        (tmp_path / f"wrong-{i}").write_bytes(data)
+        print(f"{tmp_path}/wrong-{i}: {what}")
+    assert not wrong and counts["both, and the same"] > CHANGES / 20

@@ -1,0 +1,251 @@
+"""What goes wrong around a conversion, kind by kind, in processes of their own; and the short form of ``tests/long/test_faults.py``, which has a fault at every call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptconv import convert
+from ckptconv.conversion.targets import find_item
+from tests.support.injection import Conversion, not_durable
+from tests.support.limited import ckptconv_with_small_files
+
+OLD = b"the old output"
+OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
+#: Takes from root what lets it write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h, linux/capability.h), and is the command from there on.
+_LIKE_OTHERS = """
+import ctypes, os, sys
+if os.geteuid() == 0:
+    ctypes.CDLL(None).prctl(24, 1)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+
+
+def ckptconv(*args: str | Path, **options: object) -> subprocess.CompletedProcess[bytes]:
+    """``ckptconv ARGS``; its output, unless OPTIONS say where that goes."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, "-m", "ckptconv", *map(str, args)], **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture
+def src(tmp_path: Path, fixtures: Path) -> Path:
+    return Path(shutil.copy(fixtures / "training.pt", tmp_path / "src.pt"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A model in two shards."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for i in (1, 2):
+        torch.save({f"w{i}": torch.randn(3000)}, folder / f"pytorch_model-0000{i}-of-00002.bin")
+    return folder
+
+
+# Calls that fail, and processes that end
+
+
+def chosen(conversion: Conversion, *names: str) -> None:
+    """Let CONVERSION have faults only at the first and the last of its calls of these NAMES."""
+    numbers = {name: [number for call, number in conversion.calls if call == name] for name in names}
+    conversion.calls = sorted({(name, all_[i]) for name, all_ in numbers.items() for i in (0, -1)})
+
+
+@needs_strace
+def test_faults_where_a_file_is_replaced(src: Path, tmp_path: Path) -> None:
+    """An error of the disk, or the end of the process, at the first and the last call of a kind: the old file or the new one, exit 0 only with the new one, one line, and a temporary only of a process that was killed."""
+    conversion = Conversion("file", tmp_path / "runs", [src], ["dst.pt"], OLD, ("--to", "cpu"))
+    chosen(conversion, "pwrite64", "copy_file_range", "fsync", "close", "rename")
+    points = conversion.points(["error=EIO", "signal=SIGKILL"])
+    assert len(points) == 18
+    in_place = [point for point in points if "in place" in point.line]
+    assert {point.call for point in in_place} == {"fsync"}  # of the folder
+    assert {point.outcome for point in points} == {("old",), ("new",)}
+
+
+@needs_strace
+def test_faults_where_a_folder_is_replaced(shards: Path, tmp_path: Path) -> None:
+    """The same of a folder that changes names with the old one."""
+    conversion = Conversion("folder", tmp_path / "runs", [shards], ["dst"], OLD_SET, ("--to", "cpu"))
+    chosen(conversion, "copy_file_range", "fsync", "renameat2", "rmdir")
+    points = conversion.points(["error=ENOSPC", "signal=SIGKILL"])
+    assert len(points) == 12
+    assert {point.outcome for point in points} == {("old",), ("new",)}
+
+
+@needs_strace
+@pytest.mark.parametrize("kind", ["file", "folder", "batch in a new folder"])
+def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
+    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the folder in which a batch makes a new one."""
+    runs = tmp_path / "runs"
+    if kind == "file":
+        conversion = Conversion(kind, runs, [src], ["dst.pt"], None, ("--to", "cpu"), calls=[("fsync", 1)])
+    elif kind == "folder":
+        conversion = Conversion(kind, runs, [shards], ["dst"], OLD_SET, ("--to", "cpu"), calls=[("fsync", 1)])
+    else:
+        other = Path(shutil.copy(src, tmp_path / "other.pt"))
+        flags, targets = ("--to", "cpu", "-j", "1"), ["new/deep/src.pt", "new/deep/other.pt"]
+        conversion = Conversion(kind, runs, [src, other], targets, None, flags, dst="new/deep/", calls=[("fsync", 1)])
+    out = conversion.fresh()
+    done, lines = conversion.trace(out)
+    assert done.returncode == 0
+    assert not_durable(lines, out) == []
+
+
+def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
+    """A limit on the size of files (EFBIG) is an error in one line; the old output is intact and nothing else is there."""
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / "dst.pt"
+    target.write_bytes(OLD)
+    done = ckptconv_with_small_files(4000, "convert", src, target, "--to", "cpu", "--force")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ckptconv: {target}: ") and "File too large" in line
+    assert target.read_bytes() == OLD
+    assert os.listdir(target.parent) == [target.name]
+
+
+# What is in the way
+
+
+@pytest.mark.parametrize("kind", ["socket", "FIFO", "device", "folder with a checkpoint of that name"])
+def test_targets_that_are_no_files(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A socket, a FIFO or a device is never replaced, nor a folder by a file: one line, exit 1, and it is still there."""
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
+    target = Path("thing.pt")
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        if kind == "socket":
+            listener.bind(str(target))
+        elif kind == "FIFO":
+            os.mkfifo(target)
+        elif kind == "device":
+            target = Path("/dev/full")
+        else:
+            target = Path("folder")
+            (target / src.name).mkdir(parents=True)
+        before = os.lstat(target).st_ino
+        done = ckptconv("convert", "-f", "--to", "cpu", src, target)
+        assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+        assert b"is no regular file" in done.stderr
+        assert os.lstat(target).st_ino == before
+        assert [name for name in os.listdir(tmp_path) if "ckptconv" in name] == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "batch", "batch in a new folder"])
+def test_where_nothing_may_be_written(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
+    """In a folder in which this user may not write: one line for each output, the reason, and no word of a bug."""
+    inputs = [shards] if kind == "folder" else [src]
+    if "batch" in kind:
+        inputs.append(Path(shutil.copy(src, tmp_path / "b.pt")))
+    out = tmp_path / "out"
+    out.mkdir(0o555)
+    target = {"file": out / "dst.pt", "folder": out / "dst", "batch": out}.get(kind, out / "new")
+    command = ["-m", "ckptconv", "convert", "--to", "cpu", "-q", "-j", "1", *inputs, target]
+    done = subprocess.run([sys.executable, "-c", _LIKE_OTHERS, *command], capture_output=True)
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, len(lines)) == (1, len(inputs)), done
+    assert all("Permission denied" in line and "bug" not in line for line in lines)
+    assert os.listdir(out) == []
+
+
+def test_a_folder_for_a_batch_that_cannot_be_made(src: Path, tmp_path: Path) -> None:
+    """Where a file stands in the place of a folder, each conversion of a batch says so in a line."""
+    other = shutil.copy(src, tmp_path / "other.pt")
+    done = ckptconv("convert", "--to", "cpu", "-q", "-j", "1", src, other, tmp_path / "src.pt" / "new")
+    assert done.returncode == 1
+    assert done.stderr.count(b"Not a directory") == done.stderr.count(b"\n") == 2
+    assert b"bug" not in done.stderr
+
+
+@pytest.mark.parametrize("first", ["isdir", "lexists"])
+def test_a_folder_that_appears_while_it_is_looked_for(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A set goes to a folder, also if another writer makes that folder between two looks at it: then it is in the way as a folder is."""
+    target = tmp_path / "dst"
+    real = getattr(os.path, first)
+
+    def look(path: str | os.PathLike[str]) -> bool:
+        found = bool(real(path))
+        if os.fspath(path) == str(target):
+            target.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(os.path, first, look)
+    item = find_item(shards, target)
+    assert item.is_folder
+    assert item.dst == target
+
+
+# Streams, terminals, locales
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "012"])
+def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None:
+    """With standard streams that were closed before, as some daemons have it, the output is the same: none of what is said is written into it."""
+    convert(src, tmp_path / "expected.pt", map_location="cuda:1")
+    closing = " ".join(f"{number}>&-" for number in closed)
+    line = f'exec "$@" {closing}'
+    command = ["-m", "ckptconv", "convert", "-v", "--to", "cuda:1", src, tmp_path / "dst.pt"]
+    done = subprocess.run(["bash", "-c", line, "bash", sys.executable, *command], capture_output=True)
+    assert done.returncode == 0
+    assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "expected.pt").read_bytes()
+    assert b"Traceback" not in done.stderr
+    missing = subprocess.run(
+        ["bash", "-c", line, "bash", sys.executable, "-m", "ckptconv", "inspect", "missing.pt"], capture_output=True
+    )
+    assert missing.returncode == 1
+    assert b"Traceback" not in missing.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> None:
+    """Where nobody reads the report, or the errors, the output is whole all the same, and there is no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = ckptconv("convert", "--json", "-v", "--to", "cuda:1", src, tmp_path / "dst.pt", **{stream: pipe})
+    convert(src, tmp_path / "expected.pt", map_location="cuda:1")
+    assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "expected.pt").read_bytes()
+    assert b"Traceback" not in (done.stderr or b"")
+    assert sorted(os.listdir(tmp_path)) == ["dst.pt", "expected.pt", "src.pt"]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "xx_XX.no-such"},
+        {"PYTHONIOENCODING": "cp037"},
+        {"TERM": "dumb", "COLUMNS": "0", "LINES": "no"},
+        {},
+    ],
+    ids=lambda each: " ".join(f"{name}={value}" for name, value in each.items()) or "none",
+)
+def test_odd_locales_and_terminals(tmp_path: Path, fixtures: Path, environment: dict[str, str]) -> None:
+    """Whatever the locale, the encoding of the terminal or its size, or if there is no environment at all: names that it cannot show are converted all the same, shown and named in errors."""
+    names = {"gewicht.ü": torch.ones(2), "重み": torch.ones(3)}
+    torch.save(names, tmp_path / "größe.pt")
+    kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    options = {"env": {**kept, **environment}, "cwd": tmp_path, "start_new_session": True, "stdin": subprocess.DEVNULL}
+    done = ckptconv(
+        "convert", "größe.pt", "重み.pt", "--to", "cuda:0", "-v", "--rename", "gewicht", "weight", **options
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(torch.load(tmp_path / "重み.pt", map_location="cpu")) == ["weight.ü", "重み"]
+    shown = ckptconv("inspect", "größe.pt", **options)
+    missing = ckptconv("inspect", "grö.pt", **options)
+    assert (shown.returncode, missing.returncode) == (0, 1)
+    for each in (done, shown, missing):
+        assert b"Traceback" not in each.stderr
+        assert b"bug" not in each.stderr

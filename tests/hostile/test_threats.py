@@ -1,0 +1,1131 @@
+"""What bad files become: one table, and each row on ``inspect``, ``convert`` and ``verify``. The readers' own tests have the many ways of each.
+
+what is in it                                               what happens                                                     the test
+a call of an unknown global, by each opcode                 needs code: kept inert, every global listed                      test_calls_of_unknown_globals
+the same, thrown away                                       needs code, all the same                                         test_calls_of_unknown_globals
+a call of what no checkpoint needs                          dangerous: not carried over unless asked for                     test_calls_of_what_no_checkpoint_needs
+EXT1, EXT2, EXT4                                            needs code; malformed where the code is none                     test_extensions
+STACK_GLOBAL                                                a known name is sound, a path needs code, no text is malformed   test_stack_global
+REDUCE of what is no global                                 malformed; of what a call makes it needs code                    test_reduce
+an item, member or state for what cannot take it            malformed                                                        test_effects_on_the_wrong_thing
+slots of the memo                                           any is sound, a missing or negative one malformed                test_memo_slots
+a value that doubles itself                                 sound, in a few megabytes                                        test_doubling
+nesting 100,000 deep                                        a limit                                                          test_nesting
+a length that lies                                          malformed, nothing allocated                                     test_lengths_that_lie
+frames, protocols, bytes behind the end                     malformed                                                        test_frames_and_ends
+keys that are no names                                      kept by torch's format, escaped on a screen, refused by others   test_odd_keys
+names that a safetensors file cannot have                   refused                                                          test_names_that_safetensors_cannot_have
+persistent ids                                              malformed                                                        test_persistent_ids
+sizes of storages                                           malformed                                                        test_sizes_of_storages
+a storage under two dtypes                                  sound where torch writes it so                                   test_a_storage_under_two_dtypes
+tensors outside of their storage                            malformed                                                        test_tensors_outside_of_their_storage
+a tensor of terabytes on 16 bytes                           shown; a limit where it would be written out                     test_a_tensor_of_terabytes
+views, lazy bits, rare dtypes                               the right values                                                 test_right_values
+zips that can be read in two ways, or not at all            malformed                                                        test_zips
+zips that others read                                       unsupported, or read within limits                               test_rare_zips
+checksums                                                   malformed where they are read, and for verify                    test_checksums
+an argument beyond all measure                              sound: nothing is called                                         test_an_absurd_argument
+devices, FIFOs, sockets                                     refused                                                          test_no_regular_files
+a file as torch writes it                                   sound                                                            test_a_real_file
+the order of bytes                                          kept, turned round for safetensors; malformed if unknown         test_byte_order
+the format before torch 1.6                                 malformed; big-endian is a note                                  test_older_format
+safetensors                                                 malformed                                                        test_safetensors
+the index of shards                                         refused, named                                                   test_shards
+what is no checkpoint                                       said in plain words, with the next step                          test_no_checkpoints, test_a_folder, test_programs
+an integer of more digits than Python prints                said without them                                                test_integers_that_nobody_prints
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import socket
+import struct
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptconv
+from ckptconv.cli.main import main
+from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
+from ckptconv.inspection.verification import Level, verify
+from tests.support.hostile_bytes import (
+    central_entry,
+    data_of,
+    dict_of,
+    end_of,
+    found_in,
+    integer,
+    local_header,
+    patched,
+    saved,
+    storage,
+    tensor,
+    text,
+    torch_zip_of,
+    zip_of,
+)
+from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
+
+MIB = 1 << 20
+OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}
+
+
+# What is asserted of every row
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes bytes to a file in a folder of its own."""
+
+    def write(data: bytes, name: str = "bad.pt") -> Path:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+Write = Callable[..., Path]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """What is in FOLDER."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def findings(path: Path, *levels: str) -> list[str]:
+    """What ``verify`` finds of these LEVELS, a line each."""
+    return [str(each) for each in verify(path).findings if each.level in levels]
+
+
+def assert_refused(
+    path: Path, kind: type[InputError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
+) -> None:
+    """``inspect``, ``convert`` and ``verify`` all end in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one stays."""
+    with pytest.raises(InputError, match=re.escape(what)) as error:
+        ckptconv.inspect(path)
+    assert type(error.value) is kind and "\n" not in str(error.value)
+    assert_not_converted(path, kind, what, out=out, edits=edits)
+    assert_found(path, what, "damaged" if kind is MalformedError else "unknown")
+    assert main(["inspect", str(path)]) == 1
+
+
+def assert_found(path: Path, what: str, *levels: str) -> None:
+    """``verify`` finds WHAT, says so in a line, and exits with 1."""
+    assert any(what in each for each in findings(path, *levels or ("damaged",))), (what, findings(path, *get_args(Level)))  # fmt: skip
+    assert not verify(path).ok and main(["verify", str(path)]) == 1
+
+
+def assert_not_converted(
+    path: Path, kind: type[ckptconv.CkptconvError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
+) -> None:
+    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one stays."""
+    folder = path.parent.parent / "out"
+    folder.mkdir(exist_ok=True)
+    before = tree(path.parent)
+    for old in (None, b"the old one"):
+        if old is not None:
+            (folder / out).write_bytes(old)
+        with pytest.raises(ckptconv.CkptconvError, match=re.escape(what)) as error:
+            ckptconv.convert(path, folder / out, force=True)
+        assert type(error.value) is kind and "\n" not in str(error.value)
+        assert main(["convert", str(path), str(folder / out), "--force", *edits]) == 1
+        assert tree(folder) == ({} if old is None else {out: old})
+    assert tree(path.parent) == before
+    (folder / out).unlink()
+
+
+def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) -> Path:
+    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives the same object on the CPU; where that is."""
+    shown = ckptconv.inspect(path)["notes"]
+    assert notes in " ".join(shown) if notes else not shown, shown
+    assert verify(path).ok
+    assert all(any(note in each for each in findings(path, "note")) for note in shown)
+    assert main(["inspect", str(path)]) == main(["verify", str(path)]) == 0
+    out = path.parent.parent / "out.pt"
+    assert main(["convert", str(path), str(out), "--to", "cpu", "--force"]) == 0
+    assert verify(out).ok
+    if loads:
+        assert_same(torch.load(out), torch.load(path, map_location="cpu"))
+    return out
+
+
+def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None) -> None:
+    """Each of NAMES is listed by ``inspect`` and, with WHERE it stands, by ``verify``, which fails if it is strict; ``convert`` keeps it, and runs nothing."""
+    shown = ckptconv.inspect(path)
+    assert not shown["weights_only"] and not shown["dangerous"]
+    assert set(names) <= set(shown["globals"]), shown["globals"]
+    code = findings(path, "needs code")
+    for name in names:
+        assert any(name in each for each in code), verify(path).findings
+    if where:
+        assert any(where in each for each in code), verify(path).findings
+    assert verify(path).ok and not verify(path, strict=True).ok
+    assert main(["verify", str(path)]) == 0 and main(["verify", str(path), "--strict"]) == 1
+    out = path.parent.parent / "out.pt"
+    assert main(["convert", str(path), str(out), "--to", "cpu", "--force"]) == 0
+    assert ckptconv.inspect(out)["globals"] == shown["globals"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the protocol
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(out, weights_only=True)
+
+
+def peak(function: Callable[[], object]) -> int:
+    """The most memory that FUNCTION took."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def everything(path: Path) -> None:
+    """Look at PATH, verify it and convert it, whatever comes of it."""
+    out = path.parent.parent / "out.pt"
+    for command in (["inspect"], ["verify"], ["convert", "--force"]):
+        main([*command, str(path), *([str(out)] if command[0] == "convert" else [])])
+
+
+def checkpoint(*items: bytes, protocol: int = 4) -> bytes:
+    """A checkpoint of one tensor, and of ITEMS under keys of their own."""
+    keyed = [each for i, item in enumerate(items) for each in (text(f"x{i}"), item)]
+    return torch_zip_of(dict_of(text("w"), tensor(), *keyed, protocol=protocol))
+
+
+# Pickles
+
+CALLS = {
+    "REDUCE": b"c%b)R",
+    "NEWOBJ": b"c%b)\x81",
+    "NEWOBJ_EX": b"c%b)}\x92",
+    "INST": b"(i%b",
+    "OBJ": b"(c%bo",
+    "STACK_GLOBAL": b"%b)R",
+    "BUILD": b"c%b)\x81}b",
+}
+
+
+def call(opcode: str, module: str, name: str) -> bytes:
+    """A call by OPCODE of a global, without arguments."""
+    named = f"{module}\n{name}\n".encode()
+    return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
+
+
+#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK, under what stays, or out of the memo.
+FATES = {"kept": b"%b", "POP": b"%b0N", "POP_MARK": b"(%b1N", "memo": b"%bq\xc80N", "member": b"\x8f(%b\x90", "argument": b"ccollections\nOrderedDict\n%b\x85R"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("opcode", CALLS)
+def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
+    """A call of a class that nobody knows, by any opcode, is listed and kept as it is, also where the result is thrown away: it would be made all the same."""
+    assert_needs_code(write(checkpoint(FATES[fate] % call(opcode, "stranger.things", "Eleven"))), ["stranger.things.Eleven"])  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("opcode", CALLS)
+def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str) -> None:
+    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but with ``--allow-unsafe``, and then not run."""
+    path = write(checkpoint(FATES[fate] % call(opcode, "os", "system")))
+    assert ckptconv.inspect(path)["dangerous"] == ["os.system"]
+    assert_found(path, "os.system", "dangerous")
+    assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+    out = path.parent.parent / "out.pt"
+    assert main(["convert", str(path), str(out), "--to", "cpu", "--allow-unsafe"]) == 0
+    assert ckptconv.inspect(out)["dangerous"] == ["os.system"]
+
+
+@pytest.mark.parametrize(
+    ("opcode", "code"), [(b"\x82\x07", 7), (b"\x83\x07\x01", 263), (b"\x84\x07\x00\x01\x00", 65543)]
+)
+def test_extensions(write: Write, opcode: bytes, code: int) -> None:
+    """A class by its number in copyreg's registry needs that registry; a number below 1 is malformed."""
+    path = write(checkpoint(opcode + b")R"))
+    assert not ckptconv.inspect(path)["weights_only"]
+    assert any(str(code) in each for each in findings(path, "needs code")), verify(path).findings
+    assert verify(path).ok and not verify(path, strict=True).ok
+    out = path.parent.parent / "out.pt"
+    ckptconv.convert(path, out)
+    assert findings(out, "needs code")
+    assert_refused(write(checkpoint(opcode[:1] + bytes(len(opcode) - 1))), MalformedError, "an extension code must be positive")  # fmt: skip
+    if len(opcode) == 5:
+        assert_refused(write(checkpoint(b"\x84\xff\xff\xff\xff")), MalformedError, "an extension code must be positive")
+
+
+def test_stack_global(write: Write) -> None:
+    """Two texts that say a known name are as good as any other opcode, and come out as one that torch's safe loader takes; a dotted path is somebody's code; what is no text is malformed."""
+    known = text("collections") + text("OrderedDict") + b"\x93)R"
+    out = assert_sound(write(checkpoint(known)), loads=False)  # torch refuses protocol 4
+    assert torch.load(out, weights_only=True)["w"].tolist() == torch.load(out)["w"].tolist()
+    assert_needs_code(write(checkpoint(text("stranger") + text("Class.method") + b"\x93)R")), ["stranger.Class.method"])
+    for operands in (b"K\x01K\x02", text("m") + b"N", b"]" + text("n"), b"C\x01mC\x01n"):
+        assert_refused(write(checkpoint(operands + b"\x93")), MalformedError, "STACK_GLOBAL needs two texts")
+
+
+def test_reduce(write: Write) -> None:
+    """What cannot be called is malformed; what a call makes can be, and protocol 2 says keyword arguments so: kept inert."""
+    for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89"):
+        assert_refused(write(checkpoint(value + b")R")), MalformedError, "REDUCE of what cannot be called")
+    for args in (b"N", b"]", b"K\x01", b"}"):
+        assert_refused(write(checkpoint(b"cm\nf\n" + args + b"R")), MalformedError, "REDUCE needs a tuple of arguments")
+    partial = b"cfunctools\npartial\n(" + b"cstranger\nClass\n" + b"t})R" * 0 + b"tR"
+    assert_needs_code(write(checkpoint(partial + b")R")), ["functools.partial", "stranger.Class"])
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (b"]K\x01K\x02s", "SETITEM on"), (b"](K\x01K\x02u", "SETITEMS on"), (b")K\x01K\x02s", "SETITEM on"), (storage() + b"K\x01K\x02s", "SETITEM on"),
+        (tensor() + text("k") + b"Ns", "items are set on a tensor"), (tensor() + b"(NNu", "items are set on a tensor"), (tensor() + b"Na", "items are set on a tensor"),
+        (b"}K\x01a", "APPEND on"), (b"}(K\x01e", "APPENDS on"), (b"](K\x01\x90", "ADDITEMS on"), (b"}}b", "BUILD on"), (b"]}b", "BUILD on"), (b"N}b", "BUILD on"),
+        (b"K\x01}b", "BUILD on"), (b"}(K\x01u", "a key without a value"),
+    ],
+)  # fmt: skip
+def test_effects_on_the_wrong_thing(write: Write, value: bytes, what: str) -> None:
+    """No pickler writes an item for a list, a member for a dict, or a state for what has none."""
+    assert_refused(write(checkpoint(value)), MalformedError, what)
+
+
+def test_memo_slots(write: Write) -> None:
+    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one that is empty, or below 0, is malformed."""
+    high = struct.pack("<I", 2**32 - 16)
+    path = write(checkpoint(b"]r" + high + b"0j" + high))
+    assert_sound(path, loads=False)
+    assert peak(lambda: everything(path)) < 16 * MIB
+    assert_refused(write(checkpoint(b"h\xc8")), MalformedError, "the memo has no such slot")
+    assert_refused(write(checkpoint(b"j" + high)), MalformedError, "the memo has no such slot")
+    assert_refused(write(checkpoint(b"Np-1\n")), MalformedError, "a memo slot is negative")
+
+
+@pytest.mark.parametrize(
+    "frame", [b"%b", b"}%bNs", b"\x8f(%b\x90", b"(%b\x91", b"cstranger\nf\n%b\x85R", b"]%ba", b"cstranger\nf\n)\x81%bb"]
+)
+@pytest.mark.parametrize("double", [b"2\x86", b"q\xc8h\xc8\x86"])
+def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
+    """A tuple that stands for two to the 900th, by DUP or the memo, as value, key, member, argument, item or state, is looked at, verified and converted in a few megabytes."""
+    path = write(checkpoint(frame.replace(b"%b", b"N" + double * 900)))
+    assert peak(lambda: everything(path)) < 32 * MIB
+    ckptconv.inspect(path)
+    assert verify(path).ok and path.parent.with_name("out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "levels", [(b"", b"]", b"a"), (b"N", b"", b"\x85"), (b"", b"}N", b"s"), (b"N", b"", b"\x85cm\nf\nq\xc80h\xc8\x86"), (b"", b"cm\nf\n", b"\x85R"), (b"", b"cm\nf\n)\x81", b"b")]
+)  # fmt: skip
+def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
+    """100,000 levels of lists, tuples, dicts, calls or states are more than anybody can have written: a limit, for all three, not the interpreter's."""
+    start, down, up = levels
+    for depth in (100_000, 2_000):
+        path = write(checkpoint(start + down * depth + (b"N" if down else b"") + up * depth))
+        with pytest.raises(LimitError, match="nested too deeply"):
+            ckptconv.inspect(path)
+    assert_refused(path, LimitError, "nested too deeply")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"X\xff\xff\xff\xff", b"B\xff\xff\xff\xff", b"T\xff\xff\xff\x7f", b"T\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\xff",
+        *(code + length for code in (b"\x8d", b"\x8e", b"\x96", b"\x95") for length in (struct.pack("<Q", 4 << 30), struct.pack("<Q", 1 << 63), b"\xff" * 8)),
+        b"X\xff\xff\x00\x00", b"J\x01", b"G\x00", b"\x8a\xff\x00",
+    ],
+)  # fmt: skip
+def test_lengths_that_lie(write: Write, code: bytes) -> None:
+    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of ours before anything is allocated for it."""
+    data = b"\x80\x04}" + text("x") + code
+    path = write(torch_zip_of(data, {}))
+    kind = LimitError if code == b"\x8b\xff\xff\xff\x7f" else MalformedError
+    with pytest.raises(kind, match=r"too long|reaches beyond its end|is negative|ends too early") as error:
+        ckptconv.inspect(path)
+    assert_refused(path, kind, error.value.what)
+    assert peak(lambda: everything(path)) < 8 * MIB
+
+
+FRAMES = {
+    "too long": (b"\x95" + struct.pack("<Q", 1 << 20), b"", "a length in the pickle reaches beyond its end"),
+    "behind STOP": (b"\x95" + struct.pack("<Q", 200), bytes(200), "the pickle ends inside a frame"),
+    "straddled": (b"\x95" + struct.pack("<Q", 3), b"", "an opcode straddles the end of its frame"),
+    "in a frame": (b"\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 1), b"", "a frame inside a frame"),
+    "bytes behind STOP": (b"", b"\0", "bytes behind the end of the pickle"),
+    "a pickle behind STOP": (b"", b"\x80\x02cos\nsystem\nq\0.", "bytes behind the end of the pickle"),
+    "PROTO in the middle": (b"N0\x80\x02", b"", "PROTO in the middle of the pickle"),
+    "PROTO twice": (b"\x80\x02", b"", "PROTO in the middle of the pickle"),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_and_ends(write: Write, name: str) -> None:
+    """A frame holds whole opcodes, the pickle ends where its record does, and its protocol is said once, in front."""
+    before, behind, what = FRAMES[name]
+    data = dict_of(text("w"), tensor(), protocol=4)
+    assert_refused(write(torch_zip_of(data[:2] + before + data[2:] + behind)), MalformedError, what)
+
+
+@pytest.mark.parametrize("protocol", [6, 127, 255])
+def test_no_such_protocol(write: Write, protocol: int) -> None:
+    """There are six of them, from 0 to 5."""
+    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol))), MalformedError, "no such pickle protocol")  # fmt: skip
+
+
+KEYS: dict[str, tuple[list[object], str | None]] = {
+    "an integer": ([7], "its key is no string"),
+    "None": ([None], "its key is no string"),
+    "a bool": ([True], "its key is no string"),
+    "a tuple": ([(1, "a")], "its key is no string"),
+    "bytes": ([b"w"], "its key is no string"),
+    "half of a surrogate pair": (["w\ud800"], "its name is no text"),
+    "NUL": (["w\0w"], None),
+    "an escape sequence": (["\x1b]0;owned\x07\x1b[31mw"], None),
+    "text that runs backwards": (["w\u202egnp.exe"], None),
+    "lines": (["w\nckptconv: all is well\n"], None),
+    "1 beside '1'": (["1", 1], "its key is no string"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """torch's format keeps any key; nothing that a terminal obeys is printed; a safetensors file has texts for names, and the error names the others."""
+    keys, trouble = KEYS[name]
+    path = write(saved({"a": torch.ones(2), **{key: torch.arange(2.0) + i for i, key in enumerate(keys)}}))  # type: ignore[misc]
+    assert_sound(path)
+    folder = path.parent.parent
+    with pytest.raises(RefusedError, match=trouble) if trouble else nothing_raised():
+        ckptconv.convert(path, folder / "state.safetensors", select=".")
+    assert (folder / "state.safetensors").exists() == (trouble is None)
+    if not trouble:
+        assert set(safetensors.torch.load_file(folder / "state.safetensors")) == {"a", *keys}
+    capsys.readouterr()
+    for command in (["inspect", "{}"], ["inspect", "{}", "--tree"], ["verify", "{}"], ["convert", "{}", "{}.safetensors", "-f"], ["convert", "{}", "{}.out", "-n", "-v"]):  # fmt: skip
+        main([word.format(path) for word in command])
+        printed = capsys.readouterr()
+        assert not set(printed.out + printed.err) & set("\0\x1b\x07\ud800\u202e"), command
+        assert "\nckptconv: all is well" not in printed.out + printed.err
+
+
+def nothing_raised() -> Any:
+    """Stands where a block may not raise."""
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_a_key_set_twice(write: Write) -> None:
+    """torch's format keeps both, for the order of what is done is kept; in a safetensors file the name could be either's."""
+    path = write(torch_zip_of(dict_of(text("w"), tensor(), text("w"), tensor(offset=0, shape=(2,)))))
+    out = assert_sound(path)
+    assert torch.load(out)["w"].shape == (2,)
+    assert len(ckptconv.inspect(out)["tensors"]) == 2
+    assert_not_converted(path, RefusedError, "a second value of that name", out="out.safetensors")
+
+
+def test_names_that_safetensors_cannot_have(write: Write) -> None:
+    """``__metadata__`` is no tensor's name there, and two names cannot become one."""
+    path = write(saved({"__metadata__": torch.ones(1), "w": torch.ones(1)}))
+    assert_sound(path)
+    assert_not_converted(path, RefusedError, "the name is reserved", out="out.safetensors")
+    path = write(saved({"module.w": torch.ones(1), "w": torch.zeros(1)}))
+    for out in ("out.pt", "out.safetensors"):
+        with pytest.raises(ckptconv.CollisionError, match=r"module\.w"):
+            ckptconv.convert(path, path.with_name(out), strip_prefix="module.")
+        assert main(["convert", str(path), str(path.with_name(out)), "--strip-prefix", "module."]) == 1
+        assert not path.with_name(out).exists()
+
+
+# Storages and tensors
+
+
+@pytest.mark.parametrize(
+    ("of", "what"),
+    [
+        (b"NQ", "a persistent id names no storage"), (b"K\x07Q", "a persistent id names no storage"), (text("0") + b"Q", "a persistent id names no storage"),
+        (b")Q", "a persistent id names no storage"), (b"]Q", "a persistent id names no storage"), (b"(" + text("storage") + b"tQ", "a persistent id names no storage"),
+        (storage()[:-2] + b"NtQ", "a persistent id names no storage"), (storage().replace(text("storage"), text("module")), "a persistent id names no storage"),
+        (storage().replace(b"ctorch\nFloatStorage\n", text("FloatStorage")), "names no storage class"), (storage(cls="Tensor"), "names no storage class"),
+        (storage().replace(b"ctorch\n", b"cos\n"), "names no storage class"), (storage().replace(text("0"), b"K\x00"), "parts of wrong types"),
+        (storage().replace(text("cpu"), b"N"), "parts of wrong types"), (storage(tag=""), "parts of wrong types"),
+        (storage("../../etc/passwd"), "the file has no such storage"), (storage("/etc/passwd"), "the file has no such storage"), (storage("..\\0"), "the file has no such storage"),
+        (storage(""), "the file has no such storage"), (storage("0\0"), "the file has no such storage"), (storage("./0"), "the file has no such storage"),
+    ],
+)  # fmt: skip
+def test_persistent_ids(write: Write, of: bytes, what: str) -> None:
+    """They are ('storage', class, key, location, elements), of a class of torch's, and the key is a record's, letter by letter."""
+    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(of)))), MalformedError, what)
+
+
+def test_keys_that_nearly_match(write: Write) -> None:
+    """torch would find the record of another case; a reader that does not would not."""
+    pickle_ = dict_of(text("w"), tensor(storage("a")))
+    assert_refused(write(torch_zip_of(pickle_, {"data/A": bytes(16)})), MalformedError, "the file has no such storage")
+    for name in ("DATA/0", "Data/0", "ByteOrder", ".FORMAT_VERSION"):
+        assert_refused(write(torch_zip_of(dict_of(text("w"), tensor()), {name: bytes(16)})), MalformedError, "differs from torch's in case")  # fmt: skip
+
+
+TWICE = {
+    "two sizes": storage(numel=integer(3)),
+    "two tags": storage(tag="cuda:0"),
+    "two classes": storage(cls="IntStorage"),
+    "two sizes of two classes": storage(cls="DoubleStorage"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_one_storage_described_twice(write: Write, name: str) -> None:
+    """Two references to one storage say the same of it."""
+    path = write(torch_zip_of(dict_of(text("a"), tensor(), text("b"), tensor(TWICE[name], shape=(1,)))))
+    assert_refused(path, MalformedError, "storage 0 is described in two ways")
+
+
+@pytest.mark.parametrize(
+    ("numel", "what"),
+    [
+        (integer(-1), "parts of wrong types"), (integer(-(2**63)), "parts of wrong types"), (b"G" + struct.pack(">d", 4.0), "parts of wrong types"),
+        (b"\x88", "parts of wrong types"), (b"N", "parts of wrong types"), (text("4"), "parts of wrong types"), (integer(2**62), "parts of wrong types"),
+        (integer(2**64), "parts of wrong types"), (integer(2**61), "another size than its record"), (integer(5), "another size than its record"), (integer(3), "another size than its record"),
+        (integer(0), "another size than its record"),
+    ],
+)  # fmt: skip
+def test_sizes_of_storages(write: Write, numel: bytes, what: str) -> None:
+    """A storage has a number of elements, no more and no fewer than its record holds; nothing is allocated for it."""
+    path = write(torch_zip_of(dict_of(text("w"), tensor(storage(numel=numel)))))
+    assert_refused(path, MalformedError, what)
+    assert peak(lambda: everything(path)) < 8 * MIB
+
+
+def test_a_storage_under_two_dtypes(write: Write) -> None:
+    """What torch stores as bytes, such as float8, can share them with a view as bytes: shared in the output, too."""
+    weight = torch.arange(8.0).to(torch.float8_e4m3fn)
+    out = assert_sound(write(saved({"x": weight, "y": weight.view(torch.uint8)})))
+    loaded = torch.load(out)
+    assert loaded["x"].data_ptr() == loaded["y"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset", "what"),
+    [
+        ((5,), (1,), 0, "reaches outside its storage"), ((4,), (1,), 1, "reaches outside its storage"), ((2,), (4,), 0, "reaches outside its storage"),
+        ((1,), (1,), 4, "reaches outside its storage"), ((), (), 4, "reaches outside its storage"), ((2, 3), (3, 1), 0, "reaches outside its storage"),
+        ((2**31, 2**31), (2**31, 1), 0, "reaches outside its storage"), ((2**61, 2**61), (2**61, 2**61), 2**61, "reaches outside its storage"),
+        ((2,), (2**61,), 0, "reaches outside its storage"), ((2**62,), (1,), 0, "do not fit"), ((2**64 + 1,), (1,), 0, "do not fit"), ((1,), (2**64,), 0, "do not fit"),
+        ((-1,), (1,), 0, "do not fit"), ((4,), (-1,), 3, "do not fit"), ((4,), (1, 1), 0, "do not fit"), ((4,), (), 0, "do not fit"),
+        ((1,), (1,), -1, "no count of elements"), ((1,), (1,), 2**62, "no count of elements"), ((1,), (1,), 2**64, "no count of elements"),
+    ],
+)  # fmt: skip
+def test_tensors_outside_of_their_storage(
+    write: Write, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, what: str
+) -> None:
+    """The last element lies in the storage, counted with integers that do not overflow; nothing is negative."""
+    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(None, shape, stride, offset)))), MalformedError, what)
+
+
+def test_more_dimensions_than_torch_has(write: Write) -> None:
+    """64 of them are read, 65 are a limit."""
+    assert_sound(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 64, (1,) * 64)))))
+    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 65, (1,) * 65)))), LimitError, "too many dimensions")  # fmt: skip
+
+
+def test_a_tensor_of_terabytes(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four tebibytes on 16 bytes, by a stride of 0: shown, verified, retagged; where it would have to be written out it is refused before anything is made."""
+    path = write(torch_zip_of(dict_of(text("w"), tensor(None, (1 << 40, 1), (0, 1)))))
+    out = assert_sound(path, loads=False)
+    loaded = torch.load(out, weights_only=True)["w"]
+    assert (loaded.shape, loaded.stride(), loaded.untyped_storage().nbytes()) == ((1 << 40, 1), (0, 1), 16)
+    (shown,) = ckptconv.inspect(path)["tensors"]
+    assert (shown["nbytes"], shown["storage_nbytes"]) == (4 << 40, 16)
+    capsys.readouterr()
+    assert main(["inspect", str(path)]) == 0
+    assert "TB" in capsys.readouterr().out
+    assert_not_converted(path, RefusedError, "more than the limit of 1,073,741,824", out="out.safetensors")
+    assert peak(lambda: everything(path)) < 16 * MIB
+
+
+VIEWS: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.arange(3.0).reshape(3, 1).expand(3, 4),
+    "unfolded": lambda: torch.arange(10.0).unfold(0, 4, 2),
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).T,
+    "every second": lambda: torch.arange(12.0)[1::2],
+    "diagonal": lambda: torch.arange(16.0).reshape(4, 4).diagonal(),
+    "conjugated": lambda: torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+    "negated": lambda: torch.complex(torch.arange(4.0), torch.ones(4)).conj().imag,
+    "conjugated and transposed": lambda: torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3).mH,
+    "empty": lambda: torch.empty(0, 3),
+    "a scalar": lambda: torch.tensor(7.0),
+    **{
+        name: lambda name=name: torch.arange(6).to(getattr(torch, name)).reshape(2, 3).T
+        for name in ("float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64", "bfloat16", "bool", "float16")
+    },
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_right_values(write: Write, name: str) -> None:
+    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's format, the same values from safetensors."""
+    view = VIEWS[name]()
+    path = write(saved({"w": view}))
+    assert_sound(path)
+    out = path.with_name("out.safetensors")
+    ckptconv.convert(path, out)
+    written = safetensors.torch.load_file(out)["w"]
+    view = view.contiguous().resolve_conj().resolve_neg()
+    assert written.dtype == view.dtype and written.shape == view.shape
+    assert torch.equal(written.view(torch.uint8) if view.dim() else written, view.view(torch.uint8) if view.dim() else view)  # fmt: skip
+
+
+# Zips
+
+
+def good_zip(method: int = zipfile.ZIP_STORED) -> bytes:
+    """An archive by Python's own writer, which keeps numbers in local headers."""
+    return torch_zip_of(dict_of(text("w"), tensor()), method=method)
+
+
+def renamed(data: bytes, old: str, new: str) -> bytes:
+    """DATA with the record OLD under another name of the same length, in both headers."""
+    assert len(old) == len(new) and data.count(old.encode()) == 2
+    return data.replace(old.encode(), new.encode())
+
+
+def with_member(name: str, data: bytes = b"3\n") -> bytes:
+    """A checkpoint that has one more record: a name of zipfile's own choice could be the same."""
+    made = torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "\1" * (len(name) - 5): data})
+    return renamed(made, "made/" + "\1" * (len(name) - 5), name)
+
+
+def zip64(data: bytes) -> bytes:
+    """DATA with a zip64 end, as torch's has."""
+    end = end_of(data)
+    count, size, start = struct.unpack_from("<HII", data, end + 10)
+    wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+    return data[:end] + wide + struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1) + data[end:]
+
+
+ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "a name twice": (lambda: with_member("made/version"), "two zip members have one name"),
+    "a name twice but for case": (lambda: with_member("made/VERSION"), "two zip members have one name"),
+    "a pickle twice but for case": (lambda: with_member("made/DATA.PKL"), "two zip members have one name"),
+    "a name twice after folding": (lambda: zip_of({"m/data.pkl": b"N.", "m/straße": b"", "m/STRASSE": b""}), "two zip members have one name"),
+    "two roots": (lambda: with_member("maid/version"), "two folders at its root"),
+    "a name that leads out": (lambda: with_member("made/../x"), "not in the archive's folder"),
+    "an absolute name": (lambda: with_member("/made/x"), "not in the archive's folder"),
+    "local and central sizes": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 22, "<I", 8), "disagree"),
+    "local and central checksums": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 14, "<I", 8), "disagree"),
+    "local and central methods": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 8, "<H", 8), "disagree"),
+    "local and central names": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 30, "<B", 0x41), "a zip member has two names"),
+    "overlap": (lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", local_header(good_zip(), "made/data/0") - 1), "reaches into what follows"),
+    "beyond the end": (lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", 1 << 30), "belong to nothing"),
+    "a size beyond the end": (lambda: patched(patched(good_zip(), central_entry(good_zip(), "made/data/0") + 20, "<I", 1 << 30), central_entry(good_zip(), "made/data/0") + 24, "<I", 1 << 30), "reaches into what follows"),
+    "cut in the directory": (lambda: good_zip()[:-30], "cut short"),
+    "cut in a record": (lambda: good_zip()[:300], "cut short"),
+    "an end that counts too many": (lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 4), end_of(good_zip()) + 10, "<H", 4), "the zip's directory"),
+    "an end that counts too few": (lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 2), end_of(good_zip()) + 10, "<H", 2), "the zip's directory"),
+    "an end of another place": (lambda: patched(good_zip(), end_of(good_zip()) + 16, "<I", 5), "does not reach to its end"),
+    "a zip64 end that counts otherwise": (lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 44 + 8 * 1, "<Q", 2), "the two ends of the zip archive disagree"),
+    "a zip64 locator to nowhere": (lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 12, "<Q", 7), "the zip64 locator points to no zip64 end"),
+    "two ends": (lambda: zip_of({"m/data.pkl": b"N."}, comment=zip_of({"m/data.pkl": b"I1\n."})), "two ends"),
+    "bytes behind the end": (lambda: good_zip() + b"\0", "not the end of the file"),
+    "bytes before the start": (lambda: b"#!/bin/sh\n" + good_zip(), "a zip archive with 10 bytes before it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZIPS)
+def test_zips(write: Write, name: str) -> None:
+    """Where two readers could see two archives, or one none, there is none."""
+    make, what = ZIPS[name]
+    path = write(make())
+    assert_refused(path, MalformedError, what)
+
+
+def test_the_good_ones_are_sound(write: Write) -> None:
+    """What the archives above were made of: else they would show little."""
+    for data in (good_zip(), zip64(good_zip()), with_member("made/surplus")):
+        assert_sound(write(data))
+
+
+def test_rare_zips(write: Write, tmp_path: Path) -> None:
+    """Encrypted or compressed in a way that nobody reads here: unsupported. Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the pickle says of a storage: no output."""
+    data = good_zip()
+    both = (local_header(data, "made/data/0") + 6, central_entry(data, "made/data/0") + 8)
+    for flag in (1, 1 << 6, 1 << 13):
+        assert_refused(write(patched(patched(data, both[0], "<H", flag), both[1], "<H", flag)), UnsupportedError, "the zip archive is encrypted")  # fmt: skip
+    for method in (1, 9, 12, 14, 93, 99):
+        changed = patched(patched(data, both[0] + 2, "<H", method), both[1] + 2, "<H", method)
+        assert_refused(write(changed), UnsupportedError, "a zip member is compressed in an unknown way")
+    out = assert_sound(write(good_zip(zipfile.ZIP_DEFLATED)))
+    assert zipfile.ZipFile(out).testzip() is None
+    bomb = dict_of(text("w"), tensor(), text("x"), b"]" + b"N0" * (32 * MIB))
+    path = write(torch_zip_of(bomb, method=zipfile.ZIP_DEFLATED))
+    assert path.stat().st_size < MIB
+    assert_refused(path, LimitError, "a deflated record is too large")
+    assert peak(lambda: everything(path)) < 24 * MIB
+
+
+@pytest.mark.parametrize("lie", [1 << 40, 8, 4 * MIB - 4])
+def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> None:
+    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another number they are not written, and not held."""
+    deflated = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)  # fmt: skip
+    out = assert_sound(write(deflated))
+    assert out.stat().st_size > 4 * MIB
+    numel = dict_of(text("w"), tensor(storage(numel=integer(lie // 4))))
+    path = write(torch_zip_of(numel, {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED))
+    assert_refused(path, MalformedError, "another size than its record")
+    made = central_entry(deflated, "made/data/0")
+    both = patched(deflated, made + 24, "<I", 8), local_header(deflated, "made/data/0") + 22
+    data = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(2)), shape=(2,))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)  # fmt: skip
+    data = patched(patched(data, central_entry(data, "made/data/0") + 24, "<I", 8), local_header(data, "made/data/0") + 22, "<I", 8)  # fmt: skip
+    assert both
+    path = write(data)  # both headers say 8 bytes, as the pickle does
+    assert_not_converted(path, MalformedError, "another size than promised")
+    assert_found(path, "another size than promised")
+
+
+def test_checksums(write: Write) -> None:
+    """A wrong one is malformed where the bytes are read, and for ``verify`` wherever it stands; without any, a note says so; a 0 among others is one like any other."""
+    data = good_zip()
+    for name, at in (("made/data/0", 5), ("made/data.pkl", 60), ("made/version", 0)):
+        flipped = patched(data, data_of(data, name) + at, "<B", data[data_of(data, name) + at] ^ 1)
+        path = write(flipped)
+        assert_found(path, f"{name.split('/', 1)[1]}: the record is damaged: its checksum is wrong")
+        assert_not_converted(path, MalformedError, "checksum", out="out.safetensors")
+        zero = data
+        for place in (local_header(data, name) + 14, central_entry(data, name) + 16):
+            zero = patched(zero, place, "<I", 0)
+        assert_found(write(zero), "checksum")
+    without = data
+    for name in ("made/data/0", "made/data.pkl", "made/version"):
+        for place in (local_header(data, name) + 14, central_entry(data, name) + 16):
+            without = patched(without, place, "<I", 0)
+    assert_sound(write(without), notes="no checksums")
+    empty = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(0)), (0,))), {"data/0": b""})
+    assert_sound(write(empty))
+
+
+def test_checksums_that_torch_was_told_to_leave_out(write: Write) -> None:
+    """``set_crc32_options(False)``: sound, with a note, in the output as well."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = saved(OBJECT)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    out = assert_sound(write(data), notes="no checksums")
+    assert all(info.CRC == 0 for info in zipfile.ZipFile(out).infolist())
+
+
+def test_an_absurd_argument(write: Write) -> None:
+    """``bytearray(2**40)``, ``bytes``, ``range``, ``torch.Size`` of it: what the allowlist has is not called either."""
+    calls = [
+        b"c__builtin__\nbytearray\n" + integer(2**40) + b"\x85R",
+        b"ctorch\nSize\n(" + integer(2**40) * 3 + b"t\x85R",
+    ]
+    path = write(checkpoint(*calls, protocol=2))
+    out = assert_sound(path, loads=False)
+    assert peak(lambda: everything(path)) < 8 * MIB
+    assert ckptconv.inspect(out)["globals"] == ckptconv.inspect(path)["globals"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
+def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As input, as target, as a shard: refused, without waiting for whoever stands at the other end, and left as they are."""
+    monkeypatch.chdir(tmp_path)  # a socket's path may not be long
+    path = tmp_path / "in" / "thing.pt"
+    path.parent.mkdir()
+    word = {"fifo": "a FIFO", "socket": "a socket", "device": "a device"}[kind]
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind("in/thing.pt")
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(InputError, match=word):
+        ckptconv.inspect(path)
+    with pytest.raises(InputError, match=word):
+        ckptconv.convert(path, tmp_path / "out.pt")
+    assert main(["verify", str(path)]) == main(["inspect", str(path)]) == 1
+    good = tmp_path / "good.pt"
+    good.write_bytes(saved(OBJECT))
+    for force in ([], ["--force"]):
+        assert main(["convert", str(good), str(path), *force]) in (1, 2)
+        assert not path.is_file()
+    folder = tmp_path / "set"
+    ckptconv.convert(good, folder, max_shard_size=8)
+    (shard,) = folder.glob("*-00001-*")
+    shard.unlink()
+    shard.symlink_to(path)
+    for each in (folder, *folder.glob("*.json")):
+        with pytest.raises(InputError, match=word):
+            ckptconv.inspect(each)
+        assert main(["verify", str(each)]) == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["good.pt", "in", "set"]
+
+
+def test_a_real_file(write: Write) -> None:
+    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a zip64 end: sound, and the output too."""
+    data = saved(OBJECT)
+    at = local_header(data, "archive/data/0")
+    assert struct.unpack_from("<HH3I", data, at + 6)[::2] == (0x808, 0, 0) or struct.unpack_from("<H", data, at + 6) == (0x808,)  # fmt: skip
+    assert b"PK\x07\x08" in data and b"PK\x06\x06" in data and b"FB" in data
+    assert_sound(write(data))
+
+
+def test_byte_order(write: Write) -> None:
+    """Big: kept where bytes are kept, turned round where the format is little-endian. Absent: little. Anything else is malformed."""
+    numbers = {"data/0": struct.pack(">4f", 1, 2, 3, 4)}
+    pickle_ = dict_of(text("w"), tensor())
+    path = write(torch_zip_of(pickle_, {**numbers, "byteorder": b"big"}))
+    out = assert_sound(path)
+    assert zipfile.ZipFile(out).read("made/byteorder") == b"big"
+    ckptconv.convert(path, path.with_name("out.safetensors"))
+    assert safetensors.torch.load_file(path.with_name("out.safetensors"))["w"].tolist() == [1, 2, 3, 4]
+    little = write(torch_zip_of(pickle_, {"data/0": struct.pack("<4f", 1, 2, 3, 4)}))
+    assert torch.load(assert_sound(little))["w"].tolist() == [1, 2, 3, 4]
+    for order in (b"", b"Big", b"little\n", b"\0", b"middle"):
+        assert_refused(write(torch_zip_of(pickle_, {**numbers, "byteorder": order})), MalformedError, "the byte order is unknown")  # fmt: skip
+
+
+# Other containers
+
+
+def older(obj: Any) -> bytes:
+    """OBJ in torch's format from before 1.6."""
+    file = io.BytesIO()
+    torch.save(obj, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def _older(change: Callable[[bytes], bytes]) -> Callable[[], bytes]:
+    return lambda: change(older(OBJECT))
+
+
+def with_keys(keys: list[str]) -> Callable[[bytes], bytes]:
+    """A change of the list of keys, whose order in the file of OBJECT is 0, 1."""
+
+    def change(data: bytes) -> bytes:
+        at = data.index(b"\x80\x02]q", 200)
+        end = data.index(b"e.", at) + 2
+        return data[:at] + pickle.dumps(keys, 2) + data[end:]
+
+    return change
+
+
+def _numel(value: int) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        at = found_in(data, struct.pack("<q5f", 5, *range(5)))
+        return patched(data, at, "<q", value)
+
+    return change
+
+
+def _in_id(value: int) -> Callable[[bytes], bytes]:
+    """The number of elements of the first storage, 5, in its persistent id."""
+
+    def change(data: bytes) -> bytes:
+        at = data.index(b"K\x05N", 200)
+        return data[:at] + integer(value) + data[at + 2 :]
+
+    return change
+
+
+OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
+    "cut in the pickles": (_older(lambda data: data[:150]), "cut short"),
+    "cut in a storage": (_older(lambda data: data[:-3]), "cut short"),
+    "cut to its magic number": (_older(lambda data: data[:14]), "cut short"),
+    "a count of more": (_older(_numel(6)), "another size than its persistent id says"),
+    "a count of fewer": (_older(_numel(4)), "another size than its persistent id says"),
+    "a count below 0": (_older(_numel(-1)), "another size than its persistent id says"),
+    "a count of 2^40": (_older(_numel(1 << 40)), "another size than its persistent id says"),
+    "2^40 elements in the id": (_older(_in_id(1 << 40)), "cut short"),
+    "2^40 elements in both": (_older(lambda data: _in_id(1 << 40)(_numel(1 << 40)(data))), "cut short"),
+    "no keys": (_older(with_keys([])), "the list of keys is not that of the storages"),
+    "a key is missing": (_older(with_keys(["0"])), "the list of keys is not that of the storages"),
+    "a key too many": (_older(with_keys(["0", "1", "2"])), "the list of keys is not that of the storages"),
+    "a key twice": (_older(with_keys(["0", "0", "1"])), "no list of different texts"),
+    "bytes behind the end": (_older(lambda data: data + b"\0"), "bytes behind the last storage"),
+    "another magic number": (_older(lambda data: data.replace(b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x18", 1)), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_format(write: Write, name: str) -> None:
+    """Cut, or with numbers and keys that lie: malformed, and nothing is allocated for what they claim."""
+    make, what = OLDER[name]
+    path = write(make())
+    if name == "another magic number":  # then it is no such file
+        with pytest.raises(InputError):
+            ckptconv.inspect(path)
+        assert not verify(path).ok
+    else:
+        assert_refused(path, MalformedError, what)
+    assert peak(lambda: everything(path)) < 8 * MIB
+
+
+def test_older_format_of_a_big_endian_machine(write: Write) -> None:
+    """torch wrote the numbers little-endian on every machine, so they are read so, with a note."""
+    data = older(OBJECT)
+    at = found_in(data, b"little_endian") + len(b"little_endian")
+    at = data.index(b"\x88", at)
+    path = write(patched(data, at, "<B", 0x89))
+    out = assert_sound(path, notes="big-endian", loads=False)
+    assert_same(torch.load(out), OBJECT)
+    assert_sound(write(data))
+
+
+def header(text_: str | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file."""
+    raw = text_.encode() if isinstance(text_, str) else text_
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(name: str = "w", dtype: str = "F32", shape: str = "[2]", offsets: str = "[0,8]") -> str:
+    return f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "over 100 MB": (header("{" + entry() + "}", bytes(8), 100_000_001), "it is too long"),
+    "2^63 bytes": (header("{" + entry() + "}", bytes(8), 1 << 63), "it is too long"),
+    "longer than the file": (header("{" + entry() + "}", b"", 10_000), "the file ends inside it"),
+    "not UTF-8": (header(b'{"\xff":1}'), "it is not UTF-8"),
+    "no brace": (header(' [{"w":1}]'), "it is no JSON object"),
+    "spaces alone": (header("   "), "it is no JSON object"),
+    "a key twice": (header("{" + entry() + "," + entry() + "}", bytes(8)), "a key stands in it twice"),
+    "a field twice": (header('{"w":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)), "a key stands in it twice"),
+    "metadata twice": (header('{"__metadata__":{},"__metadata__":{},' + entry() + "}", bytes(8)), "a key stands in it twice"),
+    "a hole": (header("{" + entry(offsets="[4,12]") + "}", bytes(12)), "a hole or an overlap"),
+    "a hole between": (header("{" + entry() + "," + entry("v", offsets="[12,20]") + "}", bytes(20)), "a hole or an overlap"),
+    "an overlap": (header("{" + entry() + "," + entry("v", offsets="[4,12]") + "}", bytes(12)), "a hole or an overlap"),
+    "one range twice": (header("{" + entry() + "," + entry("v") + "}", bytes(8)), "a hole or an overlap"),
+    "an overflow": (header("{" + entry(shape="[4611686018427387904,4]", offsets="[0,0]") + "}"), "too many elements"),
+    "an offset of 2^64": (header("{" + entry(offsets="[0,18446744073709551616]") + "}", bytes(8)), "a number is negative or too large"),
+    "a negative offset": (header("{" + entry(offsets="[-8,0]") + "}", bytes(8)), "a number is negative or too large"),
+    "offsets the wrong way": (header("{" + entry(offsets="[8,0]") + "}", bytes(8)), "no sound shape and data_offsets"),
+    "bytes behind": (header("{" + entry() + "}", bytes(9)), "1 bytes follow the last tensor"),
+    "cut in the data": (header("{" + entry() + "}", bytes(7)), "cut short: 1 bytes are missing"),
+    "an unknown dtype": (header("{" + entry(dtype="F33") + "}", bytes(8)), "an unknown dtype"),
+    "a size that is not the shape's": (header("{" + entry(shape="[3]") + "}", bytes(8)), "more or fewer bytes than its shape"),
+    "a shape of a fraction": (header("{" + entry(shape="[2.0]") + "}", bytes(8)), "a number is no integer"),
+    "a shape of true": (header("{" + entry(shape="[true]") + "}", bytes(8)), "no sound shape and data_offsets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_safetensors(write: Write, name: str) -> None:
+    """A header that lies, or that two readers could read in two ways, is malformed; so is a file that is not as long as it says."""
+    data, what = HEADERS[name]
+    path = write(data, "bad.safetensors")
+    assert_refused(path, MalformedError, what)
+    assert peak(lambda: everything(path)) < 8 * MIB
+    assert_sound_safetensors(write(header("{" + entry() + "}", struct.pack("<2f", 1, 2)), "good.safetensors"))
+
+
+def assert_sound_safetensors(path: Path) -> None:
+    """What the headers above were made of."""
+    out = path.parent.parent / "out.pt"
+    ckptconv.convert(path, out, force=True)
+    assert torch.load(out)["w"].tolist() == [1, 2]
+    assert verify(path).ok and verify(out).ok
+
+
+Shards = Callable[[dict[str, Any], Path], None]
+
+
+def _change_map(name: str, shard: str) -> Shards:
+    def change(index: dict[str, Any], folder: Path) -> None:
+        index["weight_map"][name] = shard
+
+    return change
+
+
+def _less(*names: str) -> Shards:
+    def change(index: dict[str, Any], folder: Path) -> None:
+        for name in names:
+            del index["weight_map"][name]
+
+    return change
+
+
+def _missing_shard(index: dict[str, Any], folder: Path) -> None:
+    next(folder.glob("*-00002-*")).unlink()
+
+
+def _shard_is(make: Callable[[Path], None]) -> Shards:
+    def change(index: dict[str, Any], folder: Path) -> None:
+        shard = next(folder.glob("*-00002-*"))
+        shard.unlink()
+        make(shard)
+
+    return change
+
+
+def _swapped(index: dict[str, Any], folder: Path) -> None:
+    first, second = index["weight_map"]["a"], index["weight_map"]["b"]
+    index["weight_map"].update(a=second, b=first)
+
+
+def _swapped_files(index: dict[str, Any], folder: Path) -> None:
+    first, second = sorted(folder.glob("*-of-*"))
+    first.rename(folder / "x")
+    second.rename(first)
+    (folder / "x").rename(second)
+
+
+def _doubled(index: dict[str, Any], folder: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, next(folder.glob("*-00002-*")))
+
+
+SHARDS: dict[str, tuple[Shards, str]] = {
+    "..": (_change_map("b", "../model-00002-of-00002.safetensors"), "a shard must be named without a folder"),
+    "just ..": (_change_map("b", ".."), "a shard must be named without a folder"),
+    "absolute": (_change_map("b", "/etc/passwd.safetensors"), "a shard must be named without a folder"),
+    "backslash": (_change_map("b", "..\\m.safetensors"), "a shard must be named without a folder"),
+    "a drive": (_change_map("b", "c:m.safetensors"), "a shard must be named without a folder"),
+    "NUL": (_change_map("b", "model-00002-of-00002\0.safetensors"), "a shard must be named without a folder"),
+    "nothing": (_change_map("b", ""), "a shard must be named without a folder"),
+    "a FIFO": (_shard_is(os.mkfifo), "a FIFO and not a file"),
+    "a folder": (_shard_is(os.mkdir), "a folder and not a file"),
+    "a link to nowhere": (_shard_is(lambda path: path.symlink_to("nowhere")), "missing: model-00002-of-00002.safetensors"),
+    "a missing shard": (_missing_shard, "missing: model-00002-of-00002.safetensors"),
+    "a tensor that the index lacks": (_less("b"), "b"),
+    "a shard that the index lacks": (_less("b", "c"), "model-00002-of-00002.safetensors"),
+    "a tensor that no shard has": (_change_map("d", "model-00001-of-00002.safetensors"), "d"),
+    "a tensor in two shards": (_doubled, "a"),
+    "two names swapped": (_swapped, "a"),
+    "two files swapped": (_swapped_files, "a"),
+    "a number for a shard": (lambda index, folder: index["weight_map"].update(b=2), "the index has no name of a shard for 'b'"),
+    "no map": (lambda index, folder: index.pop("weight_map"), "the index has no weight_map"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards(tmp_path: Path, name: str) -> None:
+    """The index names files beside it, and what is in them is what it says: else each of the two could be meant. The error names the shard, or the tensor."""
+    change, what = SHARDS[name]
+    state = tmp_path / "state.pt"
+    torch.save({"a": torch.ones(2), "b": torch.zeros(1), "c": torch.zeros(1)}, state)
+    folder = tmp_path / "in"
+    ckptconv.convert(state, folder, format="safetensors", max_shard_size=8)
+    assert verify(folder).ok
+    (index,) = folder.glob("*.json")
+    content = json.loads(index.read_bytes())
+    change(content, folder)
+    index.write_text(json.dumps(content))
+    (tmp_path / "out").mkdir()
+    for path in (folder, index):
+        with pytest.raises(InputError, match=re.escape(what)) as error:
+            ckptconv.inspect(path)
+        assert "\n" not in str(error.value)
+        with pytest.raises(InputError, match=re.escape(what)):
+            ckptconv.convert(path, tmp_path / "out" / "whole.pt")
+        with pytest.raises(InputError, match=re.escape(what)):
+            ckptconv.convert(path, tmp_path / "out" / "set", format="safetensors")
+        assert_found(path, what, "damaged", "unknown")
+    assert not tree(tmp_path / "out")
+
+
+def test_links_of_a_cache_are_no_escape(tmp_path: Path) -> None:
+    """The Hub's cache is made of links to ``../../blobs``: the names are judged, not where they lead."""
+    torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "state.pt")
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    ckptconv.convert(tmp_path / "state.pt", blobs, format="safetensors", max_shard_size=8)
+    folder.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (folder / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    assert verify(folder).ok
+    ckptconv.convert(folder, tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
+    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n", "a Git LFS pointer", "lfs pull"),
+    "HTML page": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", "an HTML page", "download"),
+    "empty file": (b"", "empty", "download"),
+    "zeros": (bytes(4096), "zeros", ""),
+    "truncated download": (lambda: saved(OBJECT)[:-400], "cut short", "download or copy it again"),
+    "GGUF": (b"GGUF\3\0\0\0" + bytes(64), "GGUF", "gguf"),
+    "plain pickle": (pickle.dumps({"a": [1, 2, 3]}), "pickle", ""),
+    "error message": (b'{"error": "Repository not found"}', "Repository not found", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CHECKPOINTS)
+def test_no_checkpoints(write: Write, name: str) -> None:
+    """What it is instead, and what to do next, in one line, by all three commands."""
+    data, what, hint = NO_CHECKPOINTS[name]
+    path = write(data() if callable(data) else data)
+    with pytest.raises(InputError, match=what) as error:
+        ckptconv.inspect(path)
+    assert hint in (error.value.hint or "") and "\n" not in str(error.value)
+    assert_not_converted(path, type(error.value), error.value.what)  # type: ignore[arg-type]
+    assert_found(path, error.value.what, "damaged", "unknown")
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    """One that holds something else is said to be a folder, by all three commands."""
+    folder = tmp_path / "in" / "folder"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("nothing")
+    assert_refused(folder, UnsupportedError, "a folder and not a file")
+
+
+def test_programs(write: Write) -> None:
+    """An exported program is refused by its name; TorchScript is shown and verified, its weights can be taken out, and as a whole it is not converted."""
+    exported = write(zip_of({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/version": b"1"}), "m.pt2")
+    assert_refused(exported, UnsupportedError, "a .pt2 archive (torch.export)")
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
+    path = write(file.getvalue())
+    assert ckptconv.inspect(path)["format"] == "TorchScript" and verify(path).ok
+    assert_not_converted(path, RefusedError, "a TorchScript archive is a program")
+    out = path.with_name("weights.pt")
+    assert main(["convert", str(path), str(out), "--state-dict"]) == 0
+    assert set(torch.load(out)) == {"weight", "bias"}
+
+
+HUGE = 1 << 480_000
+
+
+@pytest.mark.parametrize("where", ["offset", "storage"])
+def test_integers_that_nobody_prints(write: Write, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say how long it is, as text and as JSON."""
+    huge = pickle.dumps(HUGE, 2)[2:-1]
+    value = tensor().replace(integer(0) + b"(", huge + b"(", 1) if where == "offset" else tensor(storage(numel=huge))
+    path = write(torch_zip_of(dict_of(text("w"), value)))
+    assert_refused(path, MalformedError, "no count of elements" if where == "offset" else "parts of wrong types")
+    capsys.readouterr()
+    assert main(["verify", str(path), "--json"]) == 1
+    json.loads(capsys.readouterr().out)
+    (path.parent.parent / "folder").mkdir()
+    assert main(["convert", str(path.parent), str(path.parent.parent / "folder"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["items"][0]["error"]["type"] == "MalformedError"
+
+
+def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> None:
+    """As a key it is sound; in the metadata of torch.distributed.checkpoint it is no offset."""
+    path = write(torch_zip_of(dict_of(pickle.dumps(HUGE, 2)[2:-1], tensor(), text("w"), tensor())))
+    assert_sound(path, loads=False)
+    for command in (["inspect", "--tree"], ["inspect", "--json"], ["diff", str(path)]):
+        assert main([*command, str(path)]) == 0
+    metadata = tmp_path / "dcp" / "in" / ".metadata"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=metadata.parent, no_dist=True)
+    said = pickle.loads(metadata.read_bytes())
+    next(iter(said.storage_data.values())).offset = HUGE
+    metadata.write_bytes(pickle.dumps(said))
+    assert_refused(metadata.parent, MalformedError, "no sound offset and length")

@@ -1,0 +1,1 @@
+"""What several tests need: checkpoints of every kind, judges, faults, processes to be watched."""

@@ -1,0 +1,144 @@
+"""Bad files, made of good parts: pickles put together from opcodes, archives from records, and numbers patched in what torch and Python wrote."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+
+import torch
+
+__all__ = [
+    "FOUR",
+    "central_entry",
+    "data_of",
+    "dict_of",
+    "end_of",
+    "found_in",
+    "integer",
+    "ints",
+    "local_header",
+    "number",
+    "patched",
+    "pickle_of",
+    "saved",
+    "storage",
+    "tensor",
+    "text",
+    "torch_zip_of",
+    "zip_of",
+]
+
+# Opcodes: each function gives those that push what it says, in protocol 2.
+
+
+def text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def integer(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def ints(*values: int) -> bytes:
+    return b"(" + b"".join(map(integer, values)) + b"t"
+
+
+FOUR = integer(4)
+
+
+def storage(key: str = "0", numel: bytes = FOUR, cls: str = "FloatStorage", tag: str = "cpu") -> bytes:
+    """A reference to a storage; NUMEL pushes the number of its elements."""
+    return b"(" + text("storage") + b"ctorch\n" + cls.encode() + b"\n" + text(key) + text(tag) + numel + b"tQ"
+
+
+def tensor(
+    of: bytes | None = None, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0
+) -> bytes:
+    """A tensor on the storage that OF pushes."""
+    rest = integer(offset) + ints(*shape) + ints(*stride) + b"\x89ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + (storage() if of is None else of) + rest + b"tR"
+
+
+def pickle_of(*values: bytes) -> bytes:
+    """A list of VALUES."""
+    return b"\x80\x02](" + b"".join(values) + b"e."
+
+
+def dict_of(*items: bytes, protocol: int = 2) -> bytes:
+    """A dict of ITEMS, keys and values in turn."""
+    return bytes([0x80, protocol]) + b"}(" + b"".join(items) + b"u."
+
+
+# Archives
+
+
+def saved(obj: object) -> bytes:
+    """OBJ by torch's own writer."""
+    file = io.BytesIO()
+    torch.save(obj, file)
+    return file.getvalue()
+
+
+def zip_of(
+    members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED, file: io.BytesIO | None = None, comment: bytes = b""
+) -> bytes:
+    """The archive of MEMBERS by Python's own writer."""
+    file = file or io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as made:
+        made.comment = comment
+        for name, data in members.items():
+            made.writestr(name, data)
+    return file.getvalue()
+
+
+def torch_zip_of(pickle: bytes, records: Mapping[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
+    """A checkpoint in torch's zip format: PICKLE, and RECORDS, by default one storage of 16 bytes."""
+    records = {"data/0": bytes(range(16))} if records is None else records
+    members = {"data.pkl": pickle, "version": b"3\n", **records}
+    return zip_of({f"made/{name}": data for name, data in members.items()}, method)
+
+
+def local_header(data: bytes, name: str) -> int:
+    """The offset of the local header of NAME."""
+    with zipfile.ZipFile(io.BytesIO(data)) as made:
+        return made.getinfo(name).header_offset
+
+
+def central_entry(data: bytes, name: str) -> int:
+    """The offset of the entry of NAME, whose name stands 46 bytes behind it."""
+    return data.rindex(b"PK\x01\x02", 0, data.rindex(name.encode()))
+
+
+def data_of(data: bytes, name: str) -> int:
+    """The offset of the first byte of the record NAME."""
+    at = local_header(data, name)
+    name_length, extra_length = struct.unpack_from("<HH", data, at + 26)
+    start: int = at + 30 + name_length + extra_length
+    return start
+
+
+def end_of(data: bytes) -> int:
+    """The offset of the end of the archive."""
+    return data.rindex(b"PK\x05\x06")
+
+
+def patched(data: bytes, offset: int, form: str, value: int) -> bytes:
+    """DATA with the number at OFFSET replaced."""
+    out = bytearray(data)
+    struct.pack_into(form, out, offset, value)
+    return bytes(out)
+
+
+def number(data: bytes, offset: int, form: str) -> int:
+    """The number at OFFSET."""
+    return int(struct.unpack_from(form, data, offset)[0])
+
+
+def found_in(data: bytes, what: bytes, times: int = 1) -> int:
+    """The offset of WHAT in DATA, which has it so many TIMES."""
+    assert data.count(what) == times
+    return data.index(what)

@@ -1,0 +1,102 @@
+"""Files in torch's format from before 1.6, as torch of long ago and Python 2 wrote them, which today's cannot write: put together from their five pickles."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+__all__ = ["Old", "keys_and_data", "legacy", "legacy_file", "object_pickle", "storage_id"]
+
+MAGIC = 0x1950A86A20F9469CFC6C
+SYS_INFO = {
+    "protocol_version": 1001,
+    "little_endian": True,
+    "type_sizes": {"short": 2, "int": 4, "long": 4},
+}
+
+
+def legacy(obj: Any, path: Path, **kwargs: Any) -> None:
+    """``torch.save`` in the older format."""
+    torch.save(obj, path, _use_new_zipfile_serialization=False, **kwargs)
+
+
+class Old:
+    """Whatever was pickled in a way of its own: stands for itself alone where it is pickled."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+class Storage:
+    """A persistent id that stands where a storage is wanted."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+def storage_id(cls: Any, key: str, tag: str, numel: int, view: Any = None) -> Storage:
+    """What stands in the pickle for a storage."""
+    return Storage("storage", cls, key, tag, numel, view)
+
+
+class _Pickler(pickle._Pickler):
+    """Python's own, in protocol 2, with storages by their ids; texts as Python 2 wrote them if asked."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def __init__(self, stream: io.BytesIO, python2: bool, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self.python2 = python2
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.parts if isinstance(obj, Storage) else None
+
+    def save_text(self, obj: str) -> None:
+        """SHORT_BINSTRING, or STRING where the text is longer than a line needs."""
+        if not self.python2:
+            pickle._Pickler.save_str(self, obj)  # type: ignore[attr-defined]
+            return
+        this: Any = self  # of these methods typeshed knows nothing
+        data = obj.encode()
+        if len(data) < 20:
+            this.write(b"U" + bytes([len(data)]) + data)
+        else:
+            this.write(b"S" + repr(obj).encode() + b"\n")
+        this.memoize(obj)
+
+    dispatch[str] = save_text
+
+
+def object_pickle(obj: Any, *, python2: bool = False, protocol: int = 2) -> bytes:
+    """The pickle of OBJ with storages by their ids."""
+    stream = io.BytesIO()
+    _Pickler(stream, python2, protocol).dump(obj)
+    return stream.getvalue()
+
+
+def keys_and_data(storages: Mapping[str, tuple[int, bytes]]) -> bytes:
+    """What stands behind the object: the keys, and for each the number of elements and the bytes."""
+    data = b"".join(struct.pack("<q", numel) + raw for numel, raw in storages.values())
+    return pickle.dumps([*storages], 2) + data
+
+
+def legacy_file(
+    obj: Any,
+    storages: Mapping[str, tuple[int, bytes]],
+    *,
+    python2: bool = False,
+    protocol: int = 2,
+    sys_info: Any = SYS_INFO,
+) -> bytes:
+    """A whole file with OBJ in it, and STORAGES by key: (elements, bytes)."""
+    head = b"".join(pickle.dumps(value, protocol) for value in (MAGIC, 1001, sys_info))
+    return head + object_pickle(obj, python2=python2, protocol=protocol) + keys_and_data(storages)

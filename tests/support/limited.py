@@ -1,0 +1,23 @@
+"""``ckptconv`` in a process of its own that may write no large files: the limit of the process that runs the tests stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+__all__ = ["ckptconv_with_small_files"]
+
+_PROGRAM = """
+import resource, sys
+from ckptconv.cli.main import main
+nbytes = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def ckptconv_with_small_files(nbytes: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``ckptconv`` with WORDS, where a file larger than NBYTES is an error (EFBIG); stdout and stderr are captured."""
+    command = [sys.executable, "-c", _PROGRAM, str(nbytes), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)

@@ -1,0 +1,165 @@
+"""pickle's own machine in Python, on stand-ins that note what is done to them and do nothing: what a pickle does, told by somebody else than our parser."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptconv.pickles.graph import Global
+from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.python2_names import imported_name
+
+__all__ = ["trace"]
+
+
+class Stand:
+    """Stands for whatever a pickle makes or finds: a list, dict or set, a global, the result of a call."""
+
+    def __init__(self, kind: str, log: list[Any]) -> None:
+        self.kind = kind
+        self.log = log
+
+    def note(self, verb: str, *operands: Any) -> Stand:
+        self.log.append((verb, self, operands))
+        return self
+
+    def extend(self, values: list[Any]) -> None:
+        self.note("append", *values)
+
+    def append(self, value: Any) -> None:
+        self.note("append", value)
+
+    def add(self, value: Any) -> None:
+        self.note("add", value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.note("set", key, value)
+
+    def __setstate__(self, state: Any) -> None:
+        self.note("build", state)
+
+
+class ReferenceMachine(pickle._Unpickler):
+    """Runs a pickle without doing what it says."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    proto: int
+    stack: list[Any]
+    append: Callable[[Any], None]
+
+    if TYPE_CHECKING:  # which typeshed does not have
+
+        def pop_mark(self) -> list[Any]: ...
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="bytes")
+        self.log: list[Any] = []
+        self.found: dict[str, Stand] = {}
+
+    def make(self, kind: str) -> Stand:
+        return Stand(kind, self.log)
+
+    def find_class(self, module: str, name: str) -> Stand:
+        return self.once(f"{module} {name} {imported_name(Global(module, name), self.proto)} {self.proto > 3}")
+
+    def get_extension(self, code: int) -> None:
+        self.append(self.once(f"extension {code}"))
+
+    def once(self, name: str) -> Stand:
+        return self.found.setdefault(name, self.make(name))
+
+    def persistent_load(self, pid: Any) -> Stand:
+        return self.make("made").note("persistent id", pid)
+
+    def _instantiate(self, klass: Any, args: list[Any]) -> None:
+        self.append(self.make("made").note("instance", klass, *args))
+
+    def _decode_string(self, value: bytes) -> Any:
+        return bytearray(b"py2 " + value)
+
+
+def operation(name: str) -> Callable[[Callable[[ReferenceMachine], None]], None]:
+    return lambda function: ReferenceMachine.dispatch.update({CODES[name][0]: function})
+
+
+def container(name: str, kind: str, verb: str) -> None:
+    """NAME pushes a container of KIND: an empty one, or of what came after the MARK."""
+
+    @operation(name)
+    def push(m: ReferenceMachine) -> None:
+        items = [] if name.startswith("EMPTY") else m.pop_mark()
+        m.append(made := m.make(kind))
+        for i in range(0, len(items), 2) if verb == "set" else []:
+            made.note(verb, *items[i : i + 2])
+        if verb == "frozen" or (verb == "append" and items):
+            made.note(verb, *items)
+
+
+for row in (
+    ("EMPTY_LIST", "list", ""), ("EMPTY_DICT", "dict", ""), ("EMPTY_SET", "set", ""),
+    ("LIST", "list", "append"), ("DICT", "dict", "set"), ("FROZENSET", "frozenset", "frozen"),
+):  # fmt: skip
+    container(*row)
+
+
+def call(name: str, operands: int) -> None:
+    @operation(name)
+    def push(m: ReferenceMachine) -> None:
+        callable_, args, *kwargs = [m.stack.pop() for _ in range(operands)][::-1]
+        parts = args if isinstance(args, tuple) else ("*", args)  # what another call made
+        m.append(m.make("made").note(name, callable_, *parts, *kwargs))
+
+
+call("REDUCE", 2)
+call("NEWOBJ", 2)
+call("NEWOBJ_EX", 3)
+
+
+def trace(data: bytes) -> list[Any]:
+    """What the pickle does, in order, to what: everything that has an identity by the order of its first appearance.
+
+    What is done to a plain container that nothing can see afterwards is left out.
+    """
+    machine = ReferenceMachine(data)
+    root = machine.load()
+    seen = visible(machine.log, root)
+    numbers: dict[int, int] = {}
+    effects = [(verb, (target, *operands)) for verb, target, operands in machine.log if id(target) in seen]
+    return [(verb, *(label(part, numbers) for part in parts)) for verb, parts in [*effects, ("root", (root,))]]
+
+
+def visible(log: list[Any], root: Any) -> set[int]:
+    """The ids of what the root or a call, persistent id or object leads to."""
+    inside: dict[int, list[Any]] = collections.defaultdict(list)
+    todo = [root]
+    for _, target, operands in log:
+        inside[id(target)] += operands
+        if target.kind == "made":
+            todo.append(target)
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) not in seen and isinstance(value, (Stand, tuple)):
+            seen.add(id(value))
+            todo += value if isinstance(value, tuple) else inside[id(value)]
+    return seen
+
+
+def label(value: Any, numbers: dict[int, int]) -> Any:
+    kind = value.kind if isinstance(value, Stand) else type(value).__name__
+    if isinstance(value, float):
+        return struct.pack(">d", value)
+    number = None
+    if isinstance(value, (Stand, bytearray)) or (
+        isinstance(value, (str, bytes, tuple)) and len(value) > (0 if isinstance(value, tuple) else 1)
+    ):
+        if id(value) in numbers:
+            return "number", numbers[id(value)]
+        number = numbers[id(value)] = len(numbers)
+    if isinstance(value, tuple):
+        return number, kind, *(label(part, numbers) for part in value)
+    return number, kind, None if isinstance(value, Stand) else bytes(value) if isinstance(value, bytearray) else value

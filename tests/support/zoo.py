@@ -1,0 +1,548 @@
+"""One of everything that people save: builders by name, and ``save``, which writes GPU tags on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import decimal
+import functools
+import itertools
+import pathlib
+import re
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+#: The tags that storages get in turn.
+TAGS = ("cpu", "cuda:0", "cuda:1", "mps", "xpu:1")
+#: The sizes of what is a generator's state in the objects of RNG, and of nothing else there.
+RNG_SIZES = (5056, 16)
+
+
+def save(obj: Any, path: Any, tags: Sequence[str] = TAGS, **kwargs: Any) -> None:
+    """``torch.save`` with TAGS on the storages in turn; further arguments are those of ``torch.save``."""
+    with tagging(tags):
+        torch.save(obj, path, **kwargs)
+
+
+def tagging(tags: Sequence[str] = TAGS) -> Any:
+    """A context in which storages that are saved get TAGS in turn."""
+    given: dict[int, str] = {}
+    turn = itertools.cycle(tags)
+
+    def tag(storage: Any) -> str:
+        key = storage._cdata
+        if key not in given:
+            given[key] = next(turn)
+        return given[key]
+
+    return mock.patch("torch.serialization.location_tag", tag)
+
+
+# Classes that objects of the zoo have
+
+
+@dataclass
+class Config:
+    """A dataclass with a tensor in it."""
+
+    name: str = "net"
+    device: str = "cuda:0"
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    weight: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen dataclass, hashable."""
+
+    a: int
+    b: str
+
+
+class Slotted:
+    """``__slots__``, one of them empty, and no ``__dict__``."""
+
+    __slots__ = ("a", "b", "empty")
+
+
+class SlotsAndDict(Slotted):
+    """``__slots__`` in the base, a ``__dict__`` here: its state is a pair."""
+
+
+class WithNewArgs(tuple[Any, ...]):
+    """``__getnewargs_ex__``: made by ``__new__`` with keywords."""
+
+    def __new__(cls, *items: int, scale: int = 1) -> WithNewArgs:
+        made = super().__new__(cls, [item * scale for item in items])
+        made.scale = scale
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, int]]:
+        return tuple(item // self.scale for item in self), {"scale": self.scale}
+
+
+class WithState:
+    """A state that is no dict."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __getstate__(self) -> tuple[int, str]:
+        return (self.value, "state")
+
+    def __setstate__(self, state: tuple[int, str]) -> None:
+        self.value = state[0]
+
+
+class ListAndDict(list[Any]):
+    """A list with attributes."""
+
+
+class DictWithAttributes(dict[Any, Any]):
+    """A dict with attributes."""
+
+
+class Member:
+    """Something in a set that it refers to."""
+
+    def __repr__(self) -> str:
+        return "Member"
+
+
+class Outer:
+    """Its inner class has a dotted qualified name, which pickle can say from protocol 4 on."""
+
+    @dataclass
+    class Inner:
+        """One level down."""
+
+        value: int = 3
+
+    def method(self) -> str:
+        """Pickled as ``getattr(obj, 'method')``."""
+        return "bound"
+
+
+class AttributedTensor(torch.Tensor):
+    """A subclass without behaviour; attributes go into its ``__dict__``."""
+
+
+class WrapperTensor(torch.Tensor):
+    """A tensor without a storage around one that has one, as quantization and parallelism libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: str) -> WrapperTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=device
+        )
+
+    def __init__(self, inner: torch.Tensor, device: str) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(function)
+
+    def __repr__(self) -> str:
+        return "WrapperTensor"
+
+
+class Rebuilt:
+    """What torch writes for a tensor of an accelerator whose tensors go through the CPU or through numpy."""
+
+    def __init__(self, function: str, data: Any, device: Any) -> None:
+        self.call = function, data, device
+
+    def __reduce__(self) -> Any:
+        function, data, device = self.call
+        return getattr(torch._utils, function), (data, torch.float32, device, False)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Net(nn.Module):
+    """A module with parameters, buffers, a tie and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.bn = nn.BatchNorm2d(2)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.tail = nn.Linear(4, 4)
+        self.tail.weight = self.head.weight
+        self.register_buffer("none", None)
+        self.register_buffer("temporary", torch.ones(2), persistent=False)
+        self.register_forward_hook(a_function)
+
+
+def a_function(*args: Any) -> None:
+    """Something that a pickle names."""
+
+
+# Tensors
+
+
+#: Every dtype of torch, once: ``float`` and ``float32`` are one.
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+#: Those that only tensors without a storage of their own can have.
+SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
+
+
+def counted(dtype: torch.dtype, n: int = 6) -> torch.Tensor:
+    """N elements of DTYPE, all of their bytes different where there are so many."""
+    return (torch.arange(n * dtype.itemsize) % 251).to(torch.uint8).view(dtype)
+
+
+def dtypes() -> Any:
+    """Every dtype that a tensor can be made of by looking at bytes; bool has the bytes that it may have."""
+    kinds = [
+        dtype
+        for dtype in DTYPES
+        if SUB_BYTE.fullmatch(str(dtype)) is None and "qint" not in str(dtype) and "quint" not in str(dtype)
+    ]
+    found = {str(dtype): counted(dtype) for dtype in kinds if dtype != torch.bool}
+    return {**found, "bool": torch.tensor([True, False, True])}
+
+
+def special_values() -> Any:
+    """NaNs with payloads, infinities, -0.0 and denormals, in tensors and in Python's floats."""
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -1, -(1 << 31), 1, 0x7F800000], dtype=torch.int64).to(torch.int32)
+    nan = np.array([0x7FF8000000000123], dtype=np.uint64).view(np.float64)[0]
+    return {"tensor": bits.view(torch.float32), "floats": [float(nan), -0.0, 5e-324, float("inf"), -float("nan"), 0.1]}
+
+
+def views() -> Any:
+    """Transposed, expanded, sliced, offset, unfolded, overlapping, of one storage and of several."""
+    base = torch.arange(24.0).reshape(4, 6)
+    return {
+        "base": base, "t": base.t(), "row": base[2], "column": base[:, 3], "strided": base[::2, 1::2],
+        "expanded": torch.ones(3, 1).expand(3, 4), "unfolded": torch.arange(8.0).unfold(0, 4, 2),
+        "diagonal": base.diagonal(), "channels_last": torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    }  # fmt: skip
+
+
+def ties() -> Any:
+    """One tensor under several names, and another tensor of the same storage that is alike."""
+    weight = nn.Parameter(torch.arange(6.0))
+    return {"a": weight, "b": weight, "c": weight.detach(), "nested": {"again": weight}}
+
+
+def small() -> Any:
+    """No dimensions, no elements, one element, many dimensions."""
+    empty = torch.empty(0)
+    return [
+        torch.tensor(3.5),
+        empty,
+        empty,
+        torch.empty(2, 0, 3),
+        torch.ones(1),
+        torch.ones((1,) * 25),
+        torch.ones(4)[4:],
+    ]
+
+
+def sparse() -> Any:
+    """COO, coalesced and not, and the four compressed layouts."""
+    dense = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
+    loose = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 4), check_invariants=True
+    )
+    return {
+        "coo": dense.to_sparse(), "uncoalesced": loose, "hybrid": torch.ones(2, 3).to_sparse(1), "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(), "bsr": dense.to_sparse_bsr((1, 2)), "bsc": dense.to_sparse_bsc((1, 2)), "requires_grad": dense.to_sparse().requires_grad_(),
+    }  # fmt: skip
+
+
+def quantized() -> Any:
+    """Per tensor and per channel."""
+    numbers = torch.arange(6.0).reshape(2, 3)
+    scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([1, 2])
+    return {
+        "qint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8), "quint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.quint8),
+        "qint32": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint32), "quint4x2": torch.quantize_per_channel(numbers, scales.float(), scales.float(), 0, torch.quint4x2), "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.qint8),
+    }  # fmt: skip
+
+
+def meta() -> Any:
+    """Tensors without data, beside one that has some."""
+    return [
+        *(torch.empty(3, dtype=dtype, device="meta") for dtype in DTYPES if SUB_BYTE.fullmatch(str(dtype))),
+        torch.empty(3, 4, device="meta"),
+        nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16)),
+        torch.ones(2),
+    ]
+
+
+def conj_neg() -> Any:
+    """Lazily conjugated and negated, and both."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    return {
+        "z": z,
+        "conj": z.conj(),
+        "neg": torch.ones(2, dtype=torch.complex64).conj().imag,
+        "both": torch._neg_view(z.conj()),
+    }
+
+
+def nested() -> Any:
+    """torch.nested, strided."""
+    return torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)])
+
+
+def two_dtypes() -> Any:
+    """One storage under two storage classes: float8 is written as UntypedStorage, uint8 as ByteStorage."""
+    x = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {"float8": x, "uint8": x.view(torch.uint8), "uint16": x.view(torch.uint16)[1:]}
+
+
+def parameters() -> Any:
+    """Parameters with and without gradient and attributes, and a plain tensor with attributes."""
+    plain, tagged, tensor = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(3)), torch.ones(4)
+    tagged.tensor_parallel, tagged.device_hint, tensor.note = True, torch.device("cuda:1"), {"of": tagged}
+    return [
+        plain,
+        tagged,
+        tensor,
+        torch.ones(2, requires_grad=True),
+        nn.Buffer(torch.ones(1)),
+        nn.ParameterList([tagged]),
+    ]
+
+
+def subclass() -> Any:
+    """A Tensor subclass with attributes, one of them a tensor."""
+    tensor = torch.arange(4.0).as_subclass(AttributedTensor)
+    tensor.scale, tensor.note = torch.tensor(2.0), "weights"
+    return {"subclass": tensor, "view": tensor[1:].as_subclass(AttributedTensor), "scale": tensor.scale}
+
+
+def storages() -> Any:
+    """Bare storages, typed and untyped, one of them a tensor's."""
+    tensor, doubles = torch.arange(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float64).untyped_storage()
+    return {
+        "tensor": tensor, "its": tensor.untyped_storage(), "empty": torch.UntypedStorage(0),
+        "typed": torch.storage.TypedStorage(wrap_storage=doubles, dtype=torch.float64, _internal=True),
+    }  # fmt: skip
+
+
+# Modules, optimizers, generators
+
+
+def module() -> Any:
+    """A whole nn.Module."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def state_dict() -> Any:
+    """An OrderedDict with ``_metadata``."""
+    return module().state_dict()
+
+
+def training() -> Any:
+    """Model, AdamW after a step, scheduler, arguments, and generator states of CPU and (pretended) GPUs."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return {
+        "model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "epoch": 3,
+        "args": argparse.Namespace(device=torch.device("cuda:0"), lr=0.1, path=pathlib.PurePosixPath("/data")), "device": "cuda:0", "rng": rng(),
+    }  # fmt: skip
+
+
+def rng() -> Any:
+    """The states of random generators, as Trainer keeps them."""
+    cpu = torch.Generator().manual_seed(7).get_state()
+    cuda = torch.arange(16, dtype=torch.uint8)
+    numpy_state = np.random.RandomState(3).get_state()
+    return {"python": (3, (1, 2, 3), None), "numpy": numpy_state, "cpu": cpu, "cuda": cuda, "weight": torch.ones(3)}
+
+
+def generator() -> Any:
+    """torch.Generator objects."""
+    return {"generator": torch.Generator().manual_seed(11), "weight": torch.ones(3)}
+
+
+def user_data() -> Any:
+    """Devices that are the user's own, beside a tensor that has the same tag; one string for all."""
+    cuda = "cuda:0"
+    return {
+        "device": cuda,
+        "object": torch.device(cuda),
+        "list": [cuda, "cpu", "mps"],
+        cuda: torch.ones(2),
+        "dtype": torch.float8_e5m2,
+        "size": torch.Size([2, 3]),
+    }
+
+
+# Python's own
+
+
+def numpy_objects() -> Any:
+    """Arrays, contiguous and not, structured and of objects; scalars; dtypes; a generator."""
+    return {
+        "array": np.arange(6.0).reshape(2, 3), "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)), "big": np.arange(3, dtype=">i4"),
+        "scalar": np.float32(1.5), "bool": np.bool_(True), "text": np.array(["a", "bc"]), "objects": np.array([None, "x", (1, 2)], dtype=object),
+        "record": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "dtype": np.dtype("f4"), "date": np.datetime64("2024-01-02"), "none": np.empty((0, 3)),
+        "many": np.arange(20_000),
+    }  # fmt: skip
+
+
+def sets() -> Any:
+    """Sets and frozensets, empty ones, shared ones."""
+    shared = frozenset({"a", 1})
+    return [set(), {1, "b", (2, 3)}, frozenset(), shared, shared, {shared}, set(range(3000))]
+
+
+def cycles() -> Any:
+    """A list in itself, a dict in itself, a tuple in itself through a list, an object in its own attribute."""
+    a_list: list[Any] = [torch.ones(1)]
+    a_list.append(a_list)
+    a_dict: dict[str, Any] = {"x": 1}
+    a_dict["self"] = a_dict
+    inside: list[Any] = []
+    a_tuple = (1, inside)
+    inside.append(a_tuple)
+    an_object = Config()
+    an_object.weight = {"owner": an_object}
+    return {"list": a_list, "dict": a_dict, "tuple": a_tuple, "object": an_object}
+
+
+def set_cycle() -> Any:
+    """An object whose attribute is a set that holds it. Protocol 2 has no opcode for it and breaks the cycle where it can."""
+    member = Member()
+    member.friends = {member}
+    return member
+
+
+def objects() -> Any:
+    """Dataclasses, slots, ``__getnewargs_ex__``, states that are no dicts, subclasses of containers."""
+    slotted, both = Slotted(), SlotsAndDict()
+    slotted.a, slotted.b = 1, torch.ones(2)
+    both.a, both.c = 2, "three"
+    a_list, a_dict = ListAndDict([1, torch.ones(1)]), DictWithAttributes(x=1)
+    a_list.note, a_dict.note = "list", a_list
+    return [
+        Config(weight=torch.ones(2)), Frozen(1, "b"), {Frozen(2, "c"): 1}, slotted, both, WithNewArgs(1, 2, scale=3), WithState(5), a_list, a_dict,
+        argparse.Namespace(x=1), Pair(torch.ones(1), 2), a_function, Config, nn.Linear, functools.partial(a_function, 1, key=torch.ones(1)), Ellipsis, slice(1, 2),
+        datetime.datetime(2024, 1, 2, 3, 4, 5), decimal.Decimal("1.10"), pathlib.PurePosixPath("/a/b"), range(3), NotImplemented,
+    ]  # fmt: skip
+
+
+def qualified() -> Any:
+    """A class inside a class, and a bound method."""
+    return [Outer.Inner(), Outer.Inner]
+
+
+def method() -> Any:
+    """A bound method, which pickle writes as a call of ``getattr``."""
+    return [nn.Identity().extra_repr, torch.ones(1)]
+
+
+def containers() -> Any:
+    """What ``collections`` has."""
+    ordered = OrderedDict([("b", 1), ("a", torch.ones(1))])
+    ordered.move_to_end("b")
+    return {
+        "ordered": ordered, "default": defaultdict(list, {"a": [1]}), "of_dict": defaultdict(dict), "counter": Counter("abca"),
+        "deque": deque([1, torch.ones(1)], maxlen=5), "endless": deque("ab"), "empty": OrderedDict(), "namedtuple": Pair(1, (2, 3)),
+    }  # fmt: skip
+
+
+def keys() -> Any:
+    """Keys that are no names: other types, and strings that a terminal, a path or an encoder stumbles over."""
+    odd = [0, -1, 1 << 70, None, b"bytes", (1, "a"), (), 1.5, float("nan"), -0.0, False, frozenset({1}), Frozen(3, "d")]
+    texts = [
+        "",
+        " ",
+        "a/b",
+        "a[0]",
+        "a\\b",
+        "a.b",
+        ".",
+        "/",
+        "\0",
+        "\x1b[31m",
+        "\n",
+        "ä",
+        "\ud800",
+        "\U0001f600",
+        "‮",
+        "__class__",
+    ]
+    return {key: torch.full((1,), i) for i, key in enumerate([*odd, *texts])}
+
+
+def long_values() -> Any:
+    """What has more than one byte of length, or more than we hold in memory."""
+    return {
+        "text": "ä" * 35_000 + "x" * 35_000, "bytes": bytes(range(256)) * 800, "bytearray": bytearray(b"\xff\0" * 50_000), "k" * 70_000: 1, "weight": torch.ones(3),
+        "integers": [1 << 2999, -(1 << 2999), 255, 256, 65535, 65536, -1, -(1 << 31), 1 << 31, -(1 << 31) - 1, 1 << 63], "list": list(range(2500)), "dict": dict.fromkeys(range(2500), "v"),
+    }  # fmt: skip
+
+
+def atoms() -> Any:
+    """None, truth, numbers, text and bytes."""
+    return [
+        None,
+        True,
+        False,
+        0,
+        -7,
+        1.5,
+        2 - 3j,
+        complex(float("nan"), -0.0),
+        "",
+        "text",
+        b"",
+        b"\0\xff",
+        bytearray(),
+        bytearray(b"ab"),
+        (),
+        [],
+        {},
+        ((1,), [(2, 3), (4, 5, 6), (7, 8, 9, 10)]),
+    ]
+
+
+def allowed() -> Any:
+    """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex numbers, counters."""
+    inside = {"two", 2}
+    return {
+        "set": inside, "again": inside, "empty": set(), "many": set(range(3000)), "bytes": [b"\0\xff", bytes(range(256)) * 4], "bytearray": [bytearray(), bytearray(b"ab") * 300],
+        "complex": 1 - 2j, "counter": Counter(["one", "two", "one"]), "ordered": OrderedDict(weight=torch.ones(2)), "integers": [1 << 2000, -1, 1 << 40], "text": "x" * 300, "device": torch.device("mps"), "size": torch.Size([1]),
+    }  # fmt: skip
+
+
+def wide() -> Any:
+    """More strings, tensors and globals than one byte can number in the memo."""
+    return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(100)}
+
+
+#: Every object, by name.
+ZOO: dict[str, Callable[[], Any]] = {
+    builder.__name__: builder
+    for builder in (
+        dtypes, special_values, views, ties, small, sparse, quantized, meta, conj_neg, nested, two_dtypes, parameters, subclass, storages,
+        module, state_dict, training, rng, generator, user_data,
+        numpy_objects, sets, cycles, set_cycle, objects, qualified, method, containers, keys, long_values, atoms, allowed, wide,
+    )
+}  # fmt: skip
+#: Those in which there are states of random generators.
+RNG = ("training", "rng", "generator")
+#: The lowest protocol that an object needs, where it is not 2.
+NEEDS_PROTOCOL = {"qualified": 4, "set_cycle": 4}

@@ -1,0 +1,637 @@
+"""Whole pickled modules: the state dict that they give is what torch's ``state_dict()`` gives, and a fresh model takes it."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import shlex
+import subprocess
+import sys
+import types
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import ckptconv
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.state_dicts import detect
+from ckptconv.cli.main import main
+from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
+from ckptconv.formats import opening
+from ckptconv.inspection.summary import inspect
+from tests.support import zoo
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of its own, of all kinds, and what is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)  # before the parameters, which state_dict() has first
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.transposed = nn.Parameter(torch.randn(2, 3).t())
+        self.halved = nn.Parameter(torch.randn(4).bfloat16())
+        self.view = nn.Parameter(torch.randn(10)[3:7])
+        self.tagged = nn.Parameter(torch.randn(2))
+        self.tagged.note = {"a": 1}  # type: ignore[attr-defined]
+        self.register_parameter("none", None)
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("scalar", torch.tensor(2.5))
+        self.register_buffer("nothing", None)
+        self.register_buffer("cache", torch.randn(5), persistent=False)
+        self.buffer = nn.Buffer(torch.randn(2))
+        self.register_buffer("learned", torch.randn(2).requires_grad_())
+        self.plain = torch.randn(7)
+        self.cells = [nn.Linear(2, 2)]
+        self.best = {"weight": torch.randn(2), "bias": torch.randn(2)}
+        self.tail = nn.Linear(3, 3)
+        self.tail.weight = self.head.weight
+        self.again = self.head
+        self.same = self.frozen
+        self.missing = None
+
+
+def odd_names() -> nn.Module:
+    """Names that a path has to escape, and those that look like paths."""
+    net = nn.Module()
+    for i, name in enumerate(("a/b", "[0]", "_parametersx", "\\", "<0>", "(0)", "{0}", "ä \x1b[31m", "a\\2", "a")):
+        net.register_parameter(name, nn.Parameter(torch.full((2,), float(i))))
+        net.add_module("m" + name, nn.Linear(1, 1))
+    return net
+
+
+def shared() -> nn.Module:
+    """One module in three places, one of them inside another."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2))
+    return nn.ModuleDict({"a": inner, "list": nn.ModuleList([inner, nn.Sequential(inner)]), "b": inner[0]})
+
+
+def compiled_inside() -> nn.Module:
+    return nn.ModuleDict({"plain": nn.Linear(2, 2), "fast": torch.compile(nn.Linear(2, 2))})
+
+
+def frozen_weight_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)), nn.utils.spectral_norm(nn.Conv1d(1, 2, 3)))
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(
+        nn.BatchNorm2d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm2d(3, track_running_stats=True, affine=True),
+        nn.InstanceNorm1d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.RMSNorm(3), nn.SyncBatchNorm(3), nn.LocalResponseNorm(2),
+    )  # fmt: skip
+
+
+def lists() -> nn.Module:
+    made = nn.Module()
+    made.list = nn.ParameterList([nn.Parameter(torch.ones(i + 1)) for i in range(12)])
+    made.dict = nn.ParameterDict({"b": nn.Parameter(torch.ones(1)), "a": nn.Parameter(torch.ones(2))})
+    made.nested = nn.ParameterList([torch.zeros(1), nn.Parameter(torch.ones(1))])
+    made.modules_ = nn.ModuleDict({"z": nn.ModuleList([nn.Linear(1, 1) for _ in range(11)]), "a": nn.Identity()})
+    return made
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "everything": Everything, "zoo": zoo.Net, "odd_names": odd_names, "shared": shared, "compiled inside": compiled_inside, "norms": norms, "lists": lists,
+    "weight_norm": frozen_weight_norm,
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2), "gru": lambda: nn.Sequential(nn.GRU(3, 4, bias=False), nn.GRUCell(2, 2)),
+    "attention": lambda: nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, bias=False, kdim=3, vdim=5, add_bias_kv=True)]),
+    "transformer": lambda: nn.Transformer(4, 2, 1, 2, 8), "no_bias": lambda: nn.Sequential(nn.Linear(2, 2, bias=False), nn.Conv2d(1, 1, 1, bias=False)),
+    "convolutions": lambda: nn.Sequential(nn.Conv3d(1, 2, 1), nn.ConvTranspose1d(2, 1, 3), nn.Bilinear(2, 3, 4), nn.PReLU(3), nn.Embedding(4, 2, padding_idx=0), nn.EmbeddingBag(3, 2)),
+    "wrapped": lambda: nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
+    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(2, 2))), "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    "fake quantized": lambda: torch.ao.quantization.FakeQuantize(), "observers": lambda: torch.ao.quantization.PerChannelMinMaxObserver(),
+    "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]), "empty": nn.Sequential, "double": lambda: nn.Linear(2, 2).double(),
+}  # fmt: skip
+#: The attributes that torch gives every module, but for those that hold tensors and modules.
+TORCHS_OWN = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
+#: What has no tensors in it has no state dict to take.
+HAVE_TENSORS = [name for name in MODULES if name != "empty"]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return MODULES[name]()
+
+
+def convert(*words: object) -> None:
+    assert main(["convert", "-q", *map(str, words)]) == 0
+
+
+def assert_same_state(found: Any, expected: Any) -> None:
+    """Names, order, values bit for bit, dtypes, layouts, no gradients, and what shares what."""
+    assert list(found) == list(expected)
+    storages: dict[int, int] = {}
+    back: dict[int, int] = {}
+    for name, tensor in expected.items():
+        got = found[name]
+        assert type(got) is torch.Tensor and not got.requires_grad and not vars(got), name
+        assert (got.dtype, got.shape, got.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert torch.equal(got, tensor), name
+        a, b = got.untyped_storage()._cdata, tensor.untyped_storage()._cdata
+        assert storages.setdefault(a, b) == b and back.setdefault(b, a) == a, name
+
+
+# torch as the judge
+
+
+@pytest.mark.parametrize("name", HAVE_TENSORS)
+def test_the_state_dict_is_torchs(name: str, tmp_path: Path) -> None:
+    """As ``.pt`` it is what ``state_dict()`` gives, without ``_metadata``; a fresh model takes it, strictly."""
+    model = made(name)
+    torch.save(model, tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert type(state) is OrderedDict
+    assert_same_state(state, model.state_dict())
+    torch.manual_seed(8)
+    fresh = MODULES[name]()
+    fresh.load_state_dict(state, strict=True)
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in fresh.state_dict().items())
+    assert_same_state(ckptconv.load(tmp_path / "m.pt", state_dict=True), model.state_dict())
+
+
+@pytest.mark.parametrize("name", HAVE_TENSORS)
+def test_safetensors_holds_the_same(name: str, tmp_path: Path) -> None:
+    """Any safetensors target takes the state dict; ties are kept as ties."""
+    model = made(name)
+    torch.save({"epoch": 1, "model": model}, tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "m.safetensors", "--copy-tied")
+    expected = model.state_dict()
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    convert(tmp_path / "m.pt", tmp_path / "tied.safetensors")
+    convert(tmp_path / "tied.safetensors", tmp_path / "back.pt")
+    assert set(torch.load(tmp_path / "back.pt")) == set(expected)
+    if name == "zoo":
+        load_model(zoo.Net(), tmp_path / "tied.safetensors")
+
+
+@pytest.mark.parametrize("name", ["everything", "shared", "traced"])
+@pytest.mark.parametrize("protocol", [1, 3, 4, 5])
+def test_every_protocol_says_the_same(name: str, protocol: int, tmp_path: Path) -> None:
+    """Sets are calls or sets, objects are made in three ways."""
+    model = made(name)
+    torch.save(model, tmp_path / "m.pt", pickle_protocol=protocol)
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict")
+    assert_same_state(torch.load(tmp_path / "out.pt", weights_only=True), model.state_dict())
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_inspect_says_what_it_would_give(name: str, tmp_path: Path) -> None:
+    """Class, names in order, the path of each tensor, which loads alone; the rows of the table have the names."""
+    model = made(name)
+    torch.save({"net": model}, tmp_path / "m.pt")
+    found = json.loads(json.dumps(inspect(tmp_path / "m.pt")))
+    assert found["state_dicts"] == []
+    (module,) = found["modules"]
+    expected = model.state_dict()
+    assert module["path"] == "net"
+    assert [each["name"] for each in module["tensors"]] == list(expected)
+    rows = {row["path"]: row for row in found["tensors"]}
+    with ckptconv.open(tmp_path / "m.pt") as file:
+        for each in module["tensors"]:
+            assert torch.equal(file.load(each["path"]), expected[each["name"]])
+            named = rows[each["path"]]["name"]
+            assert torch.equal(expected[named], expected[each["name"]])
+    distinct = {(t.untyped_storage()._cdata, t.storage_offset()): t for t in expected.values()}
+    assert module["parameters"] == sum(tensor.numel() for tensor in distinct.values())
+    if name not in ("compiled", "traced"):
+        assert module["class_name"] == f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+@pytest.mark.parametrize("name", HAVE_TENSORS)
+def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
+    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with the bytes that go; torch's own attributes alone are only counted."""
+    model = made(name)
+    torch.save({"epoch": 3, "model": model, "weight": next(model.parameters(), None)}, tmp_path / "m.pt")
+    report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    found = inspect(tmp_path / "m.pt")
+    (module,) = found["modules"]
+    taken = {each["path"] for each in module["tensors"]}
+    left = {each.path for each in report.left_behind if not each.why.startswith("what every module has")}
+    assert {"epoch", "weight"} <= left
+    assert not taken & left
+    opened = _opened(tmp_path / "m.pt")
+    for path in (*(row["path"] for row in found["tensors"]), *found["others"]):
+        above = [path[:i] for i, c in enumerate(path + "/") if c in "/["]
+        assert path in taken or path in opened or left & set(above) or path.rpartition("/.")[2] in TORCHS_OWN, path
+    kept = sum(
+        t.untyped_storage().nbytes()
+        for t in {t.untyped_storage()._cdata: t for t in model.state_dict().values()}.values()
+    )
+    assert sum(each.nbytes for each in report.left_behind) == found["stored_nbytes"] - kept
+
+
+def _opened(path: Path) -> set[str]:
+    """The paths of what the state dict was made from."""
+    with Source(path) as source:
+        checkpoint = opening.read(source)
+        (module,) = detect(checkpoint).modules
+        return {place.path for place in checkpoint.places if id(place.node) in module.opened}
+
+
+def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
+    """The model's own attributes one by one, a tensor that is no parameter with its bytes; what every module has in one line, but for what somebody put there."""
+    model = Everything()
+    model.head.register_forward_hook(zoo.module)
+    model._hooks_seen = 3
+    model.tagged.training = True
+    config = zoo.Config(weight=model)
+    config.training = True
+    torch.save(config, tmp_path / "m.pt")
+    report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    left = {each.path: each for each in report.left_behind}
+    nbytes = {".weight/.plain": 28, ".weight/._buffers/cache": 20, ".weight/.best": 16}
+    assert {path: left[path].nbytes for path in nbytes} == nbytes
+    own = {".training", *(f".weight/{path}" for path in ("._modules/head/._forward_hooks", "._parameters/tagged/.training", "._hooks_seen", "._modules/head/.in_features"))}  # fmt: skip
+    assert {left[path].why for path in (*own, *nbytes)} == {"not in the state dict of .weight"}
+    numbers = f"{3 * len(TORCHS_OWN) - 1} attributes of 3 modules"
+    assert left[".weight"].why == f"what every module has for torch's own use (hooks, training; {numbers})"
+    assert not [path for path in left.keys() - own if path.rpartition("/.")[2] in TORCHS_OWN]
+
+
+# Classes that are gone, and those that never were
+
+
+def gone_class(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Save a model of a class whose module is gone; its state dict."""
+    module = types.ModuleType("gone_models")
+    source = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.fc = torch.nn.Linear(2, 2)\n"
+    exec(source, module.__dict__)
+    sys.modules["gone_models"] = module
+    try:
+        model = module.Net()
+        torch.save(model, tmp_path / "m.pt")
+        return model.state_dict()
+    finally:
+        del sys.modules["gone_models"]
+
+
+def test_a_class_that_is_gone(tmp_path: Path) -> None:
+    """torch cannot load the file, in whatever way; its weights come out, in a process that does not even import torch."""
+    state = gone_class(tmp_path)
+    with pytest.raises(ModuleNotFoundError):
+        torch.load(tmp_path / "m.pt", weights_only=False)
+    code = f"""
+import sys
+from ckptconv.cli.main import main
+assert main(["convert", "-q", {str(tmp_path / "m.pt")!r}, {str(tmp_path / "out.pt")!r}, "--state-dict"]) == 0
+assert main(["convert", "-q", {str(tmp_path / "m.pt")!r}, {str(tmp_path / "out.safetensors")!r}]) == 0
+assert "torch" not in sys.modules and "gone_models" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert_same_state(torch.load(tmp_path / "out.pt", weights_only=True), state)
+    assert load_file(tmp_path / "out.safetensors").keys() == state.keys()
+    assert inspect(tmp_path / "m.pt")["modules"][0]["class_name"] == "gone_models.Net"
+
+
+def test_the_file_itself_is_retagged(tmp_path: Path) -> None:
+    """Without --state-dict the module stays a module, its class too, and only its devices change."""
+    model = made("everything")
+    zoo.save(model, tmp_path / "m.pt", ["cuda:0"])
+    report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "cpu.pt", map_location="cpu")
+    assert not report.left_behind
+    loaded = torch.load(tmp_path / "cpu.pt", weights_only=False)
+    assert type(loaded) is Everything
+    assert_same_state(loaded.state_dict(), model.state_dict())
+
+
+# Names
+
+
+def test_a_wrapped_model_and_its_prefix_in_one_command(tmp_path: Path) -> None:
+    """``module.`` comes off the state dict of a pickled DataParallel, on the way to the CPU."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    zoo.save({"model": nn.DataParallel(model)}, tmp_path / "m.pt", ["cuda:3"])
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict", "--strip-prefix", "module.", "--to", "cpu")
+    assert_same_state(torch.load(tmp_path / "out.pt"), model.state_dict())
+    convert(tmp_path / "m.pt", tmp_path / "w.safetensors", "--strip-prefix", "module", "--add-prefix", "net.")
+    assert set(load_file(tmp_path / "w.safetensors")) == {f"net.{name}" for name in model.state_dict()}
+    convert(
+        tmp_path / "m.pt", tmp_path / "r.pt", "--state-dict", "--rename", r"^module\.(\d)", r"layer\1", "--to", "cpu"
+    )
+    assert next(iter(torch.load(tmp_path / "r.pt"))) == "layer0.weight"
+
+
+@pytest.mark.parametrize("flag", [("--strip-prefix", "module."), ("--add-prefix", "x."), ("--rename", "^", "x.")])
+def test_names_of_a_module_are_changed_in_its_state_dict_alone(
+    flag: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the module itself they are attributes: refused, and the hint's command runs. A named optimizer beside it does not go its own way."""
+    model = nn.DataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.1).state_dict()
+    for obj in (model, {"model": model, "optimizer": optimizer}):
+        torch.save(obj, tmp_path / "m.pt")
+        assert main(["convert", str(tmp_path / "m.pt"), str(tmp_path / "no.pt"), *flag]) == 1
+        assert "--state-dict takes its state dict out" in capsys.readouterr().err
+        convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict", "-f", *flag)
+
+
+def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every name and every path that inspect shows, of every row, leaves out or takes what inspect shows for it."""
+    model = made("shared")
+    torch.save({"model": model}, tmp_path / "m.pt")
+    names = list(model.state_dict())
+    (module,) = inspect(tmp_path / "m.pt")["modules"]
+    for each in module["tensors"]:
+        convert(tmp_path / "m.pt", tmp_path / "out.pt", "-f", "--state-dict", "--exclude", each["name"])
+        assert list(torch.load(tmp_path / "out.pt")) == [name for name in names if name != each["name"]]
+        twins = [other["name"] for other in module["tensors"] if other["path"] == each["path"]]
+        path = each["path"].replace("[", "[[]")
+        convert(tmp_path / "m.pt", tmp_path / "out.pt", "-f", "--state-dict", "--include", path)
+        assert list(torch.load(tmp_path / "out.pt")) == twins
+    capsys.readouterr()
+    for glob in ("a.0.*", "model/._modules/a/*", "*bias"):
+        assert main(["inspect", str(tmp_path / "m.pt"), "--include", glob, "--json"]) == 0
+        shown = {row["path"] for row in json.loads(capsys.readouterr().out)["tensors"]}
+        convert(tmp_path / "m.pt", tmp_path / "out.pt", "-f", "--state-dict", "--include", glob)
+        taken = set(torch.load(tmp_path / "out.pt"))
+        assert shown == {each["path"] for each in module["tensors"] if each["name"] in taken}
+    for name in names:  # a module that stands in another under several names has one row
+        for flag in ("--include", "--exclude"):
+            assert main(["inspect", str(tmp_path / "m.pt"), flag, name, "--json"]) == 0
+            shown = {row["path"]: row["name"] for row in json.loads(capsys.readouterr().out)["tensors"]}
+            taken = {
+                each["path"]: each["name"]
+                for each in module["tensors"][::-1]
+                if (each["name"] == name) == (flag == "--include")
+            }
+            assert shown == taken
+    assert main(["inspect", str(tmp_path / "m.pt"), "--include", "c.*"]) == 1
+    with pytest.raises(NoMatchError, match="state_dict=True"):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", exclude="a.0.*")
+    with pytest.raises(NoMatchError, match="something like model/"):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", exclude="z.*", state_dict=True)
+
+
+# Which one
+
+
+def names_of(path: Path, **options: Any) -> list[str]:
+    return list(ckptconv.load(path, state_dict=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("obj", "names"),
+    [
+        (lambda a, b: {"model": None, "ema": b, "epoch": 1}, "b"),
+        (lambda a, b: {"model": a, "ema": b}, "a"),
+        (lambda a, b: {"ema": b, "net": a, "loss": nn.CrossEntropyLoss()}, "a"),
+        (lambda a, b: [b, 1, nn.ReLU()], "b"),
+        (lambda a, b: {"hyper_parameters": {"model": b}, "state_dict": a.state_dict()}, "a"),
+        (lambda a, b: {"hyper_parameters": {"net": b}, "weights_of_it": a.state_dict()}, "a"),
+        (lambda a, b: {"model": a, "statistics": {"mean": torch.ones(1), "std": torch.ones(1)}}, "a"),
+        (lambda a, b: {"model": a, "optimizer": torch.optim.Adam(a.parameters()).state_dict(), "rng": torch.get_rng_state()}, "a"),
+        (lambda a, b: zoo.Config(weight=b), "b"),
+        (lambda a, b: {"first": {"inside": a}, "model": a, "other": b}, "a"),
+    ],
+)  # fmt: skip
+def test_the_one_that_is_meant(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
+    """State dicts before modules; a module under a usual name before state dicts that have none; what has no tensors does not count."""
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    torch.save(obj(a, b), tmp_path / "m.pt")
+    assert names_of(tmp_path / "m.pt") == list({"a": a, "b": b}[names].state_dict())
+
+
+def test_of_several_none_is_taken(tmp_path: Path) -> None:
+    """They are listed with their classes, and --select says which: with the class, or as a state dict."""
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    torch.save({"actor": a, "critic": b}, tmp_path / "m.pt")
+    with pytest.raises(
+        RefusedError, match=r"actor, a torch\.nn\.modules\.linear\.Linear \(24 bytes\), critic, a .*select='actor'"
+    ):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.safetensors")
+    convert(tmp_path / "m.pt", tmp_path / "critic.pt", "--select", "critic")
+    assert type(torch.load(tmp_path / "critic.pt", weights_only=False)) is nn.Sequential
+    convert(tmp_path / "m.pt", tmp_path / "weights.pt", "--select", "critic", "--state-dict")
+    assert_same_state(torch.load(tmp_path / "weights.pt"), b.state_dict())
+    convert(tmp_path / "m.pt", tmp_path / "w.safetensors", "--select", "critic/._modules/0")
+    assert set(load_file(tmp_path / "w.safetensors")) == {"weight", "bias"}
+    assert {"weight", "bias"} == set(names_of(tmp_path / "m.pt", select="actor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("fc", "net/._modules/fc"), ("net.fc", "net/._modules/fc"), ("net/fc/0", "net/._modules/fc/._modules/0"), ("_modules/fc", "net/._modules/fc"),
+        ("fc.0.weight", "net/._modules/fc/._modules/0/._parameters/weight"), ("more.0.up", "more[0]/._modules/up"), ("epoch.n", "epoch/n"),
+    ],
+)  # fmt: skip
+def test_a_name_is_answered_with_its_path(
+    name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands at a path and is asked for by its name: the command of the hint runs, and for a module what the hint says of its weights."""
+    net = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(2, 2))})
+    more = [nn.ModuleDict({"up": nn.Linear(3, 3)})]
+    torch.save({"net": net, "more": more, "epoch": {"n": {"of": torch.ones(1)}}}, tmp_path / "m.pt")
+    assert main(["convert", str(tmp_path / "m.pt"), str(tmp_path / "no.pt"), "--select", name]) == 1
+    said = capsys.readouterr().err
+    assert shlex.split(said.partition(" --select ")[2])[0] == path
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--select", path)
+    weights = "(and --state-dict for its weights alone)"
+    assert (weights in said) == isinstance(torch.load(tmp_path / "out.pt", weights_only=False), nn.Module)
+    if weights in said:
+        convert(tmp_path / "m.pt", tmp_path / "weights.pt", "--select", path, "--state-dict")
+        assert torch.load(tmp_path / "weights.pt")
+
+
+def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
+    """What there is, and the command that shows it all."""
+    torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
+    with pytest.raises(
+        NoMatchError, match=r"expected a path such as net, a .*; see .* ckptconv inspect .*m\.pt --tree$"
+    ):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", select="nte")
+    torch.save([1], tmp_path / "n.pt")
+    with pytest.raises(NoMatchError, match=r"stands at x; see what there is: "):
+        ckptconv.convert(tmp_path / "n.pt", tmp_path / "no.pt", select="x")
+
+
+# What gives none, or not all
+
+
+def test_a_module_in_itself_is_refused_by_name(tmp_path: Path) -> None:
+    """torch would not come back; inspect says so, and the file itself is converted."""
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.add_module("deep", nn.ModuleDict({"self": net}))
+    with pytest.raises(RecursionError):
+        net.state_dict()
+    zoo.save({"model": net}, tmp_path / "m.pt", ["cuda:0"])
+    assert inspect(tmp_path / "m.pt")["modules"][0]["trouble"] == "a module stands in itself, at deep.self"
+    with pytest.raises(RefusedError, match=r"model gives no state dict: a module stands in itself, at deep\.self"):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    convert(tmp_path / "m.pt", tmp_path / "cpu.pt", "--to", "cpu")
+
+
+def test_modules_in_modules_cost_no_more_than_the_file(tmp_path: Path) -> None:
+    """Thirty modules, each twice in the next: a billion names. No list of them is made, and the file itself is converted."""
+    net: nn.Module = nn.Linear(1, 1)
+    for _ in range(30):
+        net = nn.ModuleList([net, net])
+    torch.save(net, tmp_path / "m.pt")
+    assert "too many" in str(inspect(tmp_path / "m.pt")["modules"][0]["trouble"])
+    with pytest.raises(RefusedError, match="too many"):
+        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    convert(tmp_path / "m.pt", tmp_path / "cpu.pt", "--to", "cpu")
+
+
+def test_modules_as_deep_as_names_go(tmp_path: Path) -> None:
+    """Three hundred levels, which Python's recursion has no part in."""
+    net: nn.Module = nn.Linear(1, 1)
+    for _ in range(300):
+        net = nn.Sequential(net)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        torch.save(net, tmp_path / "m.pt")
+        expected = list(net.state_dict())
+    finally:
+        sys.setrecursionlimit(limit)
+    assert names_of(tmp_path / "m.pt") == expected
+
+
+def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    """A lazy parameter without a shape, and a module that is none of torch's: the rest is taken, and the report says what is missing."""
+    net = nn.ModuleDict({"lazy": nn.LazyLinear(3), "real": nn.Linear(2, 2)})
+    net._modules["odd"] = zoo.Config(weight=torch.ones(3))  # type: ignore[assignment]
+    torch.save(net, tmp_path / "m.pt")
+    report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    assert list(torch.load(tmp_path / "out.pt", weights_only=True)) == ["real.weight", "real.bias"]
+    odd = {each.path: each.nbytes for each in report.left_behind if "no tensor" in each.why}
+    assert odd == {"._modules/lazy/._parameters/weight": 0, "._modules/lazy/._parameters/bias": 0, "._modules/odd": 12}
+    assert inspect(tmp_path / "m.pt")["modules"][0]["unknown"] == ["odd", "lazy.weight", "lazy.bias"]
+
+
+def test_a_tensor_of_another_class_stays_one(tmp_path: Path) -> None:
+    """As in ``state_dict()``; what stood before it in the file's order does not come between."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("odd", torch.ones(3).as_subclass(zoo.AttributedTensor))
+    torch.save({"first": net.odd, "net": net, "list": [net.bias]}, tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict")
+    state = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert list(state) == ["weight", "bias", "odd"]
+    assert type(state["odd"]) is zoo.AttributedTensor and torch.equal(torch.Tensor(state["odd"]), torch.ones(3))
+
+
+def test_tensors_that_stand_elsewhere_first(tmp_path: Path) -> None:
+    """In the file's order the module may come last; torch's safe loader takes the output all the same."""
+    model = made("everything")
+    torch.save([list(model.parameters())[::-1], {"x": model.steps, "n": 1}, model], tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict")
+    assert_same_state(torch.load(tmp_path / "out.pt", weights_only=True), model.state_dict())
+
+
+# Quantized modules
+
+
+def quantized() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Modules, and the tensors that they hold by the names that they get."""
+    import torch.ao.nn.quantized as nnq
+
+    torch.manual_seed(3)
+    dynamic = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), {nn.Linear}
+    )
+    half = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 2)), {nn.Linear}, dtype=torch.float16)
+    conv, embedding = nnq.Conv2d(1, 2, 3), nnq.Embedding(4, 8)
+    lstm = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(3, 2)), {nn.LSTM})
+    packed = "0._packed_params."
+    return {
+        "dynamic": (dynamic, {f"{packed}weight": dynamic[0].weight(), f"{packed}bias": dynamic[0].bias(), "1._packed_params.weight": dynamic[1].weight()}),
+        "half": (half, {f"{packed}weight": half[0].weight().float(), f"{packed}bias": half[0].bias()}),
+        "conv": (conv, {"weight": conv.weight(), "bias": conv.bias()}),
+        "conv inside": (nn.ModuleDict({"c": conv}), {"c.weight": conv.weight(), "c.bias": conv.bias()}),
+        "embedding": (embedding, {"_packed_params._packed_weight": embedding.weight()}),
+        "lstm": (lstm, {}),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.backends.quantized.supported_engines, reason="this torch quantizes nothing")
+@pytest.mark.parametrize("name", ["dynamic", "half", "conv", "conv inside", "embedding", "lstm"])
+def test_packed_weights_are_taken(name: str, tmp_path: Path) -> None:
+    """Each of its tensors has a name; safetensors refuses by name what is quantized."""
+    model, expected = quantized()[name]
+    torch.save(model, tmp_path / "m.pt")
+    report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(each.nbytes == 0 for each in report.left_behind)
+    for key, tensor in expected.items():
+        got = state.pop(key)
+        assert got.dtype == tensor.dtype and torch.equal(got.dequantize(), tensor.dequantize()), key
+    if name == "lstm":
+        assert list(state) == [f"0._all_weight_values.0.param.{i}" for i in range(6)]
+    else:
+        assert not state
+    if name != "half":
+        with pytest.raises(RefusedError, match=r"safetensors cannot hold .*\(quantized\)"):
+            ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.safetensors")
+
+
+def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Class, numbers and first names; what is missing; what every module has is left to --json."""
+    net = nn.ModuleDict({"real": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "lazy": nn.LazyLinear(3)})
+    torch.save({"model": net, "epoch": 7}, tmp_path / "m.pt")
+    assert main(["inspect", str(tmp_path / "m.pt")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  module "))
+    assert (
+        lines[at].split(maxsplit=1)[1]
+        == "model: a whole torch.nn.modules.container.ModuleDict, 7 names, 15 parameters, all start with real."
+    )
+    assert (
+        lines[at + 1].strip()
+        == "as a state dict: real.0.weight, real.0.bias, real.1.weight, real.1.bias, real.1.running_mean, … 2 more"
+    )
+    assert lines[at + 2].strip() == "without a tensor that is known: lazy.weight, lazy.bias"
+    (other,) = (line for line in lines if line.startswith("  other"))
+    assert other.split(maxsplit=1)[1] == "epoch = 7"
+
+
+# Hostile files
+
+
+def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
+    """Any opcode's argument put in the place of another's: read, refused or converted, never another exception."""
+    torch.save({"model": made("shared")}, tmp_path / "m.pt")
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    (name,) = (name for name in records if name.endswith("data.pkl"))
+    pickle = records[name]
+    starts = [at for opcode, _, at in pickletools.genops(pickle) if opcode.name in ("BINGET", "BININT1")]
+    for at in starts[:: max(1, len(starts) // 60)]:
+        changed = pickle[: at + 1] + bytes([pickle[at + 1] // 2]) + pickle[at + 2 :]
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            for each, data in records.items():
+                if "/." not in each:
+                    archive.writestr(each, changed if each == name else data)
+        try:
+            inspect(tmp_path / "x.pt")
+            ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", state_dict=True, force=True)
+        except CkptconvError:
+            continue
+        inspect(tmp_path / "y.pt")
+
+
+def test_each_name_has_a_tensor_of_its_own(tmp_path: Path) -> None:
+    """Of one parameter under two names ``state_dict()`` gives two tensors on one storage, and so does what is taken out."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    torch.save(model, tmp_path / "m.pt")
+    ckptconv.convert(tmp_path / "m.pt", tmp_path / "w.pt", state_dict=True)
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found["0.weight"] is not found["1.weight"]
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()

@@ -1,0 +1,647 @@
+"""What ``inspect`` draws: golden texts at 80 and 200 columns, folding, widths, colours through a real terminal, commands that can be pasted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from ckptconv.cli.render import Style, facts, report_lines, table_lines, tree_lines
+from ckptconv.cli.render.folding import leaves, tree_of
+from ckptconv.cli.render.renames import patterns
+from ckptconv.cli.render.text import broken, cells, natural, wrapped
+from ckptconv.conversion.plan import Report
+from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.hints import shell
+from ckptconv.inspection.diagnosis.findings import Advice
+from ckptconv.inspection.summary import Summary, TensorSummary, inspect
+from tests.support.paths import FIXTURES, GOLDEN
+
+
+def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSummary:
+    """A row as inspect would give it."""
+    nbytes = 4
+    for n in shape:
+        nbytes *= n
+    row: TensorSummary = {
+        "path": path, "name": path, "kind": "strided", "dtype": "float32", "shape": list(shape), "stride": [], "offset": 0,
+        "device": "cpu", "module": None, "nbytes": nbytes, "storage_nbytes": nbytes, "requires_grad": False, "tied_to": None,
+    }  # fmt: skip
+    return {**row, **fields}  # type: ignore[typeddict-item]
+
+
+def finding(kind: str, text: str, command: str | None, *, blocks: bool = True) -> Advice:
+    return Advice(kind=kind, blocks=blocks, text=text, command=command)
+
+
+def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
+    """SUMMARY with the findings given and no others, whatever this machine has."""
+    summary["findings"] = list(findings)
+    summary["loads_here"] = not any(found["blocks"] for found in findings)
+    if summary["loads_here"] and any(found["kind"] == "device" for found in findings):
+        summary["loads_here"] = None
+    summary["remedy"] = remedy
+    summary["path"] = "model.pt"
+    return summary
+
+
+# Golden texts
+
+
+def two_gpus(folder: Path) -> Summary:
+    """A training checkpoint of a DataParallel model whose layers are on two GPUs, with an optimizer and random states."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    state = OrderedDict((f"module.{name}", value.detach()) for name, value in model.state_dict().items())
+    torch.save({
+        "epoch": 12, "arch": "mlp", "best_acc": 0.75, "state_dict": state, "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(), "args": {"device": "cuda:0", "lr": 0.001, "milestones": [30, 60, 90]},
+    }, folder / "x.pt")  # fmt: skip
+    summary = inspect(folder / "x.pt")
+    for row in summary["tensors"]:
+        if row["path"] != "rng" and not row["path"].endswith("step"):
+            row["device"] = (
+                "cuda:1" if ".2." in row["path"] or "[2]" in row["path"] or "[3]" in row["path"] else "cuda:0"
+            )
+    summary["devices"] = {
+        device: {
+            "tensors": sum(row["device"] == device for row in summary["tensors"]),
+            "nbytes": sum(row["nbytes"] for row in summary["tensors"] if row["device"] == device),
+        }
+        for device in ("cuda:0", "cuda:1", "cpu")
+    }
+    return judged(
+        summary,
+        finding("device", "12 of 17 tensors (2.54 kB) are on cuda:0 and cuda:1, and no GPU is here", "ckptconv convert epoch12.pt epoch12-cpu.pt --to cpu"),
+        finding("prefix", "every name of state_dict starts with module., as DataParallel writes it", "ckptconv convert epoch12.pt epoch12-plain.pt --strip-prefix module.", blocks=False),
+        remedy="ckptconv convert epoch12.pt epoch12-cpu-plain.pt --to cpu --strip-prefix module.",
+    )  # fmt: skip
+
+
+def transformer(folder: Path) -> Summary:
+    """A decoder of 32 layers whose head is its embedding."""
+    state = OrderedDict({"model.embed_tokens.weight": torch.zeros(1000, 64)})
+    for layer in range(32):
+        at = f"model.layers.{layer}."
+        for letter in "qkvo":
+            state[f"{at}self_attn.{letter}_proj.weight"] = torch.zeros(64, 64)
+        state[f"{at}mlp.up_proj.weight"] = torch.zeros(172, 64)
+        state[f"{at}mlp.down_proj.weight"] = torch.zeros(64, 172)
+        state[f"{at}input_layernorm.weight"] = torch.zeros(64)
+    state["model.norm.weight"] = torch.zeros(64)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    torch.save(state, folder / "x.pt")
+    return judged(inspect(folder / "x.pt"))
+
+
+def folders(folder: Path) -> Summary:
+    """Folders in folders, lists, unequal blocks, a list of experts in each layer, and names from several alphabets."""
+    value: dict[str, Any] = {
+        "model": {f"layers.{i}.experts.{j}.w": torch.zeros(3, 3) for i in range(3) for j in range(4)},
+        "ema": {"decay": 0.999, "shadow": {"层.权重": torch.ones(2), "bad\x1b[2J.name": torch.ones(2)}},
+        "queue": [torch.ones(2) for _ in range(5)],
+        "blocks": {f"{i}.weight": torch.ones(4, 4 if i != 4 else 5) for i in range(7)},
+        "deep": {"er": {"and": [{"deeper": torch.ones(1, dtype=torch.float64)}]}},
+        ("a", 1): torch.ones(1),
+    }
+    torch.save(value, folder / "x.pt")
+    return judged(inspect(folder / "x.pt"))
+
+
+def hub(folder: Path) -> Summary:
+    """A safetensors file with texts."""
+    state = {f"bert.encoder.layer.{i}.{part}": torch.zeros(4, 4, dtype=torch.bfloat16) for i in range(12) for part in ("query.weight", "key.weight")}  # fmt: skip
+    save_file({**state, "classifier.bias": torch.zeros(2)}, folder / "x.safetensors", {"format": "pt"})
+    return judged(inspect(folder / "x.safetensors"))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(
+    ("name", "make", "draw"),
+    [
+        ("two_gpus", two_gpus, table_lines),
+        ("transformer", transformer, table_lines),
+        ("transformer_tree", transformer, tree_lines),
+        ("folders_tree", folders, tree_lines),
+        ("safetensors", hub, table_lines),
+    ],
+)
+def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: int, tmp_path: Path) -> None:
+    """The screen is what was looked at and found good; CKPTCONV_GOLDEN=write writes it anew. None is longer than a terminal of 50 rows."""
+    summary = make(tmp_path)
+    summary["path"], summary["size"] = f"{name}.pt", 123_456
+    look = Style(width)
+    lines = [*facts(summary, look), "", *draw(summary["tensors"], look, limit=40)]
+    drawn = "".join(line + "\n" for line in lines)
+    file = GOLDEN / f"{name}_{width}.txt"
+    if os.environ.get("CKPTCONV_GOLDEN") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(drawn)
+    assert drawn == file.read_text()
+    assert max(map(cells, lines)) <= width
+    assert len(lines) <= 50
+
+
+# New names
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "drawn"),
+    [
+        ("module.conv.w", "conv.w", "module.* → *"),
+        ("w", "module.w", "* → module.*"),
+        ("module.module.w", "module.w", "module.* → *"),
+        ("features.module.0.w", "features.0.w", "*.module.* → *.*"),
+        ("a.b._orig_mod.w", "a.b.w", "*._orig_mod.* → *.*"),
+        ("a._orig_mod.b._orig_mod.w", "a.b.w", "*._orig_mod.*._orig_mod.* → *.*.*"),
+        ("_orig_mod.module.a.w", "a.w", "_orig_mod.module.* → *"),
+        ("ln.gamma", "ln.weight", "*.gamma → *.weight"),
+        ("h0.w", "layer0.w", "h*.* → layer*.*"),
+        ("attn.q_proj.w", "attn.q_lin.w", "*.*_proj.* → *.*_lin.*"),
+        ("transformer.h.0.w", "model.layers.0.w", "transformer.h.* → model.layers.*"),
+        ("layers.0.attn.w", "attn.0.layers.w", "layers.*.attn.* → attn.*.layers.*"),
+        ("beta", "bias", "beta → bias"),
+        ("a.0.w", "a_0_w", "*.*.* → *_*_*"),
+        ("w", "", "w → "),
+        ("x." + "a.b." * 20 + "w", "y." + "a.c." * 20 + "v", "x." + "a.b." * 20 + "w → y." + "a.c." * 20 + "v"),
+    ],
+)
+def test_what_changed_in_a_name(old: str, new: str, drawn: str) -> None:
+    """What it keeps is a star: segments at its ends, and words and numbers, never letters, inside of what differs."""
+    ((was, becomes, paths, example),) = patterns([NameChange("m", old, new)])
+    assert f"{was} → {becomes}" == drawn
+    assert (paths, example) == ({"m": 1}, NameChange("m", old, new))
+
+
+WORDS = st.lists(
+    st.sampled_from(["module", "_orig_mod", "a", "h0", "q_proj", "0", "12", "", "é"]), min_size=1, max_size=6
+)
+
+
+@given(st.lists(st.tuples(WORDS.map(".".join), WORDS.map(".".join)), max_size=8))
+def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> None:
+    """With anything for its stars, a pattern gives both names back; all names are counted, the commonest pattern first."""
+    found = patterns([NameChange(path, *pair) for pair in names for path in ("model", "ema")])
+    assert sum(sum(pattern.paths.values()) for pattern in found) == 2 * len(names)
+    assert [pattern.paths["ema"] for pattern in found] == sorted((p.paths["model"] for p in found), reverse=True)
+    for old, new in names:
+        ((was, becomes, _, _),) = patterns([NameChange(".", old, new)])
+        for pattern, name in ((was, old), (becomes, new)):
+            assert re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL)
+
+
+def renamed(*changes: tuple[str, str], paths: tuple[str, ...] = (".",)) -> Report:
+    """The report of a dry run that changes names."""
+    names = [NameChange(path, old, new) for path in paths for old, new in changes]
+    return Report("a.pt", "b.pt", ("torch zip", "torch zip"), 1000, Changes(names=names), (), (), (), 0.0, False)
+
+
+def fsdp() -> Report:
+    """A sharded model, in each layer a part that activation checkpointing wraps, and its average."""
+    word, inner = "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
+    changes = [(f"{word}embed.weight", "embed.weight"), (f"{word}norm.weight", "norm.weight")]
+    for i in range(12):
+        changes.append((f"{word}layers.{i}.{word}attn.q_proj.weight", f"layers.{i}.attn.q_proj.weight"))
+        changes.append((f"{word}layers.{i}.{word}{inner}mlp.up.weight", f"layers.{i}.mlp.up.weight"))
+    return renamed(*changes, paths=("model", "ema"))
+
+
+def many() -> Report:
+    """Ten words in capitals, one of them twice."""
+    return renamed(*((f"h.{word}", f"h.{word.upper()}") for word in [*"abcdefghi", "zeta"]), ("x.zeta", "x.ZETA"))
+
+
+@pytest.mark.parametrize("width", [80, 200, None])
+@pytest.mark.parametrize("make", [fsdp, many])
+def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
+    """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no room; a few lines in all."""
+    lines = list(report_lines(make(), Style(width)))
+    drawn = "".join(line + "\n" for line in lines)
+    file = GOLDEN / f"names_{make.__name__}_{width or 'piped'}.txt"
+    if os.environ.get("CKPTCONV_GOLDEN") == "write":
+        file.write_text(drawn)
+    assert drawn == file.read_text()
+    assert max(map(cells, lines)) <= (width or 1000)
+
+
+def test_names_are_counted_where_they_are() -> None:
+    """In the root without a place; in each of several if they have as many, else in all of them; one name is itself; with -v each."""
+
+    def said(report: Report, **how: Any) -> list[str]:
+        return [line[16:] for line in report_lines(report, **how)][1:]
+
+    pair = ("module.a", "a"), ("module.b", "b")
+    assert said(renamed(*pair)) == ["module.* → *: 2 names, such as module.a → a"]
+    assert said(renamed(*pair, paths=("m", "n"))) == ["module.* → *: 2 names in each of m, n, such as module.a → a"]
+    uneven = renamed(*pair, paths=("m",))
+    uneven.changes.names.append(NameChange("n", "module.c", "c"))
+    assert said(uneven) == ["module.* → *: 3 names in m, n, such as module.a → a"]
+    assert said(renamed(pair[0], paths=("m",))) == ["module.a → a in m"]
+    assert said(renamed(("a", "b"), paths=("m", "n"))) == ["a → b in m, n"]
+    assert said(renamed(*pair), every_name=True) == [".: module.a → a", ".: module.b → b"]
+    assert said(renamed(*pair), style=Style(80, unicode=False)) == ["module.* -> *: 2 names, such as module.a -> a"]
+
+
+# The verdict
+
+
+def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
+    """However many findings block, the command for all stands above them; each has its own command below its text, notes come last."""
+    command = "ckptconv convert model.pt out.pt --to cpu"
+    some = [finding("device", f"reason {i}", f"{command} --map cuda:{i}=cpu") for i in range(3)]
+    note = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), note, *some, remedy=command), Style(80)))
+    assert [line.strip() for line in lines[1:11]] == [
+        "loads here    no; this mends it all:", command,
+        "because       reason 0", f"{command} --map cuda:0=cpu", "reason 1", f"{command} --map cuda:1=cpu",
+        "reason 2", f"{command} --map cuda:2=cpu", "note          a note", note["command"],
+    ]  # fmt: skip
+    lines = list(facts(judged(transformer(tmp_path), *some[:1]), Style(80)))
+    assert [line.strip() for line in lines[1:3]] == ["loads here    no: reason 0", some[0]["command"]]
+    other = finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), note, other, remedy=command + " --add-prefix x."), Style(80)))
+    assert [line.strip() for line in lines[1:8]] == [
+        "loads here    yes", "note          a note", note["command"], "note          another", other["command"],
+        "all at once   in one command:", f"{command} --add-prefix x.",
+    ]  # fmt: skip
+
+
+def test_no_is_said_once(tmp_path: Path) -> None:
+    """Where no command mends all, the reasons stand below the one "no"."""
+    reasons = [finding("code", f"torch.load refuses {name}", None) for name in ("a.B", "c.D")]
+    lines = list(facts(judged(transformer(tmp_path), *reasons), Style(80)))
+    assert lines[1:3] == ["  loads here    no: torch.load refuses a.B", "                torch.load refuses c.D"]
+
+
+def test_what_nobody_can_tell_is_neither_yes_nor_no(tmp_path: Path) -> None:
+    """A device of which torch here knows nothing: the verdict is what it depends on, and the command for elsewhere."""
+    text = "11 tensors are on npu:0 (first: conv.weight), which loads only where there is one"
+    found = finding("device", text, "ckptconv convert model.pt model-cpu.pt --map npu=cpu", blocks=False)
+    note = finding("prefix", "a note", None, blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), note, found), Style(None)))
+    assert lines[1:4] == [f"  loads here    it depends: {text}", f"    {found['command']}", "  note          a note"]
+    assert sum("npu:0" in line for line in lines) == 1
+    assert "  needs code    no" in lines
+
+
+def test_danger_is_loud(tmp_path: Path) -> None:
+    """A file that calls what no checkpoint needs has a label of its own."""
+    summary = judged(transformer(tmp_path), finding("dangerous", "calls os.system", None))
+    lines = list(facts(summary, Style(80)))
+    assert lines[1:3] == ["  loads here    no", "  DANGEROUS     calls os.system"]
+
+
+def test_one_command_is_not_said_twice(tmp_path: Path) -> None:
+    """A remedy that is the only finding's command has no line of its own; a verdict without findings is a word."""
+    found = finding("device", "no GPU", "ckptconv convert a b --to cpu")
+    text = "\n".join(facts(judged(transformer(tmp_path), found, remedy=found["command"]), Style(80)))
+    assert text.count("--to cpu") == 1
+    assert "all" not in text.splitlines()[1]
+    summary = judged(transformer(tmp_path))
+    assert "  loads here    yes" in list(facts(summary, Style(80)))
+    summary["loads_here"] = False
+    assert "  loads here    no" in list(facts(summary, Style(80)))
+
+
+def test_a_cure_is_said_once(tmp_path: Path) -> None:
+    """A finding whose flags were printed already, for an output of another name too, has no command; other flags, or the same for another input, do."""
+    texts = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
+    same = [finding("device", f"reason {i}", text) for i, text in enumerate(texts)]
+    other = finding("x", "note", "ckptconv convert 'a b.pt' x.pt --to cuda", blocks=False)
+    elsewhere = finding("x", "note", "ckptconv convert b.pt x.pt --to cpu", blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), *same, other, elsewhere), Style(None)))
+    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[0], other["command"], elsewhere["command"]]
+    lines = list(facts(judged(transformer(tmp_path), *same, remedy=texts[2]), Style(None)))
+    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[2]]
+    assert "no; this mends it all:" in lines[1]
+    note = finding("x", "note", texts[1], blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), note, remedy=texts[0]), Style(None)))
+    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[1]]
+    assert not any("all at once" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--to cpu", "all:"),
+        ("--state-dict --to cpu", "all, for the state dict alone:"),
+        ("--select 'ema/the model'", "all, for ema/the model alone:"),
+        ("--select ema --state-dict", "all, for the state dict in ema alone:"),
+    ],
+)
+def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Path) -> None:
+    """It does not mend what it leaves behind."""
+    findings = [finding("code", "a", "ckptconv convert a b --x"), finding("device", "b", "ckptconv convert a b --y")]
+    lines = list(facts(judged(transformer(tmp_path), *findings, remedy=f"ckptconv convert a b {flags}"), Style(None)))
+    assert lines[1] == f"  loads here    no; this mends it {words}"
+    note = finding("x", "a note", None, blocks=False)
+    lines = list(facts(judged(transformer(tmp_path), note, remedy=f"ckptconv convert a b {flags}"), Style(None)))
+    part = words.removeprefix("all").removeprefix(", ")
+    assert f"  all at once   {'in one command:' if part == ':' else part}" in lines
+
+
+def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
+    """By the verdict if that is yes, by a finding if something is refused; as a fact only where something else is in the way."""
+    torch.save({"a": frozenset({1})}, tmp_path / "x.pt")
+    refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Style(80)))
+    assert "needs code" not in refused
+    assert refused.count("frozenset") == 1
+    summary = judged(transformer(tmp_path))
+    assert not any("needs code" in line for line in facts(summary, Style(80)))
+    summary["loads_here"] = False
+    assert "  needs code    no" in list(facts(summary, Style(80)))
+
+
+@pytest.mark.parametrize("width", [80, 200, None])
+def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
+    """Hundreds of state dicts, values and texts take five lines each at most, however long their names."""
+    state = {"weight": torch.ones(2), "bias": torch.ones(2)}
+    for name in ("x{}", "a/name of some words {0} " * 2, "y" * 3000 + "{}"):
+        torch.save({name.format(i): state.copy() for i in range(300)}, tmp_path / "x.pt")
+        summary = judged(inspect(tmp_path / "x.pt"))
+        assert len(summary["state_dicts"]) == 300
+        for key in ("others", "metadata"):
+            summary[key] = {name.format(i): f"{i} text" * 30 for i in range(300)}
+        lines = list(facts(summary, Style(width)))
+        for label in ("state dict", "other", "metadata"):
+            first = next(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
+            last = max(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
+            while last + 1 < len(lines) and lines[last + 1].startswith(" " * 16):
+                last += 1
+            assert last - first < 5
+            assert re.search(r"29\d\s+more", " ".join(lines[first : last + 1]))
+
+
+def test_numbers_have_their_grammar(tmp_path: Path) -> None:
+    """One parameter, one name that starts with, one slice; several of them otherwise."""
+    base = torch.ones(3, 4)
+    torch.save({"m": OrderedDict({"module.a": torch.ones(1)}), "v": base[1]}, tmp_path / "x.pt")
+    one = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
+    assert "m: 1 name, 1 parameter, 1 starts with module.\n" in one
+    assert "views         1 tensor is a slice of a larger storage, or transposed: v" in one
+    state = OrderedDict({"module.a": torch.ones(1), "b": base.T, "c": base[:1], "module.d": torch.ones(1)})
+    torch.save({"m": state}, tmp_path / "x.pt")
+    two = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
+    assert "m: 4 names, 18 parameters, 2 start with module.\n" in two
+    assert "2 tensors are slices of a larger storage, or transposed: m/b, m/c" in two
+
+
+def pasted(lines: list[str]) -> list[list[str]]:
+    """The words of the commands in LINES, as a shell would take them."""
+    text = "\n".join(line for line in lines if line.startswith("    ") and not line.startswith(" " * 16))
+    return [shlex.split(line) for line in re.sub(r" \\\n +", " ", text).splitlines()]
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), max_size=50), max_size=8),
+    st.integers(40, 200),
+)
+def test_commands_can_be_pasted(words: list[str], width: int) -> None:
+    """What was wrapped is the command again when a shell joins its lines, words with spaces and quotes included."""
+    words = ["ckptconv", "convert", *(word for word in words if word.isprintable())]
+    summary = judged(PLAIN.copy(), finding("device", "reason", shlex.join(words)))
+    lines = list(facts(summary, Style(width)))
+    assert pasted(lines[2:3] if len(pasted(lines)) == 0 else lines) == [words]
+    assert all(cells(line) <= width for line in lines if max(map(cells, map(shlex.quote, words))) < width - 10)
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="there is no bash")
+def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
+    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes the path of them."""
+    for look in (Style(80), Style(80, unicode=False), Style(None)):
+        for path, quoted in itertools.product(
+            ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"), (shlex.join, lambda words: shell(*words))
+        ):  # fmt: skip
+            (line,) = (
+                line
+                for line in facts(judged(PLAIN.copy(), finding("device", "reason", quoted(["printf", "%s", path]))), look)
+                if "printf" in line
+            )  # fmt: skip
+            assert line.isprintable()
+            assert look.unicode or line.isascii()
+            done = subprocess.run(["/bin/bash", "-c", line], capture_output=True, env={"LC_ALL": "C.UTF-8"})
+            assert os.fsdecode(done.stdout) == path
+
+
+# Folding
+
+
+def rows(tensors: list[TensorSummary]) -> list[tuple[str, int]]:
+    return [(name, leaf.times) for name, leaf in leaves(tree_of(tensors, fold=True))]
+
+
+def test_blocks_that_are_alike_fold() -> None:
+    """Same names, shapes and devices below numbers make one row, gaps are said, two numbers fold if the product is full."""
+    assert rows([tensor(f"layers.{i}.{n}") for i in range(32) for n in "ab"]) == [
+        ("layers.{0…31}.a", 32),
+        ("layers.{0…31}.b", 32),
+    ]
+    assert rows([tensor(f"h.{i}") for i in (0, 1, 2, 3, 5, 6)]) == [("h.{0…3,5,6}", 6)]
+    assert rows([tensor(f"l.{i}.e.{j}.w") for i in range(3) for j in range(4)]) == [("l.{0…2}.e.{0…3}.w", 12)]
+    assert rows([tensor(f"state[{i}]/exp_avg") for i in range(9)]) == [("state[0…8]/exp_avg", 9)]
+    assert rows([tensor(f"h.{i}") for i in range(0, 20, 2)]) == [("h.{0,2,4,…,18}", 10)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"dtype": "float16"}, {"shape": (3,)}, {"device": "cuda:0"}, {"kind": "sparse_coo"}, {"nbytes": 1}, {"tied_to": "x"}],
+    ids=lambda odd: next(iter(odd)),
+)  # fmt: skip
+def test_a_block_that_differs_stays_apart(odd: dict[str, Any]) -> None:
+    """One tensor of one block with another dtype, shape, device, kind, size or tie keeps that whole block out."""
+    tensors = [tensor(f"l.{i}.{n}", **(odd if (i, n) == (2, "b") else {})) for i in range(4) for n in "ab"]
+    assert rows(tensors) == [("l.{0,1,3}.a", 3), ("l.{0,1,3}.b", 3), ("l.2.a", 1), ("l.2.b", 1)]
+
+
+def test_only_the_inner_number_folds_where_the_product_has_a_hole() -> None:
+    """A layer without one of its experts is another block; leading zeros, words and keys are no numbers."""
+    tensors = [tensor(f"l.{i}.e.{j}") for i in range(3) for j in range(4) if (i, j) != (2, 1)]
+    assert rows(tensors) == [("l.{0,1}.e.{0…3}", 8), ("l.2.e.{0,2,3}", 3)]
+    assert len(rows([tensor(name) for name in ("a.00", "a.0", "a1", "a2", "['1']", "['2']", "v1.x", "v2.x")])) == 8
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["0", "1", "2", "10", "a", "b", "[0]", "[1]", "a.", "", "\\.x"]), min_size=1, max_size=5),
+        max_size=40,
+    ),
+    st.data(),
+)  # fmt: skip
+def test_folded_rows_stand_for_each_tensor_once(names: list[list[str]], data: st.DataObject) -> None:
+    """Unfolded, the rows give back the paths that went in, each once and with its shape."""
+    paths = list(dict.fromkeys(".".join(name) or "." for name in names))
+    shapes = {path: (data.draw(st.integers(1, 2)),) for path in paths}
+    back: list[tuple[str, tuple[int, ...]]] = []
+    for name, leaf in leaves(tree_of([tensor(path, shapes[path]) for path in paths], fold=True)):
+        assert leaf.tensor is not None
+        every = [(path, tuple(leaf.tensor["shape"])) for path in unfolded(name)]
+        assert len(every) == leaf.times
+        back += every
+    assert sorted(back) == sorted(shapes.items())
+    plain = tree_of([tensor(path) for path in paths], fold=False)
+    assert sorted(name for name, _ in leaves(plain)) == sorted(paths)
+
+
+def unfolded(name: str) -> list[str]:
+    match = re.search(r"\{([0-9,…]+)\}|(?<=\[)([0-9]+[,…][0-9,…]+)(?=\])", name)
+    if match is None:
+        return [name]
+    numbers: list[int] = []
+    for run in (match[1] or match[2]).split(","):
+        first, _, last = run.partition("…")
+        numbers += range(int(first), int(last or first) + 1)
+    return [path for n in numbers for path in unfolded(name[: match.start()] + str(n) + name[match.end() :])]
+
+
+def test_tree_and_table_count_what_they_stand_for() -> None:
+    """A folded branch has the bytes of all, a row the shape of one and the size of all; limits and footers count rows and tensors."""
+    tensors = [tensor(f"layers.{i}.{n}", (10,)) for i in range(32) for n in "ab"] + [tensor("z", (1000,))]
+    lines = list(table_lines(tensors, Style(80)))
+    assert lines[2].split() == ["layers.{0…31}.a", "×32", "float32", "10", "cpu", "1.28", "kB", "██▌"]
+    assert lines[-1] == "  3 rows, 65 tensors: the shape of one ×N, the size of all (--all unfolds)"
+    assert list(table_lines(tensors, Style(80), limit=1))[-1] == "  … 2 more rows, 33 more tensors (--all shows them)"
+    assert list(table_lines(tensors, Style(80), by_size=True))[2].startswith("z ")
+    assert len(list(table_lines(tensors, Style(80), fold=False))) == 2 + 65
+    tree = list(tree_lines(tensors, Style(80)))
+    assert tree[2].split() == ["layers.0", "…", "layers.31", "×32", "64", "tensors", "2.56", "kB", "█████▏"]
+    assert next(iter(table_lines(tensors, Style()))) == "layers.0.a\tfloat32\t10\tcpu\t40"
+    assert len(list(table_lines(tensors, Style()))) == 65
+
+
+def test_deep_names_do_not_make_a_deep_tree() -> None:
+    """A name of thousands of dots is drawn, its middle left out; branches deeper than the terminal is wide stay within it."""
+    levels = [tensor("a." * i + name) for i in range(60) for name in "bc"]
+    assert max(map(cells, tree_lines(levels, Style(80)))) <= 80
+    lines = list(tree_lines([tensor("a." * 5000 + "b"), tensor("a." * 5000 + "c")], Style(80)))
+    assert len(lines) < 40
+    assert max(map(cells, lines)) <= 80
+
+
+def test_names_sort_as_people_count() -> None:
+    """Layer 2 comes before layer 10, and numbers of any length are no trouble."""
+    names = ["l.10", "l.2", "l.02", "l.1", "a", "l." + "9" * 5000]
+    assert sorted(names, key=natural) == ["a", "l.1", "l.2", "l.02", "l.10", "l." + "9" * 5000]
+
+
+# Widths
+
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80) | st.text("ab./ 层́[]0", min_size=1, max_size=120)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=6, unique=True), st.integers(40, 200), st.booleans(), st.data())
+def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicode: bool, data: st.DataObject) -> None:
+    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width, and to ASCII where that is all there is."""
+    long = st.lists(st.integers(0, 10**6), max_size=12).map(tuple)
+    tensors = [
+        tensor(name, data.draw(long), device=data.draw(st.sampled_from(["cpu", "cuda:0", name])), tied_to=data.draw(st.sampled_from([None, name])))
+        for name in names
+    ]  # fmt: skip
+    look = Style(width, unicode=unicode)
+    summary = judged(PLAIN.copy(), finding("device", " ".join(names), None), finding("x", names[0], None, blocks=False))
+    if data.draw(st.booleans()):
+        judged(summary, finding("device", names[0], None, blocks=False))
+    summary["path"], summary["notes"], summary["views"] = names[0] * 3, names, names
+    summary["others"] = summary["metadata"] = dict(zip(names, names, strict=True))
+    for line in (*facts(summary, look), *table_lines(tensors, look), *tree_lines(tensors, look)):
+        assert cells(line) <= width
+        assert line.isprintable()
+        assert line == line.rstrip()
+        assert unicode or line.isascii()
+
+
+@given(NAMES, st.integers(6, 60))
+def test_broken_names_are_whole(name: str, room: int) -> None:
+    """The lines of a name are the name again, and break inside a word only where that is wider than a line."""
+    name = Style().text(name)
+    lines = broken(name, room, hanging=2)
+    assert all(line[:2] == "  " for line in lines[1:])
+    assert "".join([lines[0], *(line[2:] for line in lines[1:])]).replace(" ", "") == name.replace(" ", "")
+    assert broken("a.bcd.efghijk", 6, hanging=2) == ["a.bcd.", "  efgh", "  ijk"]
+
+
+def test_sizes_keep_their_units() -> None:
+    """A line does not end between a number and its unit, in facts or in a report."""
+    changes = Changes()
+    changes.devices = {("cuda:0", "cpu"): (290, 2_100_000_000)}
+    report = Report(
+        "a", "b" * 30, ("zip", "zip"), 2_100_000_000, changes, (), (), ("2.1 GB of 2.1 GB are in 2.1 GB",), 1.0, True
+    )
+    for width in range(40, 100):
+        lines = list(report_lines(report, Style(width)))
+        assert not re.search(r"\d\n *[kMGT]?B", "\n".join(lines))
+        assert max(map(cells, lines)) <= width
+    assert "devices       cuda:0 → cpu: 290 tensors, 2.1 GB" in "\n".join(report_lines(report))
+    assert "devices       cuda:0 -> cpu: 290 tensors" in "\n".join(report_lines(report, Style(80, unicode=False)))
+    assert wrapped("one two three", 7) == ["one two", "three"]
+
+
+# Colours
+
+
+def on_a_terminal(path: Path, **env: str) -> str:
+    """What inspect writes to a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptconv", "inspect", str(path)], stdout=slave, env={**clean, "COLUMNS": "80", "TERM": "xterm", **env}
+    )  # fmt: skip
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # Linux says so that the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(master)
+    assert process.wait() == 0
+    return written.decode().replace("\r\n", "\n")
+
+
+def test_colours_are_for_terminals(fixtures: Path) -> None:
+    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them the text is the same, within 80 columns."""
+    file = fixtures / "two_gpus.pt"
+    coloured = on_a_terminal(file)
+    plain = on_a_terminal(file, NO_COLOR="1")
+    assert "\x1b[33mcuda:1" in coloured
+    assert "\x1b" not in plain
+    assert "\x1b" not in on_a_terminal(file, TERM="dumb")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+    assert max(map(cells, plain.splitlines())) <= 80
+    assert "█" in plain
+    ascii_only = on_a_terminal(file, PYTHONIOENCODING="ascii", NO_COLOR="1")
+    assert ascii_only.isascii()
+    assert "2x1x3x3" in ascii_only
+    done = subprocess.run([sys.executable, "-m", "ckptconv", "inspect", str(file)], capture_output=True, check=True)
+    assert b"\x1b" not in done.stdout
+
+
+def test_rich_draws_no_table(fixtures: Path) -> None:
+    """A table on a terminal does not import rich."""
+    code = (
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\n"
+        f"s = inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'], Style(80))])\n"
+        "assert n > 20; assert 'rich' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PLAIN = inspect(FIXTURES / "cpu.pt")

@@ -1,0 +1,701 @@
+"""Many conversions at once: what one file is does not touch the others, whatever does them, and however often something is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv import Job, Outcome, convert_many, jobs_in
+from ckptconv.cli import convert_batch
+from ckptconv.cli.main import main
+from ckptconv.conversion import jobs
+from ckptconv.conversion.batches import run_jobs
+from ckptconv.conversion.executors import processes
+from ckptconv.errors import TargetExistsError
+from tests.support.deadly_maps import die, stall
+
+LARGE = 12 << 20  # bytes of a file that takes a while
+
+
+def state(prefix: str = "module.", n: int = 4) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}.weight": torch.arange(float(n)) + i for i, name in enumerate(("a", "b"))}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Wrapped models, an optimizer without names, texts, in folders; we are beside them."""
+    run = tmp_path / "run"
+    for i in range(4):
+        folder = run / f"step-{i}"
+        folder.mkdir(parents=True)
+        torch.save(state(n=4 + i), folder / "model.pt")
+        torch.save({"state": {0: {"exp_avg": torch.ones(2) * i}}, "param_groups": [{"params": [0]}]}, folder / "optim.pt")  # fmt: skip
+    (run / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def convert(*args: object) -> int:
+    return main(["convert", *map(str, args)])
+
+
+# What comes out
+
+
+def test_each_is_what_it_is_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tree is kept, each file is byte for byte what ``convert`` makes of it alone, in however many processes; other files are left, and named. A line for each, and a sum."""
+    assert convert("run", "one", "--to", "cuda:1") == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(":")[0] for line in said.err.splitlines()[:8]] == [
+        f"one/{name}" for name in files_in(Path("one"))
+    ]
+    assert said.err.splitlines()[8].startswith("8 items: 8 converted, ")
+    assert "1 other file: config.json; --copy-others takes it along" in said.err.splitlines()[9]
+    assert convert("run", "two", "--to", "cuda:1", "-j", "2", "-q") == 0
+    assert capsys.readouterr() == ("", "")
+    assert files_in(Path("one")) == files_in(Path("two"))
+    assert len(files_in(Path("one"))) == 8
+    for path in run_folder.rglob("*.pt"):
+        ckptconv.convert(path, "alone.pt", map_location="cuda:1", force=True)
+        assert Path("alone.pt").read_bytes() == ("one" / path.relative_to(run_folder)).read_bytes()
+
+
+def test_several_inputs(run_folder: Path) -> None:
+    """Under their own names; the names follow the format."""
+    assert convert("run/step-0", "run/step-1/model.pt", "new", "--format", "safetensors", "--include", "*", "-q") == 3
+    assert sorted(files_in(Path("new"))) == ["model.safetensors", "step-0/model.safetensors"]
+    assert convert("run/step-0/model.pt", "run/step-1/optim.pt", "two", "-q") == 0
+    assert sorted(files_in(Path("two"))) == ["model.pt", "optim.pt"]
+
+
+def test_other_files_come_along(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --copy-others, as they are; an old one needs --force as everything does."""
+    assert convert("run", "new", "--copy-others") == 0
+    assert "8 converted" in (said := capsys.readouterr().err)
+    assert "1 copied" in said
+    assert "other file" not in said
+    assert Path("new/config.json").read_text() == "{}"
+    assert convert("run", "again", "--copy-others", "-v") == 0
+    assert "again/config.json: 2 B, copied\n" in capsys.readouterr().err
+    assert convert("run", "no", "--copy-others", "-n") == 0
+    printed = capsys.readouterr().out
+    assert "no/config.json: 2 B, would be copied\n" in printed
+    assert "-v tells" not in printed
+    assert convert("run", "json", "--copy-others", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["items"][0] == {
+        "schema_version": 1, "src": "run/config.json", "dst": "json/config.json", "size": 2, "written": True, "seconds": 0.0, "copied": True
+    }  # fmt: skip
+    Path("run/config.json").write_text("[]")
+    assert convert("run", "new", "--copy-others") == 1
+    assert convert("run", "new", "--copy-others", "--force", "--verify", "-q") == 0
+    assert Path("new/config.json").read_text() == "[]"
+
+
+def test_in_place(run_folder: Path) -> None:
+    """A folder onto itself, with --force alone."""
+    assert convert("run", "run", "--strip-prefix", "module.", "-q") == 1
+    assert list(torch.load("run/step-0/model.pt")) == list(state())
+    assert convert("run", "run", "--strip-prefix", "module.", "--force", "-q", "-j", "2") == 0
+    for i in range(4):
+        assert list(torch.load(f"run/step-{i}/model.pt")) == list(state(""))
+
+
+def test_each_becomes_a_folder_of_shards(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v tells all of each. What has no names for shards fails."""
+    pytest.importorskip("huggingface_hub")
+    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "-v") == 3
+    said = capsys.readouterr().err
+    assert "new/step-3/model: sharded safetensors, 3 files" in said
+    assert said.count("ckptconv: run/step-") == 1
+    assert "run/step-0/optim.pt, run/step-1/optim.pt, run/step-2/optim.pt and 1 more" in said
+    assert "-v tells" not in said
+    assert len(files_in(Path("new"))) == 12
+    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "--skip-existing") == 3
+    assert capsys.readouterr().err.count(": exists, skipped") == 4
+    ckptconv.convert("new/step-3/model", "one.pt")
+    assert all(torch.equal(torch.load("one.pt")[name], value) for name, value in state(n=7).items())
+
+
+@pytest.fixture
+def sets(run_folder: Path) -> Path:
+    """A folder with a set of shards beside which one file is bad and one good, and others."""
+    pytest.importorskip("huggingface_hub")
+    torch.save(state(), "whole.pt")
+    Path("tree").mkdir()
+    ckptconv.convert("whole.pt", "tree/set", max_shard_size=16, format="safetensors")
+    Path("tree/set/bad.pt").touch()
+    Path("tree/set/config.json").write_text("{}")
+    shutil.copy("run/step-0/optim.pt", "tree/set")
+    shutil.copy("whole.pt", "tree")
+    return Path("tree/set")
+
+
+def test_what_fails_beside_a_set_is_summed(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and named again in the end."""
+    assert convert("tree", "new") == 3
+    lines = capsys.readouterr().err.splitlines()
+    (sum_,) = (line for line in lines if line.startswith("2 items: 2 converted, "))
+    assert sum_.endswith(", 1 beside a set failed")
+    assert any(re.match("  failed .*: tree/set/bad.pt$", line) for line in lines)
+    assert convert("tree", "new", "--skip-existing") == 0
+    assert "new/set: exists, skipped\n" in capsys.readouterr().err
+
+
+def test_an_incomplete_set_fails(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own. Chunks without their files as well."""
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "bad.pt", "optim.pt"):
+        (sets / name).unlink()
+    Path("tree/dcp").mkdir()
+    Path("tree/dcp/.metadata").write_bytes(b"\x80\x02}q\0.")
+    words = "tree/set: 1 of 2 shards is missing: model-00001-of-00002.safetensors"
+    assert convert("tree/set", "alone") == 1
+    assert words in capsys.readouterr().err
+    assert convert("tree", "new") == 3
+    said = capsys.readouterr().err
+    assert words in said
+    assert "3 items: 1 converted, " in said
+    assert "tree/dcp" in said
+    assert list(files_in(Path("new"))) == ["whole.pt"]
+
+
+def test_a_merged_file_names_what_it_leaves(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the report, on the screen and as JSON."""
+    assert convert(sets, "one.pt") == 0
+    note = "3 other files left: bad.pt, config.json, optim.pt; to a folder, --copy-others takes them along"
+    assert note in capsys.readouterr().err
+    assert convert(sets, "dealt", "--max-shard-size", "32", "-v") == 3
+    assert "  files         model-00001-of-00001.safetensors (" not in (said := capsys.readouterr().err)
+    assert re.search(r"^  files         model\.safetensors \([0-9]+ B\), optim\.pt \(", said, re.MULTILINE)
+    assert convert(sets, "two.pt", "--json") == 0
+    assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert note in ckptconv.convert(sets, "three.pt").notes
+    (outcome,) = convert_many([Job(sets, "four.pt")], ThreadPoolExecutor(1))
+    assert outcome.report and note in outcome.report.notes
+    (outcome,) = convert_many([Job("whole.pt", "five.pt", {"copy_others": True})], ThreadPoolExecutor(1))
+    assert isinstance(outcome.error, ckptconv.UsageError)
+    assert convert(*sorted(sets.glob("*.safetensors")), "shards") == 0
+    assert "2 shards by themselves get no index: ckptconv convert tree/set OUT_FOLDER" in capsys.readouterr().err
+
+
+def test_what_exists_is_said_once(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With both ways on; so is the input that would be the output."""
+    assert convert("run", "new", "-q") == 0
+    for dst, words in (("new", "the output exists; --force replaces it, --skip-existing leaves what is there"), ("run", "the output is the input; --force")):  # fmt: skip
+        assert convert("run", dst) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("ckptconv: ") == 1
+        assert "run/step-0/model.pt, run/step-0/optim.pt, run/step-1/model.pt and 5 more" in said
+
+
+def test_a_dry_run_makes_nothing(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each plan on stdout, with the path that would be written, and the sum; no folder appears."""
+    before = files_in(Path("."))
+    assert convert("run", "new/deep", "--to", "cuda:1", "-n") == 0
+    printed = capsys.readouterr().out
+    assert convert("run", "new/deep", "--to", "cuda:1", "-n", "-q") == 0
+    assert capsys.readouterr().out == printed
+    assert printed.count("would write") == 8
+    assert "new/deep/step-0/model.pt: torch zip" in printed
+    assert "8 items: 8 would be converted, " in printed
+    assert files_in(Path(".")) == before
+    assert not Path("new").exists()
+
+
+def test_json_has_all_of_them(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report, an error or a skipped one for each, in order, and what was left; one file has the report that it had."""
+    Path("run/bad.pt").write_bytes(b"")
+    Path("new/step-1").mkdir(parents=True)
+    shutil.copy("run/step-1/model.pt", "new/step-1")
+    assert convert("run", "new", "--to", "cuda:1", "--skip-existing", "--json") == 3
+    captured = capsys.readouterr()
+    said = json.loads(captured.out)
+    assert said["schema_version"] == 1
+    assert said["left"] == ["run/config.json"]
+    assert said["unentered"] == []
+    assert [item["dst"] for item in said["items"]] == [
+        "new/bad.pt", *(f"new/step-{i}/{name}" for i in range(4) for name in ("model.pt", "optim.pt"))
+    ]  # fmt: skip
+    assert said["items"][0]["error"]["type"] == "UnsupportedError"
+    assert "run/bad.pt" in said["items"][0]["error"]["text"]
+    assert said["items"][3]["skipped"] is True
+    assert [item["written"] for item in said["items"] if "written" in item] == [True] * 7
+    assert captured.err == f"ckptconv: {said['items'][0]['error']['text']}\n"
+
+
+def test_what_two_files_would_become_is_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written."""
+    shutil.copy("run/step-0/model.pt", "run/step-0/model.bin")
+    assert convert("run", "new", "--format", "safetensors") == 1
+    assert "run/step-0/model.bin and run/step-0/model.pt would both become it" in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is said to be what it is."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "saved_model.pb").touch()
+    assert convert(tmp_path / "in", tmp_path / "out") == 1
+    assert "TensorFlow SavedModel" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# What goes wrong in one
+
+
+class _Dangerous:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
+def break_some(folder: Path) -> dict[str, str]:
+    """One bad file of each kind in FOLDER, and the words of its error."""
+    good = (folder / "step-0" / "model.pt").read_bytes()
+    (folder / "empty.pt").touch()
+    (folder / "cut.pt").write_bytes(good[: len(good) // 2])
+    (folder / "text.ckpt").write_text("not a checkpoint at all\n")
+    (folder / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (folder / "short.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
+    torch.save({"w": torch.ones(1), "x": _Dangerous()}, folder / "dangerous.pt")
+    os.symlink("nowhere", folder / "gone.pt")
+    os.mkfifo(folder / "pipe.pt")
+    (folder / "dcp").mkdir()
+    (folder / "dcp" / "__0_0.distcp").write_bytes(good)
+    return {
+        "empty.pt": "empty", "cut.pt": "cut|truncated|missing", "text.ckpt": "text file", "lfs.bin": "LFS", "short.safetensors": "", "dangerous.pt": "no checkpoint needs",
+        "gone.pt": "No such file", "pipe.pt": "FIFO", "dcp": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str], jobs: int) -> None:
+    """One of each kind: each is said in a line of its own, the others are converted, and the status says that some failed. If all fail, that is status 1."""
+    bad = break_some(run_folder)
+    assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 3
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("ckptconv: ")]
+    assert len(errors) == len(bad)
+    (sum_,) = (i for i, line in enumerate(lines) if re.match("[0-9]+ items: ", line))
+    assert len([line for line in lines[sum_:] if line.startswith("  failed ")]) == len(
+        bad
+    )  # again, where they can be seen
+    for name, words in bad.items():
+        (line,) = (line for line in errors if line.startswith(f"ckptconv: run/{name}"))
+        assert re.search(words, line), line
+    assert re.fullmatch(r"17 items: 8 converted, [^,]*, 9 failed", lines[sum_])
+    assert len(files_in(Path("new"))) == 8
+    Path("bad").mkdir()
+    for name in bad:
+        Path("run", name).rename(Path("bad", name))
+    assert convert("bad", "none", "-j", jobs, "-q") == 1
+    assert not Path("none").exists()
+
+
+def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """What nobody has foreseen ends one job with its name, and its traceback is there with --debug."""
+
+    def fail(src: Path, *args: Any, **keywords: Any) -> Any:
+        if "step-1/model" in str(src):
+            raise ZeroDivisionError("oh")
+        return run(src, *args, **keywords)
+
+    run = jobs.run
+    monkeypatch.setattr(jobs, "run", fail)
+    assert convert("run", "new", "--debug") == 3
+    said = capsys.readouterr().err
+    assert "ckptconv: run/step-1/model.pt: a bug in ckptconv: ZeroDivisionError: oh" in said
+    assert "Traceback" in said
+    assert len(files_in(Path("new"))) == 7
+
+
+# Edits that mean nothing in one file
+
+
+def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
+    """A prefix, a pattern, a glob and a dtype that not every file has: each file gets those that it has a use for, although none has a use for all. The reports say so."""
+    torch.save({"net.c": torch.ones(3)}, "run/net.pt")
+    jobs = jobs_in("run", "new", strip_prefix=["module.", "net."], rename=[("^a", "x")], exclude="module.b*", dtype="c=bf16")  # fmt: skip
+    outcomes = convert_many(jobs, ThreadPoolExecutor(1))
+    assert [outcome.error for outcome in outcomes] == [None] * 9
+    assert list(torch.load("new/step-0/model.pt")) == ["x.weight"]
+    assert torch.load("new/net.pt")["c"].dtype == torch.bfloat16
+    assert torch.load("new/step-0/optim.pt")["state"][0]["exp_avg"].dtype == torch.float32
+    of_net, of_optimizer = outcomes[0], outcomes[2]
+    assert of_net.unmatched == (("exclude", "module.b*"), ("strip_prefix", "module."), ("rename", ("^a", "x")))
+    assert of_net.report is not None
+    assert "--strip-prefix module. means nothing here" in of_net.report.notes
+    assert len(of_optimizer.unmatched) == 5
+
+
+def test_what_was_done_before_counts(run_folder: Path) -> None:
+    """Where a batch goes on, an edit that means nothing in what is left is no typo if it means something in what is there already."""
+    assert convert("run", "new", "--strip-prefix", "module.", "-q") == 0
+    before = files_in(Path("new"))
+    Path("new/step-1/optim.pt").unlink()
+    assert convert("run", "new", "--strip-prefix", "modul", "--skip-existing", "-q") == 3
+    assert not Path("new/step-1/optim.pt").exists()
+    assert convert("run", "new", "--strip-prefix", "module.", "--skip-existing", "-q") == 0
+    assert files_in(Path("new")) == before
+
+
+@pytest.mark.parametrize(
+    "flags", [["--strip-prefix", "modul"], ["--rename", "zzz", ""], ["--exclude", "zzz"], ["--dtype", "zzz=bf16"]]
+)
+def test_what_means_nothing_anywhere_is_a_typo(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means something changes nothing about that. With -q each has its line."""
+    assert convert("run", "new", *flags, "--strip-prefix", "module.") == 1
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("ckptconv: run/step-0/")]
+    assert len(said) == len([line for line in lines if line.startswith(("ckptconv: ", "  failed"))]) / 2 <= 2
+    assert "8 failed" in lines[len(said)]
+    assert convert("run", "new", *flags, "--strip-prefix", "module.", "-q") == 1
+    assert capsys.readouterr().err.count("ckptconv: run/step-") == 8
+    assert not Path("new").exists()
+
+
+def test_a_part_is_never_the_whole(run_folder: Path) -> None:
+    """A file that has nothing of what was asked for fails: without --select, or --include, all of it would be taken."""
+    torch.save({"ema": state(), "x": 1}, "run/train.pt")
+    assert convert("run", "new", "--select", "ema", "-q") == 3
+    assert sorted(files_in(Path("new"))) == ["train.pt"]
+    torch.save({"net.c": torch.ones(3)}, "run/net.pt")
+    assert convert("run", "included", "--include", "module.a*", "-q") == 3
+    assert list(torch.load("included/step-0/model.pt")) == ["module.a.weight"]
+    assert not Path("included/step-0/optim.pt").exists()
+    assert not Path("included/net.pt").exists()
+
+
+# Killed and begun again
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files that take a while when they are read back as well."""
+    (tmp_path / "in").mkdir()
+    for i in range(8):
+        torch.save({"w": torch.full((LARGE // 4,), float(i))}, tmp_path / "in" / f"{i}.pt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen[str]]:
+    """The command with ARGS, in a session of its own, as soon as the first output is there."""
+    mark = f"CKPTCONV_TEST={os.urandom(8).hex()}"
+    name, value = mark.split("=")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptconv", "convert", *args], env={**os.environ, name: value}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: process.poll() is not None or any(Path("out").glob("*.pt")))
+        assert process.poll() is None
+        yield process
+        process.communicate(timeout=30)
+        wait_for(lambda: not processes_with(mark))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes that have MARK in their environment, but for those that ended already."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
+
+
+def assert_whole_or_absent(temporaries: bool) -> set[str]:
+    """Every output that is there is what it should be; the names of those. TEMPORARIES may be there, under names that say what they are."""
+    whole = set()
+    for path in Path("out").iterdir():
+        if path.name.startswith("."):
+            assert temporaries
+            assert ".ckptconv-" in path.name
+        else:
+            assert torch.equal(torch.load(path)["w"], torch.full((LARGE // 4,), float(path.stem)))
+            whole.add(path.name)
+    return whole
+
+
+@needs_proc
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_killed_and_begun_again(large: Path, jobs: str) -> None:
+    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next run does the rest and touches nothing else."""
+    with started("in", "out", "--verify", "-j", jobs) as process:
+        process.kill()
+    before = {name: os.stat(Path("out") / name).st_ino for name in assert_whole_or_absent(temporaries=True)}
+    assert 0 < len(before) < 8
+    assert convert("in", "out", "-q", "-j", jobs) == 3
+    for path in Path("out").glob("*.pt"):
+        if path.name not in before:
+            path.unlink()
+    assert convert("in", "out", "-q", "--skip-existing", "--force", "-j", jobs) == 0
+    assert assert_whole_or_absent(temporaries=True) == {f"{i}.pt" for i in range(8)}
+    assert {name: os.stat(Path("out") / name).st_ino for name in before} == before
+    assert not any(name.startswith(".") for name in os.listdir("in"))
+
+
+@needs_proc
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
+    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: whole files, no temporary, no process left; after Ctrl-C how far it came and what goes on from there."""
+    with started("in", "out", "--verify", "-j", jobs) as process:
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    lines = [line for line in said.splitlines() if line and not line.startswith("out/")]
+    if number == signal.SIGINT:
+        how_far = r"ckptconv: [0-7] of 8 are done; the same command with --skip-existing goes on from here"
+        assert re.fullmatch(rf"{how_far}\nckptconv: interrupted", "\n".join(lines)), said
+    else:
+        assert lines == []
+    assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
+
+
+def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """How far it came, and not that --skip-existing goes on, which would skip everything."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_batch, "run_jobs", interrupt)
+    assert convert("run", "run", "--force") == 130
+    assert capsys.readouterr().err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
+
+
+def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
+    """What was lost is done again; a job that kills whoever does it ends in an error, three times being enough, and takes no other with it."""
+    jobs = jobs_in("run", "new", map_location="cuda:1")
+    jobs.insert(3, Job("run/step-0/model.pt", "new/never.pt", {"map_location": die}))
+    killed = []
+
+    def kill_one(outcome: Outcome) -> Outcome:
+        if not killed:
+            killed.append(multiprocessing.active_children()[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return outcome
+
+    outcomes = run_jobs(jobs, processes(2), kill_one)
+    assert killed
+    assert [outcome.job for outcome in outcomes] == jobs
+    error = outcomes.pop(3).error
+    assert isinstance(error, ckptconv.OutputError)
+    assert "not done in 3 attempts" in str(error)
+    assert all(outcome.report and outcome.report.written for outcome in outcomes)
+    assert sum(not Path(name).name.startswith(".") for name in files_in(Path("new"))) == 8
+    assert not multiprocessing.active_children()
+
+
+# Executors
+
+
+class Losing(Executor):
+    """Does everything twice: of each job's first outcome nobody hears, as of a machine that dies right after its work."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def submit(self, function: Any, /, *args: Any, **keywords: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        outcome = function(*args, **keywords)
+        if (src := str(outcome.job.src)) in self.seen:
+            future.set_result(outcome)
+        else:
+            self.seen.add(src)
+            future.set_exception(ConnectionError("gone"))
+        return future
+
+
+def test_what_was_done_and_not_heard_of_is_done(run_folder: Path) -> None:
+    """An output that was not there when all began, and has the size that is planned, is the job's own; one that was there is in the way."""
+    Path("new/step-3").mkdir(parents=True)
+    shutil.copy("run/step-3/model.pt", "new/step-3/model.pt")
+    outcomes = convert_many(jobs_in("run", "new", map_location="cuda:1"), Losing())
+    errors = [outcome.error for outcome in outcomes]
+    assert isinstance(errors.pop(6), ckptconv.TargetExistsError)
+    assert errors == [None] * 7
+    reports = [outcome.report for outcome in outcomes if outcome.report]
+    assert all(report.written and report.dst.startswith("new/step-") for report in reports)
+
+
+def test_what_was_converted_in_place_is_not_converted_twice(run_folder: Path) -> None:
+    """Nobody knows what a second ``^`` would be put before."""
+    outcomes = convert_many(jobs_in("run", "run", rename=[("^", "x.")], force=True), Losing())
+    for outcome in outcomes:
+        if "model" in str(outcome.job.src):
+            assert isinstance(outcome.error, ckptconv.InputChangedError)
+            assert list(torch.load(outcome.job.dst)) == [f"x.{name}" for name in state()]
+
+
+def test_an_index_of_nothing(tmp_path: Path) -> None:
+    """A folder that is not there has no shards, and no index either."""
+    with pytest.raises(ckptconv.InputError, match="there is no such folder"):
+        ckptconv.write_index(tmp_path / "nowhere")
+
+
+def test_any_executor_does(run_folder: Path) -> None:
+    """Threads, say; it is left open. One that takes no work ends every job in an error, and one that cancels it too."""
+    heard: list[Outcome] = []
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = convert_many(jobs_in("run", "new", map_location=lambda tag: "cuda:1"), threads, done=heard.append)
+        assert threads.submit(int, "7").result() == 7
+    assert all(outcome.report for outcome in outcomes)
+    assert sorted(str(outcome.job.dst) for outcome in heard) == [str(outcome.job.dst) for outcome in outcomes]
+    for outcome in convert_many(jobs_in("run", "no"), threads):  # it is shut down by now
+        assert "cannot schedule new futures" in str(outcome.error)
+    assert not Path("no").exists()
+
+
+def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an executor; errors speak of keywords; a function that no other process can have is refused."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    jobs = jobs_in("run", "new", map_location={"cpu": "cuda:1"})
+    assert all(outcome.report for outcome in convert_many(jobs))
+    assert files_in(Path("new"))
+    for outcome in convert_many(jobs):
+        assert outcome.error is not None
+        assert outcome.error.hint == "force=True replaces it, skip_existing=True leaves what is there"
+    for outcome in convert_many(jobs_in("run", "other", map_location=lambda tag: "cpu")):
+        assert "cannot be handed to another process" in str(outcome.error)
+    assert convert_many([]) == []
+
+
+def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
+    """Its error comes through at once, and no process stays, whatever it is at."""
+
+    def fail(outcome: Outcome) -> Outcome:
+        raise LookupError("enough")
+
+    started = time.monotonic()
+    with pytest.raises(LookupError, match="enough"):
+        run_jobs(
+            [Job("run/step-0/model.pt", "slow.pt", {"map_location": stall}), *jobs_in("run", "new")], processes(2), fail
+        )
+    assert time.monotonic() - started < 30
+    wait_for(
+        lambda: not multiprocessing.active_children()
+    )  # the pool's own thread may still be at it that has seen them end
+
+
+def test_a_job_is_checked_when_it_is_made() -> None:
+    """What no conversion could understand is said where it was written; a job, and what becomes of it, can go to another process."""
+    with pytest.raises(TypeError, match="no keyword of convert is called mao_location"):
+        Job("a.pt", "b.pt", {"mao_location": "cpu"})
+    with pytest.raises(ckptconv.UsageError, match="no device"):
+        Job("a.pt", "b.pt", {"map_location": "cpuu"})
+    job = Job("missing.pt", Path("b.pt"), {"map_location": "cpu", "rename": [("a", "b")]})
+    assert pickle.loads(pickle.dumps(job)) == job
+    (outcome,) = convert_many([job], ThreadPoolExecutor(1))
+    again = pickle.loads(pickle.dumps(outcome))
+    assert again.job == job
+    assert (type(again.error), str(again.error)) == (ckptconv.InputError, str(outcome.error))
+    error = ckptconv.NoMatchError("no name", where="a.pt", hint="look", unmatched=("strip_prefix", "x"))
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+
+
+def test_a_job_may_be_many_things(run_folder: Path) -> None:
+    """Missing folders above an output are made, and go again where nothing came to stand in them."""
+    outcomes = convert_many(
+        [Job("run/step-0/model.pt", "a/b/c.pt"), Job("nothing.pt", "d/e/f.pt"), Job("run", "g.pt")], ThreadPoolExecutor(1)
+    )  # fmt: skip
+    assert [type(outcome.error) for outcome in outcomes] == [type(None), ckptconv.InputError, ckptconv.UnsupportedError]
+    assert Path("a/b/c.pt").exists()
+    assert not Path("d").exists()
+
+
+# On a terminal
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_one_bar_for_all(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
+) -> None:
+    """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches, dry runs and -q have none."""
+
+    def forget(task: object) -> None:
+        raise AssertionError("the bar begins anew")
+
+    monkeypatch.setattr("rich.progress.Task._reset", forget)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    deep = Path("run") / ("x" * 60) / ("y" * 60)
+    deep.mkdir(parents=True)
+    shutil.copy("run/step-0/model.pt", deep)
+    monkeypatch.setattr(convert_batch, "PROGRESS_FROM", 1)
+    assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 0
+    said = capsys.readouterr().err
+    total = sum(len(data) for data in files_in(Path("new")).values())
+    assert f"{total / 1000:.1f}/{total / 1000:.1f} kB" in said
+    assert max(len(line) for line in said.split("\n") if "kB/" not in line and "\r" not in line) <= 80
+    assert "yyy/model.pt: " in said
+    assert "cpu → cuda:1" in said
+    for flag in ("-n", "-q") if jobs == 1 else ():
+        assert convert("run", "new", "--force", flag) == 0
+        assert "/s" not in capsys.readouterr().err
+
+
+def test_skipping_one_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single output that exists is left as well, whatever --force says, and that is status 0."""
+    Path("old.pt").write_bytes(b"old")
+    assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--force") == 0
+    assert capsys.readouterr().err == "old.pt: exists, skipped\n"
+    assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["skipped"] is True
+    assert Path("old.pt").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_another_job_wrote_is_no_success(tmp_path: Path, workers: int) -> None:
+    """Of two jobs with one output, whose files would have one size, one is done and the other fails: its output is not what it would have written."""
+    for name, fill in (("a", 1.0), ("b", 2.0)):
+        torch.save({"w": torch.full((100,), fill)}, tmp_path / f"{name}.pt")
+    jobs = [ckptconv.Job(tmp_path / f"{name}.pt", tmp_path / "out.pt") for name in "ab"]
+    executor = ThreadPoolExecutor(workers) if workers else None
+    outcomes = ckptconv.convert_many(jobs, executor)
+    written = [i for i, outcome in enumerate(outcomes) if outcome.report]
+    assert len(written) == 1
+    assert torch.load(tmp_path / "out.pt")["w"][0] == written[0] + 1
+    assert isinstance(outcomes[1 - written[0]].error, TargetExistsError)

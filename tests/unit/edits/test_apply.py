@@ -1,0 +1,666 @@
+"""Edits, from file to file: names follow wherever they are used, devices change where they are devices; torch is the judge."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+import ckptconv
+from ckptconv.conversion.plan import Report
+from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from tests.support.judge import assert_same, tags_of
+
+W = torch.zeros(2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.bn = nn.BatchNorm2d(2)
+        self.head = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def converted(folder: Path, obj: object, **edits: Any) -> tuple[Any, Report]:
+    """OBJ saved by torch, converted, and loaded again (on the CPU, whatever its tags)."""
+    torch.save(obj, folder / "in.pt")
+    report = ckptconv.convert(folder / "in.pt", folder / "out.pt", force=True, **edits)
+    return tags_of(folder / "out.pt")[0], report
+
+
+def refused(folder: Path, obj: object, **edits: Any) -> str:
+    """The error's line, where OBJ cannot be converted; nothing must be written."""
+    torch.save(obj, folder / "in.pt")
+    with pytest.raises((NoMatchError, CollisionError, UsageError)) as caught:
+        ckptconv.convert(folder / "in.pt", folder / "out.pt", **edits)
+    assert [path.name for path in folder.iterdir()] == ["in.pt"]
+    return str(caught.value)
+
+
+def renamed(obj: dict[str, Any], **names: str) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in obj.items()}
+
+
+# Prefixes of DataParallel
+
+
+def test_strip_gives_the_state_dict_of_the_wrapped_module(fixtures: Path, tmp_path: Path) -> None:
+    """Names, order, values, ``_metadata``: as if DataParallel had never been; it loads strictly, safely too."""
+    report = ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix="module.")
+    state, tags = tags_of(tmp_path / "x.pt", weights_only=True)
+    assert_same(state, tags_of(fixtures / "cpu.pt")[0])
+    assert state._metadata == Net().state_dict()._metadata
+    assert list(state._metadata) == list(Net().state_dict()._metadata)
+    assert set(tags) == {"cuda:0"}
+    Net().load_state_dict(state, strict=True)
+    assert len(report.changes.names) == 11
+    assert (report.changes.names[0].old, report.changes.names[0].new) == ("module.conv.weight", "conv.weight")
+    assert report.changes.unprefixed == 0
+
+
+def test_add_gives_the_state_dict_of_the_wrapper(fixtures: Path, tmp_path: Path) -> None:
+    """As ``nn.DataParallel(net).state_dict()`` has it, ``_metadata`` with the wrapper's own entry first."""
+    ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", add_prefix="module.")
+    state, _ = tags_of(tmp_path / "x.pt", weights_only=True)
+    assert_same(state, tags_of(fixtures / "dataparallel.pt")[0])
+    assert list(state._metadata.items()) == list(nn.DataParallel(Net()).state_dict()._metadata.items())
+    nn.DataParallel(Net()).load_state_dict(state, strict=True)
+
+
+def test_strip_does_what_torch_means_to(fixtures: Path, tmp_path: Path) -> None:
+    """Equal to ``consume_prefix_in_state_dict_if_present`` where every name has the prefix."""
+    ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix="module.")
+    expected, _ = tags_of(fixtures / "dataparallel.pt")
+    consume_prefix_in_state_dict_if_present(expected, "module.")
+    assert_same(tags_of(tmp_path / "x.pt")[0], expected)
+
+
+@pytest.mark.parametrize("prefix", ["module", "module.", ["module"], ("module.",)])
+def test_module_means_module_dot(fixtures: Path, tmp_path: Path, prefix: Any) -> None:
+    """With or without its dot, alone or in a sequence."""
+    report = ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix=prefix)
+    assert report.changes.names[0].new == "conv.weight"
+
+
+def test_strip_rename_add_in_that_order(fixtures: Path, tmp_path: Path) -> None:
+    """Whatever the order of the keywords."""
+    ckptconv.convert(
+        fixtures / "dataparallel.pt", tmp_path / "x.pt", add_prefix="net", rename=[("^conv", "stem")], strip_prefix="module"
+    )  # fmt: skip
+    state, _ = tags_of(tmp_path / "x.pt")
+    assert list(state)[:3] == ["net.stem.weight", "net.stem.bias", "net.bn.weight"]
+    assert list(state._metadata)[:4] == ["", "net", "net.stem", "net.bn"]
+
+
+def test_prefixes_one_after_the_other(tmp_path: Path) -> None:
+    """Repeated ones apply in turn."""
+    state, _ = converted(tmp_path, {"a.b.w": W}, strip_prefix=["a", "b"], add_prefix=["c", "d"])
+    assert list(state) == ["d.c.w"]
+
+
+def test_nested_wrapper(tmp_path: Path) -> None:
+    """A prefix of two segments: the entries of both wrappers leave ``_metadata`` and come back."""
+    wrapped = nn.DataParallel(nn.DataParallel(Net())).state_dict()
+    stripped, _ = converted(tmp_path, wrapped, strip_prefix="module.module.")
+    assert list(stripped._metadata.items()) == list(Net().state_dict()._metadata.items())
+    again, _ = converted(tmp_path, stripped, add_prefix="module.module")
+    assert list(again._metadata.items()) == list(wrapped._metadata.items())
+
+
+segment = st.sampled_from(["module", "mod", "features", "0", "w", "a b", "_orig_mod", "é"])
+name = st.lists(segment, min_size=1, max_size=4).map(".".join)
+
+
+def state_dict_of(names: list[str], *, metadata: bool) -> Any:
+    """A state dict as a module's: an entry in ``_metadata`` for every module above a name."""
+    state: Any = OrderedDict((name, torch.full((2,), float(i))) for i, name in enumerate(names))
+    if metadata:
+        modules = {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 1)}
+        state._metadata = OrderedDict((module, {"version": 2 if module else 1}) for module in sorted(modules))
+    return state
+
+
+@given(st.lists(name, min_size=1, max_size=8, unique=True), name, st.booleans())
+def test_strip_undoes_add(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], prefix: str, metadata: bool
+) -> None:
+    """The whole object, for any names and any prefix."""
+    folder = tmp_path_factory.getbasetemp()
+    state = state_dict_of(names, metadata=metadata)
+    added, _ = converted(folder, state, add_prefix=prefix)
+    assert list(added) == [f"{prefix}.{name}" for name in names]
+    assert_same(converted(folder, added, strip_prefix=prefix)[0], state)
+
+
+@given(st.lists(name, min_size=1, max_size=8, unique=True), name, st.booleans())
+def test_add_undoes_strip(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], prefix: str, metadata: bool
+) -> None:
+    """Where every name had the prefix."""
+    folder = tmp_path_factory.getbasetemp()
+    wrapped = state_dict_of([f"{prefix}.{name}" for name in names], metadata=metadata)
+    if metadata:
+        for above in [entry for entry in wrapped._metadata if prefix.startswith(entry + ".")]:
+            wrapped._metadata[above] = {"version": 1}  # a wrapper's own
+    stripped, _ = converted(folder, wrapped, strip_prefix=prefix)
+    assert list(stripped) == names
+    assert_same(converted(folder, stripped, add_prefix=prefix)[0], wrapped)
+
+
+# Where a prefix ends
+
+
+def test_a_near_prefix_is_named(tmp_path: Path) -> None:
+    """A typo in a whole segment is no part of one: what it would leave of ``module.w`` with ``modul`` is ``e.w``."""
+    for said in ("modul", "modul.", "moduel."):
+        line = refused(tmp_path, {"module.w": W, "net.w": W}, strip_prefix=said)
+        assert line.endswith("; strip_prefix='module.' may be meant")
+
+
+def test_a_part_of_a_state_dict_is_no_path_beside_it(tmp_path: Path) -> None:
+    """Where the checkpoint is the only state dict in it, there is no part to name."""
+    line = refused(tmp_path, {"module.w": W}, select="model")
+    assert "the checkpoint is a state dict itself; see what there is: " in line
+    assert "such as ." not in line
+
+
+def test_anchored_at_segments(tmp_path: Path) -> None:
+    """``mod`` is no prefix of ``module.w``, of which torch's own function makes ``ule.w``; the way to do that is named."""
+    line = refused(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="mod")
+    assert "module. (1), modern. (1)" in line
+    assert "rename=[('^mod', '')]" in line
+    state: dict[str, Any] = {"module.w": W}
+    consume_prefix_in_state_dict_if_present(state, "mod")
+    assert list(state) == ["ule.w"]
+    assert list(converted(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="module")[0]) == ["w", "modern.w"]
+
+
+@pytest.mark.parametrize(
+    "edits", [{"strip_prefix": ""}, {"strip_prefix": "."}, {"add_prefix": "a..b"}, {"add_prefix": [".a"]}]
+)
+def test_what_ends_no_segment(tmp_path: Path, edits: Any) -> None:
+    """Is refused towards ``--rename``."""
+    assert "rename=" in refused(tmp_path, {"w": W}, **edits)
+
+
+def test_one_level_at_a_time(tmp_path: Path) -> None:
+    """``module.module.w`` loses one; an inner module that is really called so survives."""
+    state = OrderedDict([("module.module.w", W), ("module.conv.module.w", W)])
+    stripped, _ = converted(tmp_path, state, strip_prefix="module")
+    assert list(stripped) == ["module.w", "conv.module.w"]
+    with pytest.raises(NoMatchError):
+        ckptconv.convert(tmp_path / "out.pt", tmp_path / "again.pt", strip_prefix=["module", "module", "module"])
+
+
+def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> None:
+    """DataParallel over ``features`` alone: strip refuses, rename serves, ``_metadata`` too, and the plain net takes it."""
+    source = fixtures / "dataparallel_features.pt"
+    with pytest.raises(NoMatchError, match=r"features. \(4\), classifier. \(2\)"):
+        ckptconv.convert(source, tmp_path / "x.pt", strip_prefix="module.")
+    ckptconv.convert(source, tmp_path / "x.pt", rename=[(r"^features\.module\.", "features.")])
+    net = nn.Module()
+    net.features = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
+    net.classifier = nn.Sequential(nn.Dropout(), nn.Linear(8, 2))
+    state, _ = tags_of(tmp_path / "x.pt")
+    assert net.load_state_dict(state, strict=True)
+    assert list(state._metadata.items()) == list(net.state_dict()._metadata.items())
+
+
+def test_mixed_names_stay_in_place_and_are_counted(tmp_path: Path) -> None:
+    """Names without the prefix keep their values and their positions, where torch's function moves the others behind them."""
+    state = nn.DataParallel(nn.Linear(2, 1)).state_dict()
+    state = OrderedDict([("step", W), *state.items(), ("ema.w", W)])
+    stripped, report = converted(tmp_path, state, strip_prefix="module")
+    assert list(stripped) == ["step", "weight", "bias", "ema.w"]
+    assert report.changes.unprefixed == 2
+    assert [(change.path, change.old, change.new) for change in report.changes.names] == [
+        (".", "module.weight", "weight"), (".", "module.bias", "bias"),
+    ]  # fmt: skip
+
+
+def test_metadata_of_a_mixed_state_dict(tmp_path: Path) -> None:
+    """What stays keeps the entries above it."""
+    state = state_dict_of(["a.b.w", "a.c.w"], metadata=True)
+    stripped, _ = converted(tmp_path, state, strip_prefix="a.b")
+    assert list(stripped) == ["w", "a.c.w"]
+    assert list(stripped._metadata) == ["a", "", "a.c"]
+
+
+def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> None:
+    """Another model in the file has an inner module called ``module``, without parameters: it is none of our business."""
+    other = nn.Sequential(OrderedDict(module=nn.ReLU(), fc=nn.Linear(1, 1))).state_dict()
+    both, _ = converted(
+        tmp_path, {"model": nn.DataParallel(nn.Linear(1, 1)).state_dict(), "other": other}, strip_prefix="module"
+    )
+    assert list(both["model"]._metadata) == [""]
+    assert_same(both["other"], other)
+
+
+def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
+    """``module.`` around one layer: its version takes the wrapper's place, and gives it back."""
+    wrapped = nn.DataParallel(nn.BatchNorm1d(2)).state_dict()
+    stripped, _ = converted(tmp_path, wrapped, strip_prefix="module")
+    assert dict(stripped._metadata) == {"": {"version": 2}}
+    added, _ = converted(tmp_path, nn.BatchNorm1d(2).state_dict(), add_prefix="module")
+    assert list(added._metadata.items()) == list(wrapped._metadata.items())
+
+
+def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:
+    """pickle writes mappings in pieces of 1,000, and a last one alone: an entry that leaves it leaves nothing broken."""
+    state = state_dict_of([f"module.layer{i}.w" for i in range(999)], metadata=True)
+    entries = state._metadata
+    assert len(entries) == 1001
+    entries.move_to_end("")
+    stripped, _ = converted(tmp_path, state, strip_prefix="module")
+    assert list(stripped._metadata) == ["", *sorted(f"layer{i}" for i in range(999))]
+
+
+# Collisions and typos
+
+
+@pytest.mark.parametrize(
+    ("obj", "edits"),
+    [
+        ({"module.w": W, "w": W}, {"strip_prefix": "module"}),
+        ({"w": W, "module.w": W}, {"strip_prefix": "module"}),
+        ({"x": {"module.w": W, "w": W}}, {"rename": [(r"^module\.", "")]}),
+        ({"state": {"module.w": {}, "w": {}}, "param_groups": []}, {"strip_prefix": "module"}),
+        ({"module.w": W, "w": W}, {"strip_prefix": "module", "add_prefix": "module"}),
+    ],
+)
+def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> None:
+    """Refused with both, in optimizers too, and whatever a later edit adds; nothing is written."""
+    line = refused(tmp_path, obj, **edits)
+    assert "two names would become" in line
+    assert "'module.w'" in line and "'w'" in line
+
+
+def test_swapped_names_do_not_collide(tmp_path: Path) -> None:
+    """Only the result counts."""
+    state, _ = converted(tmp_path, {"a.w": W, "b.w": torch.ones(2)}, rename=[("^a", "c"), ("^b", "a"), ("^c", "b")])
+    assert list(state) == ["b.w", "a.w"]
+    assert torch.equal(state["a.w"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("obj", "edits", "said"),
+    [
+        ({"model.w": W, "model.b": W, "net.w": W}, {"strip_prefix": "module"}, "prefixes model. (2), net. (1)"),
+        ({"w": W}, {"strip_prefix": "module"}, "no prefixes"),
+        ([W], {"strip_prefix": "module"}, "no state dict"),
+        ({f"m{i}.w": W for i in range(7)}, {"strip_prefix": "module"}, "..."),
+        ({"w": W}, {"rename": [("conv", "x")]}, "no name matches 'conv'"),
+        ([W], {"rename": [("conv", "x")]}, "no state dict"),
+        ([W], {"add_prefix": "module"}, "no state dict"),
+        ({"w": W}, {"rename": [("(", "x")]}, "no regular expression"),
+        ({"w": W}, {"rename": [("w", r"\1")]}, "no regular expression"),
+        ({"m": {"a.w": W}}, {"exclude": "b*"}, "no name in a state dict matches 'b*' (expected something like m/a.w)"),
+        ({"m": {"a.w": W}}, {"include": "n/*"}, "no tensor matches 'n/*' (expected something like m/a.w)"),
+        (
+            {"m": {"a.w": W}, "n": {"b": W}},
+            {"select": "a.w"},
+            "stands at a.w (expected a path such as m (8 bytes), n (8 bytes))",
+        ),
+        ({"m": {"a.w": W}}, {"select": ""}, "neither an object nor a tensor stands at ''"),
+    ],
+)
+def test_what_matches_nothing_is_a_typo(tmp_path: Path, obj: object, edits: Any, said: str) -> None:
+    """An error that shows the prefixes that there are."""
+    assert said in refused(tmp_path, obj, **edits)
+
+
+def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
+    """Add lists them, with the ``--rename`` that serves them all, and that one does."""
+    obj = {"student": {"w": W}, "teacher": {"w": W}}
+    line = refused(tmp_path, obj, add_prefix="module")
+    assert "student, teacher" in line
+    assert "rename=[('^', 'module.')]" in line
+    both, _ = converted(tmp_path, obj, rename=[("^", "module.")])
+    assert [list(state) for state in both.values()] == [["module.w"], ["module.w"]]
+
+
+# Rename
+
+
+def test_rename_is_re_sub(tmp_path: Path) -> None:
+    """Groups and all, on every name; ``_metadata`` follows the modules."""
+    state, report = converted(tmp_path, Net().state_dict(), rename=[(r"^head\.(\d)", r"fc\1")])
+    assert list(state)[-4:] == ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]
+    assert list(state._metadata) == ["", "conv", "bn", "head", "fc0", "fc1"]
+    assert len(report.changes.names) == 4
+
+
+def test_rename_of_parameters_leaves_metadata(tmp_path: Path) -> None:
+    """``weight`` is no module."""
+    state, _ = converted(tmp_path, Net().state_dict(), rename=[(r"\.weight$", ".kernel")])
+    assert "conv.kernel" in state
+    assert state._metadata == Net().state_dict()._metadata
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "modules"),
+    [
+        (r"(\.|$)", r"!\1", ["", "a!", "a!.b!"]),
+        ("^", "x_", ["", "x_a", "x_a.b"]),
+        ("^", "x.", ["x", "x.a", "x.a.b"]),
+        (r"\.", "_", ["", "a", "a.b"]),
+        (r"[^.]*$", "v", ["", "a", "a.b"]),
+        (r"^a\.", "", ["", "b"]),
+    ],
+)
+def test_what_rename_means_for_modules(tmp_path: Path, pattern: str, replacement: str, modules: list[str]) -> None:
+    """What becomes of the dots behind them; the end of a name is none of a module's path. Where no dot is left there, the entry stays."""
+    state, _ = converted(tmp_path, state_dict_of(["a.b.w"], metadata=True), rename=[(pattern, replacement)])
+    assert list(state._metadata) == modules
+
+
+# Into the model that it was for
+
+
+class Named(nn.Module):
+    """A model whose part is really called ``module``, in front and inside of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.hidden = nn.ModuleList([nn.ModuleDict({"module": nn.BatchNorm1d(2)})])
+
+
+class Layers(nn.Module):
+    """Blocks under one NAME or another, as two code bases call them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.add_module(name, nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]))
+
+
+def training(model: nn.Module) -> dict[str, Any]:
+    """What a run saves of MODEL and its average."""
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    return {"epoch": 3, "ema": averaged.state_dict(), "model": nn.DataParallel(model).state_dict(), "lists": [W]}
+
+
+def only_module() -> nn.Module:
+    return nn.Sequential(OrderedDict(module=nn.BatchNorm1d(2)))
+
+
+STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Module]]] = {
+    "strip": (lambda: nn.DataParallel(Named()).state_dict(), {"strip_prefix": "module"}, Named),
+    "strip of two": (lambda: nn.DataParallel(nn.DataParallel(Net())).state_dict(), {"strip_prefix": ["module"] * 2}, Net),
+    "strip a trainer's": (lambda: nn.ModuleDict({"model": Net()}).state_dict(), {"strip_prefix": "model"}, Net),
+    "add": (lambda: Named().state_dict(), {"add_prefix": "module"}, lambda: nn.DataParallel(Named())),
+    "add of two": (lambda: Net().state_dict(), {"add_prefix": ["a", "b.c"]}, lambda: nn.ModuleDict({"b": nn.ModuleDict({"c": nn.ModuleDict({"a": Net()})})})),
+    "unwrap": (lambda: nn.DataParallel(Named()).state_dict(), {"unwrap": True}, Named),
+    "unwrap of module.module": (lambda: nn.DataParallel(only_module()).state_dict(), {"unwrap": True}, only_module),
+    "rename": (lambda: Layers("h").state_dict(), {"rename": [(r"^h\.", "layers.")]}, lambda: Layers("layers")),
+    "rename inside": (lambda: Named().state_dict(), {"rename": [(r"\.module\.", ".norm."), ("norm", "module")]}, Named),
+    "select": (lambda: {"student": Net().state_dict(), "teacher": Named().state_dict()}, {"select": "teacher"}, Named),
+    "select in a list": (lambda: {"rank": [Net().state_dict(), {"model": Named().state_dict()}]}, {"select": "rank[1]/model"}, Named),
+    "state_dict": (lambda: training(Named()), {"state_dict": True, "unwrap": True}, Named),
+    "state_dict of a module": (lambda: nn.DataParallel(Named()), {"state_dict": True, "strip_prefix": "module"}, Named),
+    "average": (lambda: training(Named()), {"select": "ema", "exclude": "n_averaged", "unwrap": True}, Named),
+    "average, its prefix": (lambda: training(Named()), {"select": "ema", "exclude": "n_*", "strip_prefix": "module"}, Named),
+    "include": (lambda: Net().state_dict(), {"include": "head.*", "strip_prefix": "head"}, lambda: Net().head),
+    "exclude": (lambda: Layers("h").state_dict(), {"exclude": ["h.*.1.*", "h.1.*", "h.2.*", "stem.*"], "strip_prefix": "h.0.0"}, lambda: nn.Linear(2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
+    """With ``strict=True``, each value under its name; where the model's own ``state_dict()`` has ``_metadata``, the same versions."""
+    make, edits, model = STRICT[case]
+    obj = make()
+    torch.save(obj, tmp_path / "in.pt")
+    ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", **edits)
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    wanted = model()
+    wanted.load_state_dict(state, strict=True)
+    own = wanted.state_dict()
+    assert all(torch.equal(state[name], own[name]) for name in own)
+    assert set(state) == set(own)
+    versions = getattr(state, "_metadata", own._metadata)
+    assert {path: versions.get(path) for path in own._metadata} == dict(own._metadata)
+
+
+# Everywhere names are used
+
+
+def test_twins_follow(tmp_path: Path) -> None:
+    """An EMA copy with the same keys, in whatever order, gets what the model gets; another state dict does not."""
+    obj = {"model": {"a.w": W, "a.b": W}, "ema": {"a.b": W, "a.w": W}, "critic": {"c.w": W}}
+    added, report = converted(tmp_path, obj, add_prefix="module")
+    assert [list(state) for state in added.values()] == [
+        ["module.a.w", "module.a.b"],
+        ["module.a.b", "module.a.w"],
+        ["c.w"],
+    ]
+    assert {change.path for change in report.changes.names} == {"model", "ema"}
+    assert_same(converted(tmp_path, added, strip_prefix="module")[0], obj)
+
+
+def test_strip_serves_every_state_dict(tmp_path: Path) -> None:
+    """Each that has the prefix; names of the others are counted as without it."""
+    obj = {"g": {"module.w": W}, "d": {"module.v": W}, "plain": {"u": W}}
+    stripped, report = converted(tmp_path, obj, strip_prefix="module")
+    assert [list(state) for state in stripped.values()] == [["w"], ["v"], ["u"]]
+    assert report.changes.unprefixed == 1
+
+
+def test_optimizers_keyed_by_names_follow(tmp_path: Path) -> None:
+    """``state``, ``params`` and ``param_names``; the same strings elsewhere are the user's data and stay."""
+    names = ["module.w", "module.b"]
+    obj = {
+        "model": dict.fromkeys(names, W),
+        "optimizer": {
+            "state": {name: {"step": 1} for name in names},
+            "param_groups": [{"params": list(names), "param_names": list(names), "tag": names[0]}],
+        },
+        "frozen": list(names),
+        "lr_of": {names[0]: 0.1},
+    }
+    expected: Any = copy.deepcopy(obj)
+    expected["model"] = renamed(expected["model"], **{"module.w": "w", "module.b": "b"})
+    optimizer = expected["optimizer"]
+    optimizer["state"] = renamed(optimizer["state"], **{"module.w": "w", "module.b": "b"})
+    optimizer["param_groups"][0] |= {"params": ["w", "b"], "param_names": ["w", "b"]}
+    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
+    assert stripped["optimizer"] == optimizer
+    assert list(stripped["model"]) == ["w", "b"]
+    assert (stripped["frozen"], stripped["lr_of"]) == (names, {names[0]: 0.1})
+    again, _ = converted(tmp_path, stripped, add_prefix="module")
+    assert again["optimizer"] == obj["optimizer"]
+
+
+def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
+    """Its state stays; torch's ``param_names`` beside the integers follow, and torch takes it back."""
+    net = nn.DataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(net.named_parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    obj = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
+    expected = obj["optimizer"]
+    assert expected["param_groups"][0].pop("param_names") == ["module.weight", "module.bias"]
+    assert stripped["optimizer"]["param_groups"][0].pop("param_names") == ["weight", "bias"]
+    assert_same(stripped["optimizer"], expected)
+    torch.optim.AdamW(nn.Linear(2, 1).parameters()).load_state_dict(stripped["optimizer"])
+
+
+def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
+    """Its own names serve strip and rename."""
+    obj = {"state": {"module.w": {"step": 1}}, "param_groups": [{"params": ["module.w", "b"]}]}
+    stripped, report = converted(tmp_path, obj, strip_prefix="module")
+    assert stripped == {"state": {"w": {"step": 1}}, "param_groups": [{"params": ["w", "b"]}]}
+    assert report.changes.unprefixed == 1
+    assert [(change.path, change.old, change.new) for change in report.changes.names] == [(".", "module.w", "w")]
+    assert converted(tmp_path, obj, rename=[(r"^module\.", "")])[0] == stripped
+
+
+def test_an_optimizer_is_stripped_whole(tmp_path: Path) -> None:
+    """A name that only the optimizer has (a tied weight that the state dict dropped) goes with the others."""
+    obj = {"model": {"module.w": W}, "opt": {"state": {"module.z": 1, "module.w": 2}, "param_groups": []}}
+    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
+    assert stripped["opt"]["state"] == {"z": 1, "w": 2}
+
+
+def test_an_optimizer_of_another_model_gets_no_prefix(tmp_path: Path) -> None:
+    """A prefix is added to an optimizer if all its names are the state dict's, and to no part of it otherwise."""
+    other = {"state": {"w": 1}, "param_groups": [{"params": ["w", "c"]}]}
+    own = {"state": {"w": 1}, "param_groups": [{"params": ["w", "b"]}]}
+    obj = {"model": {"w": W, "b": W}, "disc": {"w": W, "c": W}, "other": other, "own": own}
+    added, _ = converted(tmp_path, obj, add_prefix="module")
+    assert added["other"] == other
+    assert added["own"] == {"state": {"module.w": 1}, "param_groups": [{"params": ["module.w", "module.b"]}]}
+
+
+def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:
+    """A shallow copy shares ``_metadata`` with its original."""
+    state = nn.DataParallel(nn.DataParallel(nn.Linear(1, 1))).state_dict()
+    twin = copy.copy(state)
+    assert twin._metadata is state._metadata
+    both, _ = converted(tmp_path, {"model": state, "ema": twin}, strip_prefix="module")
+    assert both["model"]._metadata is both["ema"]._metadata
+    assert list(both["model"]._metadata.items()) == list(
+        nn.DataParallel(nn.Linear(1, 1)).state_dict()._metadata.items()
+    )
+
+
+def test_names_change_names_alone(fixtures: Path, tmp_path: Path) -> None:
+    """A prefix leaves every tag as it is, and devices leave every name."""
+    ckptconv.convert(fixtures / "two_gpus.pt", tmp_path / "a.pt", add_prefix="module")
+    assert Counter(tags_of(tmp_path / "a.pt")[1]) == {"cuda:0": 7, "cuda:1": 4}
+    ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "b.pt", map_location="cpu")
+    assert_same(tags_of(tmp_path / "b.pt")[0], tags_of(fixtures / "dataparallel.pt")[0])
+
+
+# Devices
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda0", "two_gpus", "dataparallel", "tied", "resnet18", "training"])
+def test_to_cpu_is_what_torch_loads(fixtures: Path, tmp_path: Path, name: str) -> None:
+    """The output, loaded as it is, equals the input loaded with ``map_location='cpu'``."""
+    ckptconv.convert(fixtures / f"{name}.pt", tmp_path / "x.pt", map_location="cpu")
+    expected = torch.load(fixtures / f"{name}.pt", map_location="cpu", weights_only=False)
+    assert_same(torch.load(tmp_path / "x.pt", weights_only=False), expected)
+
+
+@pytest.mark.parametrize(
+    ("map_location", "tags"),
+    [
+        ("cpu", {"cpu": 11}),
+        ("gpu", {"cuda:0": 11}),
+        (torch.device("cuda:3"), {"cuda:3": 11}),
+        ({"cuda:0": "cuda:1", "cuda:1": "cuda:0"}, {"cuda:1": 7, "cuda:0": 4}),
+        ({"cuda:1": "cuda:0"}, {"cuda:0": 11}),
+        ({"cuda": "xpu"}, {"xpu:0": 7, "xpu:1": 4}),
+        ({"cuda:1": "mps", "any": "cpu"}, {"cpu": 7, "mps": 4}),
+        (lambda tag: "cpu" if tag == "cuda:1" else tag, {"cuda:0": 7, "cpu": 4}),
+        ({"cpu": "gpu"}, {"cuda:0": 7, "cuda:1": 4}),
+    ],
+)
+def test_tags_in_the_file(fixtures: Path, tmp_path: Path, map_location: Any, tags: dict[str, int]) -> None:
+    """torch reads the tags that were asked for, and the same tensors."""
+    ckptconv.convert(fixtures / "two_gpus.pt", tmp_path / "x.pt", map_location=map_location)
+    state, found = tags_of(tmp_path / "x.pt")
+    assert Counter(found) == tags
+    assert_same(state, tags_of(fixtures / "two_gpus.pt")[0])
+
+
+def test_ties_stay_tied(fixtures: Path, tmp_path: Path) -> None:
+    """One storage under two names moves once."""
+    report = ckptconv.convert(fixtures / "tied.pt", tmp_path / "x.pt", map_location="cuda:1")
+    state, tags = tags_of(tmp_path / "x.pt")
+    assert tags == ["cuda:1"]
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+    assert report.changes.devices == {("cpu", "cuda:1"): (2, 96)}
+
+
+def test_generator_states_stay_on_the_cpu(fixtures: Path, tmp_path: Path) -> None:
+    """``--to cuda:1`` of a training checkpoint: both states on the CPU and in the report; everything else moves, ``args`` says what it said."""
+    report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location="cuda:1")
+    tags: dict[int, str] = {}
+
+    def note(storage: Any, tag: str) -> Any:
+        tags[storage.data_ptr()] = tag
+        return storage
+
+    loaded = torch.load(tmp_path / "x.pt", map_location=note, weights_only=False)
+    for state in (loaded["rng_state"]["cpu"], loaded["rng_state"]["cuda"]):
+        assert tags[state.data_ptr()] == "cpu"
+    assert Counter(tags.values()) == {"cuda:1": 35, "cpu": 2}
+    assert report.changes.rng_states == ["rng_state/cpu", "rng_state/cuda"]
+    assert report.changes.devices["cuda:0", "cuda:1"][0] == 27
+    assert report.changes.devices["cpu", "cuda:1"][0] == 8
+    assert loaded["args"].device == "cuda:0"
+
+
+@pytest.mark.parametrize("map_location", [{"cpu": "cuda:1"}, lambda tag: "cuda:1"])
+def test_maps_keep_generator_states(fixtures: Path, tmp_path: Path, map_location: Any) -> None:
+    """A map and a function too."""
+    report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location=map_location)
+    assert report.changes.rng_states == ["rng_state/cpu", "rng_state/cuda"]
+    assert Counter(tags_of(tmp_path / "x.pt")[1])["cpu"] == 2
+
+
+def test_any_moves_generator_states(fixtures: Path, tmp_path: Path) -> None:
+    """Who says any means any; the report then names none that were kept."""
+    report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location={"any": "cuda:1"})
+    assert set(tags_of(tmp_path / "x.pt")[1]) == {"cuda:1"}
+    assert report.changes.rng_states == []
+
+
+def test_a_strayed_generator_state_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone's string ``map_location`` has put it on a GPU: ``--to`` anything puts it where torch can use it."""
+    monkeypatch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
+    torch.save({"rng": torch.get_rng_state(), "w": [W]}, tmp_path / "in.pt")
+    report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "x.pt", map_location="cuda:1")
+    assert tags_of(tmp_path / "x.pt")[1] == ["cpu", "cuda:1"]
+    assert report.changes.devices == {("cuda:0", "cpu"): (1, 5056), ("cuda:0", "cuda:1"): (1, 8)}
+
+
+def test_the_users_own_strings_and_devices_stay(tmp_path: Path) -> None:
+    """torch writes one ``'cpu'`` for every tag and for the user's data alike; only tags are tags, and no ``torch.device`` is one."""
+    name = "module.w"
+    obj = {
+        "model": {name: W},
+        "config": {"device": "cpu", "devices": ["cpu", "cpu"], "cpu": name},
+        "device": torch.device("cpu"),
+        "names": [name, name],
+    }
+    torch.save(obj, tmp_path / "in.pt")
+    data = (tmp_path / "in.pt").read_bytes()
+    assert data.count(b"X\x03\x00\x00\x00cpu") == 2  # one for the tag and the user's strings, one in torch.device
+    assert data.count(b"X\x08\x00\x00\x00module.w") == 1
+    out, _ = converted(tmp_path, obj, map_location="cuda:1", strip_prefix="module")
+    assert tags_of(tmp_path / "out.pt")[1] == ["cuda:1"]
+    assert list(out["model"]) == ["w"]
+    for key in ("config", "device", "names"):
+        assert_same(out[key], obj[key])
+
+
+def test_a_map_that_matches_nothing_is_noted(fixtures: Path, tmp_path: Path) -> None:
+    """A note for each such rule, none for one that a more specific rule leaves nothing to do."""
+    rules = {"cuda:5": "cpu", "xpu": "cpu", "cuda:0": "cuda:1", "cuda": "cpu", "any": "cpu"}
+    report = ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", map_location=rules)
+    assert [note for note in report.notes if "mapping" in note] == [
+        "no tensor is on 'cuda:5', so mapping it changed nothing", "no tensor is on 'xpu', so mapping it changed nothing",
+    ]  # fmt: skip
+    assert set(tags_of(tmp_path / "x.pt")[1]) == {"cuda:1"}
+
+
+def test_nothing_to_do_changes_nothing(fixtures: Path, tmp_path: Path) -> None:
+    """The devices that are there already: no change in the report, the same object."""
+    report = ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", map_location="gpu")
+    assert (report.changes.devices, report.changes.names) == ({}, [])
+    assert_same(tags_of(tmp_path / "x.pt"), tags_of(fixtures / "cuda0.pt"))

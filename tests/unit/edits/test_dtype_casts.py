@@ -1,0 +1,1068 @@
+"""``--dtype``: the output is what a plain torch program makes of the input, whatever the containers, whoever shares what; and what is refused, kept or named."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckptconv
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.render import Style, report_lines
+from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
+from ckptconv.edits.views import Views
+from ckptconv.formats import opening
+from ckptconv.pickles.graph import Call, Global, List, children, walk
+from tests.support import zoo
+from tests.support.judge import assert_same, tags_of
+from tests.support.legacy_files import legacy
+
+COMPLEX = {"complex32", "complex64", "complex128"}
+#: What a glob means; of this the strided floats are cast, and the rest is named.
+MEANT = FLOATS | COMPLEX | {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
+
+
+# The plain program
+
+
+@dataclass(eq=False)
+class Found:
+    """A tensor: where it stands, its NAME where that is in a state dict."""
+
+    path: str
+    name: str | None
+    tensor: torch.Tensor
+    in_optimizer: bool
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype)[6:]
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are one tensor."""
+    return (
+        tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def tensors_in(obj: Any) -> Iterator[Found]:
+    """Every place of OBJ in which there is a tensor; of containers, the first place counts."""
+    seen: set[int] = set()
+
+    def walk(value: Any, path: str, name: str | None, in_optimizer: bool) -> Iterator[Found]:
+        if isinstance(value, torch.Tensor):
+            yield Found(path.removeprefix("/"), name, value, in_optimizer)
+            if id(value) not in seen:
+                seen.add(id(value))
+                for key, inner in getattr(value, "__dict__", {}).items():
+                    yield from walk(inner, f"{path}/.{key}", None, in_optimizer)
+        elif isinstance(value, dict) and id(value) not in seen:
+            seen.add(id(value))
+            optimizer = {"state", "param_groups"} <= value.keys()
+            state = not (optimizer or in_optimizer) and is_state_dict(value)
+            for key, inner in value.items():
+                segment = f"/{key}" if isinstance(key, str) else f"[{key!r}]"
+                yield from walk(inner, path + segment, key if state else None, in_optimizer or optimizer)
+        elif isinstance(value, (list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            for i, inner in enumerate(value):
+                yield from walk(inner, f"{path}[{i}]", None, in_optimizer)
+
+    return walk(obj, "", None, False)
+
+
+def is_state_dict(value: dict[Any, Any]) -> bool:
+    if hasattr(value, "_metadata"):
+        return True
+    has_tensors = any(isinstance(each, torch.Tensor) for each in value.values())
+    return has_tensors and all(isinstance(key, str) and isinstance(each, torch.Tensor) for key, each in value.items())
+
+
+class Contradiction(Exception):
+    """The rules cannot be followed."""
+
+
+def includes(glob: str, other: str) -> bool:
+    """Whether GLOB means all that OTHER means, and more."""
+    return fnmatch.fnmatchcase(other, glob) and not fnmatch.fnmatchcase(glob, other)
+
+
+def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tuple[str, bool]]:
+    """For each tensor the dtype that RULES say, and whether a glob did. Raises Contradiction."""
+    has_weights = any(each.name is not None for each in found)
+    offers: dict[tuple[Any, ...], list[tuple[int, str, str]]] = {}
+    for rule in rules:
+        glob, _, word = rule.rpartition("=")
+        dtype = to_dtypes(word if word not in INTEGERS else f"x={word}")[0].dtype
+        useful = not glob
+        for each in found:
+            old = name_of(each.tensor.dtype)
+            known = [each.path, "./" + each.path] if "/" in glob else [each.name] if each.name is not None else []
+            if not glob:
+                means = int(each.name is not None or not (has_weights or each.in_optimizer))
+            elif glob in known:
+                means = 3
+            else:
+                means = 2 * any(fnmatch.fnmatchcase(word, glob) for word in known) * (dtype not in INTEGERS)
+            if means == 3 and dtype in INTEGERS and old in FLOATS | COMPLEX:
+                raise Contradiction(rule)
+            if means == 3 or (means and old in FLOATS | COMPLEX):
+                useful = True
+                if means == 3 or not (each.in_optimizer and each.path.endswith("/step")):
+                    offers.setdefault(identity(each.tensor), []).append((means, glob, dtype))
+        if not useful:
+            raise Contradiction(f"{rule} means nothing")
+    chosen = {}
+    for tie, offered in offers.items():
+        rank = max(means for means, _, _ in offered)
+        best = {(glob, dtype) for means, glob, dtype in offered if means == rank}
+        dtypes = {dtype for glob, dtype in best if not any(includes(glob, other) for other, _ in best)}
+        if len(dtypes) > 1:
+            raise Contradiction(tie)
+        chosen[tie] = dtypes.pop(), rank > 1
+    return chosen
+
+
+def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch's ``.to()``; NaNs in bfloat16 as its plain code has them, from float16 to float32 as its vectors have them."""
+    out = torch.cat([numbers.reshape(-1), torch.zeros(64).to(numbers.dtype)]).to(dtype)
+    out = out[: numbers.numel()].clone().reshape(numbers.shape)
+    if dtype == torch.bfloat16 and numbers.dtype != dtype:
+        out.view(torch.int16)[out.isnan()] = 0x7FC0
+    return out
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of the elements of TENSOR."""
+    found: list[int] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return found
+
+
+def whole(storage: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The elements that TENSOR reaches over."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset(), tensor.storage_offset() + last + 1
+
+
+def merged(views: list[torch.Tensor]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for start, stop in sorted(extent(view) for view in views if view.numel()):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+class Program:
+    """OBJ with its storages cast, each once for each dtype, and all else as it was. PACK: those that are taken apart hold what their views reach over."""
+
+    def __init__(
+        self,
+        obj: Any,
+        chosen: dict[tuple[Any, ...], tuple[str, bool]],
+        others: Sequence[Any] = (),
+        *,
+        pack: bool = True,
+    ) -> None:
+        self.pack = pack
+        self.memo: dict[int, Any] = {}
+        self.kept = obj
+        self.separated = 0
+        views: dict[int, list[torch.Tensor]] = {}
+        for each in {id(each.tensor): each.tensor for each in tensors_in(obj)}.values():
+            views.setdefault(each.untyped_storage()._cdata, []).append(each)
+        used = {other._cdata for other in others}
+        for storage, group in views.items():
+            self.cast(group, chosen if storage not in used and len({t.dtype for t in group}) == 1 else {})
+        self.result = self.copied(obj)
+        for each in tensors_in(obj):
+            self.memo[id(each.tensor)].__dict__.update(self.copied(each.tensor.__dict__))
+
+    def cast(self, views: list[torch.Tensor], chosen: dict[tuple[Any, ...], tuple[str, bool]]) -> None:
+        old = views[0].dtype
+        stay = {
+            identity(view)
+            for view in views
+            if (view.requires_grad and not isinstance(view, nn.Parameter)) or view.is_neg()
+        }
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        for view in views:
+            word, by_glob = chosen.get(identity(view), (name_of(old), True))
+            new = getattr(torch, word)
+            if old.is_complex or (str(old).startswith("torch.float8") and not by_glob):
+                new = old
+            if str(new).startswith("torch.float8") and identity(view) in stay:
+                new = old  # torch does not load them
+            groups.setdefault(new, []).append(view)
+        self.separated += len(groups) > 1
+        storage = views[0].untyped_storage()
+        for new, group in groups.items():
+            all_of_it = whole(storage, old)
+            ranges = merged(group) if len(groups) > 1 and self.pack else [(0, all_of_it.numel())]
+            if new != old or len(groups) > 1:
+                all_of_it = rounded(torch.cat([all_of_it[:0], *(all_of_it[a:b] for a, b in ranges)]), new)
+            for view in group:
+                self.memo[id(view)] = self.view(view, all_of_it, ranges)
+
+    def view(self, old: torch.Tensor, data: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        """What OLD shows of its storage, of DATA, which has RANGES of it."""
+        offset = min(old.storage_offset(), data.numel())
+        if old.numel():
+            offset = old.storage_offset()
+            offset -= sum(
+                a - b
+                for (a, _), b in zip(ranges, [0, *(b for _, b in ranges)], strict=False)
+                if a <= old.storage_offset()
+            )
+        new = torch.empty(0, dtype=data.dtype).set_(data.untyped_storage(), offset, old.shape, old.stride())
+        new = new.conj() if old.is_conj() else new
+        new = torch._neg_view(new) if old.is_neg() else new
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+        elif type(old) is not torch.Tensor:
+            new = new.as_subclass(type(old))
+        else:
+            new.requires_grad_(old.requires_grad)
+        return new
+
+    def copied(self, value: Any) -> Any:
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, dict):
+            made = self.memo[id(value)] = type(value)((key, self.copied(inner)) for key, inner in value.items())
+            if isinstance(value, OrderedDict):
+                made.__dict__.update(value.__dict__)
+            return made
+        if isinstance(value, (list, tuple)):
+            made = self.memo[id(value)] = type(value)(self.copied(inner) for inner in value)
+            return made
+        return value
+
+
+# What is generated
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_OTHERS = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
+#: What is made of twelve elements: all, pieces, steps, turned round, repeated, none, a scalar, overlapping with itself.
+_VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda base: base,
+    lambda base: base[2:7],
+    lambda base: base[5:9],
+    lambda base: base[8:],
+    lambda base: base[::3],
+    lambda base: base.view(3, 4).t(),
+    lambda base: base.view(3, 4)[1:].t(),
+    lambda base: base.view(3, 4)[0],
+    lambda base: base.as_strided((2, 3), (1, 2), 4),
+    lambda base: base[3:4].expand(2, 3),
+    lambda base: base[:0],
+    lambda base: base[12:].view(0, 3),
+    lambda base: base[7],
+    lambda base: base.clone(),
+    lambda base: torch._neg_view(base[1:4]) if base.dtype in (*_DTYPES, torch.complex64) else base[1:4],
+    lambda base: base.conj()[2:] if base.is_complex() else base[2:],
+    lambda base: nn.Parameter(base[:6]) if base.is_floating_point() and base.itemsize > 1 else base[:6],
+)  # fmt: skip
+_NAMES = ("a.w", "a.b", "b.w", "b.norm.w", "module.a.w", "c")
+_WORDS = ("bf16", "fp16", "fp32", "fp64", "float8_e4m3fn", "F8_E5M2")
+
+
+def numbers(chance: random.Random, dtype: torch.dtype) -> torch.Tensor:
+    """Twelve elements, some of which are too large for others, or nothing."""
+    if dtype in _DTYPES:
+        some = [0.1, -0.0, 1e5, -3e38, 1 / 3, float("nan"), float("-inf"), 448.5, 1e-8, 65519.0, 7.0, -1.5]
+        return torch.tensor(chance.sample(some, 12), dtype=torch.float64).to(dtype)
+    if dtype == torch.complex64:
+        return torch.tensor([complex(i, -i) for i in range(12)])
+    return torch.arange(12).add(chance.randrange(40)).to(dtype)
+
+
+def state_dict(chance: random.Random, bases: list[torch.Tensor]) -> dict[str, Any]:
+    names = chance.sample(_NAMES, chance.randint(1, len(_NAMES)))
+    state = OrderedDict((name, chance.choice(_VIEWS)(chance.choice(bases))) for name in names)
+    for name, tensor in state.items():
+        if type(tensor) is torch.Tensor and chance.random() < 0.15:
+            state[name] = tensor.detach().as_subclass(zoo.AttributedTensor)
+            state[name].note, state[name].scale = "weights", chance.choice(bases)[1:3]
+    if len(names) > 1 and chance.random() < 0.4:
+        state[names[0]] = state[names[1]]
+    if chance.random() < 0.5:
+        state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+        return state
+    return dict(state)
+
+
+def checkpoint(chance: random.Random, *, others: bool) -> Any:
+    """A state dict alone, in another mapping, among what a training run saves; or no state dict at all."""
+    dtypes = chance.choices(_DTYPES, k=3) + (chance.choices(_OTHERS, k=1) if others else [torch.int64])
+    bases = [numbers(chance, dtype) for dtype in dtypes]
+    shape = chance.choice(["root", "nested", "training", "training", "none"])
+    state = state_dict(chance, bases)
+    if shape == "root":
+        return state
+    if shape == "nested":
+        return {"epoch": 3, "state_dict": state}
+    view = chance.choice(_VIEWS)(bases[0])
+    if shape == "none":
+        return {
+            "queue": [view, (bases[1], view)],
+            "epoch": 3,
+            "optimizer": {"state": {0: {"m": bases[1][:4]}}, "param_groups": []},
+        }
+    keys: list[Any] = list(state) if chance.random() < 0.5 else list(range(len(state)))
+    optimizer = {
+        "state": {key: {"m": chance.choice(_VIEWS)(bases[0]), "step": torch.tensor(3.0)} for key in keys},
+        "param_groups": [{"params": keys}],
+    }
+    ema = {name: value if chance.random() < 0.3 else value.clone() for name, value in state.items()}
+    return {
+        "model": state,
+        "ema": ema,
+        "optimizer": optimizer,
+        "queue": [view],
+        "rng": torch.zeros(5056, dtype=torch.uint8),
+        "note": "x",
+    }
+
+
+def rules_for(chance: random.Random, found: list[Found]) -> list[str]:
+    """Some that mean something, and now and then one that does not, or that contradicts another."""
+    words = chance.sample(_WORDS, 2)  # few, so that rules agree now and then
+    rules = [chance.choice(words)] if chance.random() < 0.8 else []
+    for each in chance.sample(found, min(len(found), chance.randint(0 if rules else 1, 3))):
+        globs = [each.path if "/" in each.path else f"./{each.path}", "*/" + each.path.split("/")[-1]]
+        globs += [each.name, each.name.split(".")[0] + "*", "*" + each.name[-2:]] if each.name else []
+        is_int = name_of(each.tensor.dtype) in INTEGERS
+        rules.append(
+            f"{globs[0]}=int32"
+            if is_int and chance.random() < 0.5
+            else f"{chance.choice(globs)}={chance.choice(words)}"
+        )
+    return list(dict.fromkeys(rules))
+
+
+# Containers
+
+
+def rezipped(path: Path, change: dict[str, bytes], method: int) -> None:
+    """PATH written again by Python's zipfile, some records changed."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", method) as new:
+        for name, data in records.items():
+            new.writestr(name, change.get(name.split("/", 1)[1], data))
+
+
+def big_endian(obj: Any, path: Path) -> None:
+    torch.save(obj, path)
+    storages: list[Any] = []  # in the order of their keys
+    loaded = torch.load(path, map_location=lambda storage, tag: storages.append(storage) or storage, weights_only=False)
+    widths = {
+        e.tensor.untyped_storage()._cdata: e.tensor.itemsize // (1 + e.tensor.is_complex()) for e in tensors_in(loaded)
+    }
+    swapped = {"byteorder": b"big"}
+    for key, storage in enumerate(storages):
+        data, width = bytes(storage.tolist()), widths[storage._cdata]
+        swapped[f"data/{key}"] = b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
+    rezipped(path, swapped, zipfile.ZIP_STORED)
+
+
+def without_checksums(obj: Any, path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(obj, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def deflated(obj: Any, path: Path) -> None:
+    torch.save(obj, path)
+    rezipped(path, {}, zipfile.ZIP_DEFLATED)
+
+
+def pickled(obj: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(obj, 2))
+
+
+#: What writes a source; what the source is called; whether it takes all dtypes.
+SOURCES: dict[str, tuple[Callable[[Any, Path], None] | None, str, bool]] = {
+    "zip": (torch.save, "src.pt", True), "deflated": (deflated, "src.pt", True), "big-endian": (big_endian, "src.pt", True),
+    "without checksums": (without_checksums, "src.pt", True), "legacy": (legacy, "src.pt", False), "pickle": (pickled, "src.pkl", False),
+    "safetensors": (save_file, "src.safetensors", True), "memory": (None, "", True),
+}  # fmt: skip
+TARGETS = {"pt": "dst.pt", "legacy": "dst.pt", "pickle": "dst.pkl", "safetensors": "dst.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("casts")
+
+
+def loaded(path: Path, format: str) -> Any:
+    if format == "pickle":
+        return pickle.loads(path.read_bytes())
+    return load_file(path) if format == "safetensors" else torch.load(path, weights_only=False)
+
+
+def again(obj: Any, path: Path) -> Any:
+    """OBJ as it comes out of a file: torch gives every empty tensor a storage of its own."""
+    torch.save(obj, path)
+    return torch.load(path, weights_only=False)
+
+
+def is_safe(path: Path) -> bool:
+    """Whether torch's safe loader takes what is at PATH."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def assert_named(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
+    """FOUND, which safetensors has, are the elements of STATE, each as the dtype that NEW has it in."""
+    ties: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        kept = ties.setdefault(identity(new[name]), name) if tensor.numel() else name
+        wanted = rounded(tensor.detach().resolve_conj().resolve_neg().contiguous(), new[name].dtype)
+        assert (found[kept].dtype, found[kept].shape) == (wanted.dtype, wanted.shape), name
+        if tensor.is_neg():  # torch keeps the sign of a NaN in a vector, and loses it at its end
+            same = [torch.view_as_real(t) if t.is_complex() else t.double() for t in (found[kept], wanted)]
+            assert torch.equal(same[0].nan_to_num(7.5), same[1].nan_to_num(7.5)), name
+        else:
+            assert bits(found[kept]) == bits(wanted), name
+
+
+def assert_checksums(path: Path, *, some: bool) -> None:
+    """Python's reader finds every record of a zip as its checksum says. SOME: there are checksums."""
+    with zipfile.ZipFile(path) as archive:
+        if some:
+            assert archive.testzip() is None
+        assert all(bool(entry.CRC) == (some and entry.file_size > 0) for entry in archive.infolist())
+
+
+def flat(obj: Any) -> dict[str, torch.Tensor]:
+    """The state dict in OBJ that the safetensors writer means."""
+    return obj.get("model", obj.get("state_dict", obj))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+@settings(max_examples=min(settings().max_examples // 4, 300))
+@given(seed=st.integers(0, 1 << 32))
+def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
+    """From every container to every other, under whatever rules: values, types, views, ties and sharing are those of a program that casts each storage once; what the rules cannot mean is refused."""
+    chance = random.Random(seed)
+    write, name, others = SOURCES[source]
+    old_formats = target in ("legacy", "pickle")
+    obj = checkpoint(chance, others=others and not old_formats)
+    if source == "safetensors":
+        obj = {
+            each.name: each.tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+            for each in tensors_in(obj)
+            if each.name and not each.path.startswith("ema")
+        } or {"a.w": torch.ones(3)}
+        write(obj, folder / name)  # type: ignore[misc]
+        raw = (folder / name).read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        obj = {key: load_file(folder / name)[key] for key in header if key != "__metadata__"}
+    elif source == "pickle":
+        write(obj, folder / name)  # type: ignore[misc]
+        obj = pickle.loads((folder / name).read_bytes())
+    elif write:
+        write(obj, folder / name)
+    found = list(tensors_in(obj))
+    if target == "safetensors":
+        state = flat(obj)
+        if "optimizer" in state and "queue" in state:
+            return  # there is no state dict
+        below = next((key + "/" for key in obj if obj[key] is state), "")
+        found = [replace(each, path=below + each.path) for each in tensors_in(state)]
+    rules = rules_for(chance, found)
+    if old_formats:
+        rules = [rule.replace("float8_e4m3fn", "bf16").replace("F8_E5M2", "fp16") for rule in rules]
+    if not rules:
+        return
+    dst = folder / TARGETS[target]
+    options: dict[str, Any] = {"dtype": rules, "format": target, "force": True, "verify": chance.random() < 0.3}
+
+    def convert() -> ckptconv.Report:
+        return ckptconv.convert(folder / name, dst, **options) if write else ckptconv.save(obj, dst, **options)
+
+    try:
+        chosen = choose(found, rules)
+    except Contradiction:
+        with pytest.raises((ckptconv.UsageError, ckptconv.NoMatchError)):
+            convert()
+        return
+    if target == "safetensors":
+        new = Program(state, chosen).result
+        convert()
+        assert_named(load_file(dst), state, new)
+        return
+    report = convert()
+    program = Program(obj, chosen, pack=source != "deflated")  # what is deflated stays whole
+    assert len(report.changes.separated) == program.separated
+    assert_same(
+        loaded(dst, target), program.result if target == "pickle" else again(program.result, folder / "wanted.pt")
+    )
+    if target != "pickle" and source not in ("pickle", "memory", "safetensors"):
+        assert is_safe(dst) or not is_safe(folder / name)
+    if target == "pt":
+        assert_checksums(dst, some=source != "without checksums")
+
+
+# One thing after another
+
+
+def converted(folder: Path, obj: Any, dst: str = "dst.pt", **edits: Any) -> tuple[Any, ckptconv.Report]:
+    """OBJ, saved and converted with EDITS, loaded again."""
+    torch.save(obj, folder / "src.pt")
+    report = ckptconv.convert(folder / "src.pt", folder / dst, force=True, **edits)
+    return torch.load(folder / dst, weights_only=False) if dst.endswith("pt") else load_file(folder / dst), report
+
+
+def dtypes_of(obj: Any) -> list[str]:
+    return [name_of(each.tensor.dtype) for each in tensors_in(obj)]
+
+
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_the_zoo(name: str, tmp_path: Path) -> None:
+    """Of everything that people save, strided floats become bfloat16 wherever they stand and all else stays; what stays though it was meant is named; torch loads it as before, in both ways."""
+    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
+    protocol = zoo.NEEDS_PROTOCOL.get(name, 2)
+    zoo.save(zoo.ZOO[name](), src, ["cpu"], pickle_protocol=protocol)
+    try:
+        report = ckptconv.convert(src, dst, dtype={"./*": "bf16"}, verify=True)
+    except ckptconv.NoMatchError:
+        assert not any(info.dtype in MEANT for info in ckptconv.open(src).tensors.values())
+        return
+    uncast = set(itertools.chain.from_iterable(report.changes.not_cast.values()))
+    torch.load(dst, weights_only=False)
+    assert is_safe(dst) or not is_safe(src)
+    with ckptconv.open(src) as before, ckptconv.open(dst) as after:
+        assert [*before.tensors] == [*after.tensors]
+        for path, info in before.tensors.items():
+            new, meant = after.tensors[path], info.dtype in MEANT
+            assert (path in uncast) == (meant and new.dtype != "bfloat16" and info.dtype != "bfloat16"), path
+            is_cast = meant and path not in uncast
+            assert new.dtype == ("bfloat16" if is_cast else info.dtype), path
+            assert (new.shape, new.stride, new.kind, new.tied_to) == (info.shape, info.stride, info.kind, info.tied_to)
+            try:
+                old = before.load(path)
+            except ckptconv.UnsupportedError:
+                continue
+            if is_cast and info.kind != "meta":
+                assert bits(after.load(path)) == bits(rounded(old.detach().resolve_neg(), torch.bfloat16)), path
+
+
+def training() -> Any:
+    weight = torch.linspace(-3, 3, 40).view(8, 5)
+    state = {
+        "module.a.weight": weight,
+        "module.a.row": weight[0],
+        "module.b": weight,
+        "module.norm.w": torch.ones(3),
+        "module.steps": torch.tensor(7),
+    }
+    optimizer = {"state": {0: {"exp_avg": torch.full((8, 5), 0.1)}}, "param_groups": [{"params": [0]}]}
+    return {
+        "model": state,
+        "ema": {name: value + 1 for name, value in state.items()},
+        "optimizer": optimizer,
+        "rng": torch.get_rng_state(),
+        "epoch": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("others", "dtype"),
+    [
+        ({"map_location": "cuda:1"}, ["bf16", "*.norm.*=fp32"]),
+        ({"map_location": {"cuda:0": "mps", "any": "cpu"}}, "fp16"),
+        ({"strip_prefix": "module"}, ["bf16", "norm.w=fp64"]),
+        ({"add_prefix": "x", "strip_prefix": "module"}, {"x.a.*": "bf16"}),
+        ({"rename": [("a", "c")]}, {"*.c.*": "fp16"}),
+        ({"select": "ema"}, ["bf16", "ema/module.b=fp64"]),
+        ({"state_dict": True}, "bf16"),
+        ({"exclude": "*.b"}, ["bf16"]),
+        ({"include": ["*.a.*", "optimizer/*"]}, ["bf16", "optimizer/*=fp16"]),
+        ({"unwrap": True}, ["a.row=bf16"]),
+        ({"format": "legacy"}, ["bf16", "*norm*=fp16"]),
+        ({"verify": True, "format": "pickle", "map_location": "cpu"}, ["bf16", "*norm*=fp16"]),
+    ],
+)
+def test_with_other_edits(others: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
+    """At once it is what it is one after the other: first names, parts and containers, then dtypes; tags too."""
+    zoo.save(training(), tmp_path / "src.pt", ["cuda:0", "cpu", "cuda:1"])
+    suffix = "pkl" if others.get("format") == "pickle" else "pt"
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / f"at once.{suffix}", dtype=dtype, **others)
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / f"first.{suffix}", **others)
+    rules = dtype
+    if "select" in others:
+        rules = [rule.replace("ema/", "./") for rule in dtype]
+    ckptconv.convert(tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}", dtype=rules)
+    if suffix == "pkl":
+        assert_same(*(pickle.loads((tmp_path / f"{name}.pkl").read_bytes()) for name in ("at once", "second")))
+        return
+    wanted, tags = tags_of(tmp_path / "second.pt")
+    found, found_tags = tags_of(tmp_path / "at once.pt")
+    assert_same(found, wanted)
+    assert found_tags == tags
+
+
+def test_the_order_of_rules_changes_nothing(tmp_path: Path) -> None:
+    """A rule that names one tensor beats globs wherever it stands among them, also where they contradict each other."""
+    torch.save(training()["model"], tmp_path / "src.pt")
+    rules = ["bf16", "*.norm.*=fp64", "*.row=fp16", "module.*row=fp64", "module.a.row=fp32", "./module.steps=int32"]
+    for i, turned in enumerate((rules, rules[::-1], sorted(rules))):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / f"{i}.pt", dtype=turned)
+    assert len({(tmp_path / f"{i}.pt").read_bytes() for i in range(3)}) == 1
+    assert dtypes_of(torch.load(tmp_path / "0.pt")) == ["bfloat16", "float32", "bfloat16", "float64", "int32"]
+
+
+def test_two_rules_of_one_rank_contradict_each_other(tmp_path: Path) -> None:
+    """By one name, and by the names of what is one tensor."""
+    weight = torch.ones(3)
+    torch.save({"a.w": weight, "b.w": weight, "c": torch.ones(1)}, tmp_path / "src.pt")
+    for rules, both in (
+        (["*.w=bf16", "a.*=fp16"], "a.w"),  # neither includes the other
+        (["a.w=bf16", "b.w=fp16"], "a.w and b.w, which are one tensor"),
+    ):
+        with pytest.raises(ckptconv.UsageError, match=f"two rules say what becomes of {both}"):
+            ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=["bf16", *rules])
+    assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        ("nothing=bf16", "no name in a state dict matches 'nothing'"),
+        ("epoch/*=bf16", "no tensor matches 'epoch/\\*'"),
+        ("*steps=bf16", "means no floating-point tensor"),
+        ("model/a=int32", "whose numbers do not become integers"),
+        ("model/[a]=int32", "no tensor matches"),
+    ],
+)
+def test_rules_that_mean_nothing(rule: str, error: str, tmp_path: Path) -> None:
+    """A typo, what is no number, integers by a glob, weights as integers."""
+    torch.save({"model": {"a": torch.ones(1), "steps": torch.tensor(1)}, "epoch": 3}, tmp_path / "src.pt")
+    with pytest.raises(ckptconv.CkptconvError, match=error):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=rule)
+    assert not (tmp_path / "dst.pt").exists()
+
+
+def test_a_path_is_taken_as_it_is_printed(tmp_path: Path) -> None:
+    """Brackets in it are an index, no choice of characters; integers too."""
+    obj = {
+        "model": {"w": torch.ones(1)},
+        "optimizer": {"state": {0: {"m": torch.ones(2), "step": torch.tensor(3)}}, "param_groups": []},
+    }
+    found, _ = converted(tmp_path, obj, dtype=["optimizer/state[0]/m=bf16", "optimizer/state[0]/step=int32"])
+    assert dtypes_of(found) == ["float32", "bfloat16", "int32"]
+
+
+def test_what_stays_is_named(tmp_path: Path) -> None:
+    """Each reason with its paths; what has another dtype in mind than the rule is no exception to name."""
+    f8 = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    leaf = torch.ones(2, requires_grad=True)
+    odd = torch.empty(0, dtype=torch.uint16).set_(torch.UntypedStorage(7).fill_(1), 0, (3,), (1,))
+    state = {
+        "w": torch.ones(2), "f8": f8, "z": torch.ones(1, dtype=torch.complex64), "s": torch.eye(2).to_sparse(),
+        "done": torch.ones(1, dtype=torch.bfloat16), "leaf": leaf, "meta": torch.ones(1, device="meta"),
+    }  # fmt: skip
+    _, report = converted(tmp_path, state, dtype="bf16")
+    named = {path: why for why, paths in report.changes.not_cast.items() for path in paths}
+    assert named == {
+        "f8": "float8_e4m3fn goes with scales, so only a GLOB casts it", "z": "complex", "s": "sparse", "meta": "meta",
+    }  # fmt: skip
+    _, report = converted(
+        tmp_path, {"w": torch.ones(2), "leaf": leaf, "parameter": nn.Parameter(torch.ones(2))}, dtype="float8_e5m2"
+    )
+    assert report.changes.not_cast == {"torch loads no float8_e5m2 that requires grad and is no Parameter": ["leaf"]}
+    _, report = converted(tmp_path, {"f8": f8, "bits": f8.view(torch.uint8)}, dtype="f8=fp16")
+    assert report.changes.not_cast == {"the storage is shared under two dtypes": ["f8"]}
+    storage = torch.arange(3.0)
+    _, report = converted(
+        tmp_path, {"model": {"w": storage, "v": storage[1:]}, "raw": storage._typed_storage()}, dtype="bf16"
+    )
+    assert report.changes.not_cast == {"something else refers to the storage": ["model/w", "model/v"]}
+    _, report = converted(tmp_path, {"w": torch.ones(2), "odd": odd}, dtype="./odd=int32")
+    assert report.changes.not_cast == {"the storage ends within an element": ["odd"]}
+
+
+def test_what_goes_along_and_what_is_left_is_said(tmp_path: Path) -> None:
+    """Ties outside of what a rule names, in one note however many; and floating-point tensors beside the weights."""
+    weights = {f"{i}.w": torch.ones(2) for i in range(50)}
+    obj = {"model": weights, "ema": dict(weights), "queue": [weights["0.w"], torch.ones(3)]}
+    found, report = converted(tmp_path, obj, dtype="model/*=bf16")
+    assert set(dtypes_of([found["model"], found["ema"], found["queue"][0]])) == {"bfloat16"}
+    assert report.notes == (
+        "ema/0.w, queue[0], ema/1.w and 48 more go too: each is one tensor with what --dtype names",
+    )
+    found, report = converted(tmp_path, obj, dtype="bf16")
+    assert dtypes_of(found["queue"]) == ["bfloat16", "float32"]
+    assert report.notes == ("queue[0] goes too: it is one tensor with what --dtype names",)
+    assert report.changes.not_cast == {"beside the weights; './queue[1]=bfloat16' would name it": ["queue[1]"]}
+
+
+def test_what_overflows_is_counted(tmp_path: Path) -> None:
+    """By the paths of what is on a storage, in a small piece and in one for threads; not in bytes that no view reaches; integers too. Reading back counts nothing twice."""
+    large = torch.zeros(100_000)
+    large[[1, 50_000, 99_999]] = torch.tensor([1e5, -1e6, float("inf")])
+    base = torch.tensor([1e5, 1.0, 2.0, 1e6, 1e7])
+    obj = {"large": large, "part": base[:2], "other": base[1:3], "n": torch.tensor([70000, 1])}
+    found, report = converted(tmp_path, obj, dtype=["fp16", "./n=fp16"], verify=True)
+    assert report.overflowed == {("large",): 2, ("part", "other"): 1, ("n",): 1}
+    assert [int(t.isinf().sum()) for t in found.values()] == [3, 1, 0, 1]
+    assert ckptconv.convert(tmp_path / "src.pt", tmp_path / "dry.pt", dtype="fp16", dry_run=True).overflowed == {}
+    _, report = converted(tmp_path, obj, "dst.safetensors", dtype="fp16")
+    assert report.overflowed == {("large",): 2, ("part", "other"): 1}
+
+
+def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
+    """It prints what would be cast and how large the file becomes, and torch is not imported."""
+    torch.save(training(), tmp_path / "src.pt")
+    program = "import sys; from ckptconv.cli.main import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "convert",
+        "src.pt",
+        "dst.pt",
+        "--dtype",
+        "bf16",
+        "--dtype",
+        "*.norm.*=fp64",
+        "--compact",
+        "-n",
+        "--json",
+    ]
+    said = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    size = json.loads(said)["size"]
+    command.remove("-n")
+    subprocess.run([sys.executable, "-m", "ckptconv", *command[3:]], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "dst.pt").stat().st_size == size
+
+
+# Damage
+
+
+@pytest.mark.parametrize("target", ["dst.pt", "dst.safetensors", "dst.pkl"])
+@pytest.mark.parametrize("where", [0, 4097, -1])
+@pytest.mark.parametrize("case", ["small", "large", "separated", "view", "unused", "upcast"])
+def test_damage_is_seen_while_casting(case: str, where: int, target: str, tmp_path: Path) -> None:
+    """One bit anywhere in a storage, in bytes that are shown, gathered, or left out: no output, no temporary."""
+    base = torch.arange(2000.0 if case == "small" else 60000.0).view(-1, 10)
+    state = {
+        "small": {"a": base}, "large": {"a": base}, "upcast": {"a": base}, "separated": {"a": base[:3], "b": base[3:9].t()}, "view": {"a": base.t()}, "unused": {"a": base[5:9]},
+    }[case]  # fmt: skip
+    torch.save(state, tmp_path / "src.pt")
+    data, raw = bytearray((tmp_path / "src.pt").read_bytes()), base.numpy().tobytes()
+    start = data.index(raw)
+    data[start + where % len(raw)] ^= 4
+    (tmp_path / "src.pt").write_bytes(data)
+    rules = ["bf16", "b=fp16"] if case == "separated" else "fp64" if case == "upcast" else "bf16"
+    with pytest.raises(ckptconv.MalformedError, match="damaged"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / target, dtype=rules)
+    assert os.listdir(tmp_path) == ["src.pt"]
+
+
+@pytest.mark.parametrize("write", [deflated, big_endian])
+def test_damage_in_other_zips(write: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    """Deflated, and with numbers that are turned round."""
+    write({"a": torch.arange(5000.0)}, tmp_path / "src.pt")
+    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
+        entry = archive.getinfo("src/data/0")
+    data = bytearray((tmp_path / "src.pt").read_bytes())
+    data[entry.header_offset + 500] ^= 1
+    (tmp_path / "src.pt").write_bytes(data)
+    with pytest.raises(ckptconv.MalformedError):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bf16")
+    assert os.listdir(tmp_path) == ["src.pt"]
+
+
+# What no writer of torch's writes
+
+
+class Reduced:
+    """Pickled as a call of FUNCTION with ARGS."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class Unknown:
+    """Something with attributes."""
+
+
+def hostile(folder: Path, build: Callable[[Any], Any]) -> Path:
+    """A file with what BUILD makes of a weight's storage, as its rebuild call gets it."""
+    weight = torch.arange(4.0)
+    storage = torch.storage.TypedStorage(wrap_storage=weight.untyped_storage(), dtype=torch.float32, _internal=True)
+    torch.save({"model": {"w": weight}, "x": build(storage)}, folder / "src.pt")
+    return folder / "src.pt"
+
+
+REBUILD = torch._utils._rebuild_tensor_v2
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda storage: [Reduced(REBUILD, storage)],
+        lambda storage: Reduced(frozenset, [Reduced(REBUILD, storage, 0, (2,), (1,), False, OrderedDict(), storage)]),
+        lambda storage: Reduced(list, (Reduced(REBUILD, storage, 99, (2,), (1,), False, OrderedDict()),)),
+        lambda storage: Reduced(dict, [(1, Reduced(REBUILD, storage, 0, (2,), ("1",), False, OrderedDict()))]),
+        lambda storage: Reduced(REBUILD, storage, 0, (2,), (1,), False, [storage]),
+        lambda storage: Reduced(set, (storage,)),
+        lambda storage: {"storage": storage},
+        lambda storage: (lambda args: [Reduced(REBUILD, *args), args])((storage, 0, (2,), (1,), False, OrderedDict())),
+    ],
+)
+def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Calls with arguments that make no tensor, or a storage beside its tensors: the storage is neither cast nor compacted, and what is written is read again; or the file is refused as it was before."""
+    src = hostile(tmp_path, build)
+    try:
+        ckptconv.convert(src, tmp_path / "same.pt")
+    except ckptconv.MalformedError:
+        with pytest.raises(ckptconv.MalformedError):
+            ckptconv.convert(src, tmp_path / "dst.pt", dtype="bf16")
+        return
+    for edits in ({"dtype": "bf16"}, {"compact": True}):
+        report = ckptconv.convert(src, tmp_path / "dst.pt", force=True, **edits)
+        why = "something else refers to the storage"
+        assert report.changes.not_cast.get(why, []) == (["model/w"] if "dtype" in edits else [])
+        assert not report.changes.dtypes
+        assert report.changes.compacted == (0, 0)
+        ckptconv.convert(tmp_path / "dst.pt", tmp_path / "again.pt", force=True)
+        assert (tmp_path / "again.pt").read_bytes() == (tmp_path / "same.pt").read_bytes()
+
+
+def test_arguments_that_are_shared(tmp_path: Path) -> None:
+    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for the other call would see the change."""
+    torch.save({"model": {"w": torch.arange(4.0)}, "x": [1]}, tmp_path / "src.pt")
+    with Source(tmp_path / "src.pt") as source:
+        checkpoint = opening.read(source)
+        (call,) = (node for node in checkpoint.graph.calls if str(node.callable) == "torch._utils._rebuild_tensor_v2")
+        assert not Views(checkpoint).used_otherwise
+        other = Call("REDUCE", Global("unknown", "function"), call.args)
+        (holder,) = (node for node in walk([checkpoint.graph.root]) if isinstance(node, List) and children(node) == [1])
+        holder.effects[0].values.append(other)
+        assert Views(checkpoint).used_otherwise == set(checkpoint.storages.values())
+
+
+def test_keys_that_are_taken(tmp_path: Path) -> None:
+    """A file can have a storage whose key is what a part of another one would get."""
+    base = torch.arange(6.0)
+    torch.save({"a": base[:3], "b": base[3:], "c": torch.ones(2), "d": torch.ones(1)}, tmp_path / "src.pt")
+    with zipfile.ZipFile(tmp_path / "src.pt") as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(tmp_path / "odd.pt", "w") as new:
+        for name, data in records.items():
+            if name == "src/data.pkl":
+                assert data.count(b"X\x01\x00\x00\x001") == 1
+                data = data.replace(b"X\x01\x00\x00\x001", b"X\x03\x00\x00\x000.1")
+            new.writestr("src/data/0.1" if name == "src/data/1" else name, data)
+    ckptconv.convert(tmp_path / "odd.pt", tmp_path / "dst.pt", dtype=["bf16", "b=fp16"])
+    found = torch.load(tmp_path / "dst.pt")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "a": [0, 1, 2],
+        "b": [3, 4, 5],
+        "c": [1, 1],
+        "d": [1],
+    }
+    assert dtypes_of(found) == ["bfloat16", "float16", "bfloat16", "bfloat16"]
+
+
+def test_a_glob_gives_way_to_one_that_it_includes(tmp_path: Path) -> None:
+    """In whatever order; two of which neither includes the other contradict each other where both mean a tensor."""
+    state = {f"layers.{i}.{part}": torch.ones(1) for i in range(2) for part in ("norm", "w")}
+    rules = ["*=bf16", "layers.*=fp16", "layers.0.*=fp64", "layers.0.w=fp32"]
+    for order in (rules, rules[::-1], rules[2:] + rules[:2]):
+        found, _ = converted(tmp_path, state, dtype=order)
+        assert dtypes_of(found) == ["float64", "float32", "float16", "float16"]
+    found, _ = converted(tmp_path, {"a.w": torch.ones(1), **state}, dtype=["bf16", "layers.*=fp16", "*.norm=fp64", "layers.*.norm=fp32"])  # fmt: skip
+    assert dtypes_of(found) == ["bfloat16", "float32", "float16", "float32", "float16"]
+    with pytest.raises(
+        ckptconv.UsageError, match=r"two rules say what becomes of layers.0.norm .*layers.0.\* in layers"
+    ):
+        converted(tmp_path, state, dtype=["layers.*=fp16", "*.norm=fp64"])
+
+
+def test_counters_of_optimizers_are_no_weights(tmp_path: Path) -> None:
+    """bfloat16 has no 301: a glob leaves ``step`` alone, its path does not."""
+    obj = {"w": torch.ones(1), "optimizer": {"state": {0: {"step": torch.tensor(301.0), "m": torch.ones(1)}}, "param_groups": []}}  # fmt: skip
+    found, _ = converted(tmp_path, obj, dtype="optimizer/*=bf16")
+    assert (found["optimizer"]["state"][0]["step"], dtypes_of(found)) == (301.0, ["float32", "float32", "bfloat16"])
+    found, _ = converted(tmp_path, obj, dtype="optimizer/state[0]/step=fp64")
+    assert dtypes_of(found) == ["float32", "float64", "float32"]
+
+
+def test_paths_are_those_of_either_file(tmp_path: Path) -> None:
+    """In what was selected, with the names that it gets: from the source's root, or from its own."""
+    obj = {"state": {"module.a": torch.ones(1), "module.b": torch.ones(1)}}
+    for glob in ("./a", "state/a", "./state/a", "*/a"):
+        found, _ = converted(tmp_path, obj, select="state", strip_prefix="module", dtype=f"{glob}=bf16")
+        assert dtypes_of(found) == ["bfloat16", "float32"], glob
+
+
+@pytest.mark.parametrize(
+    ("glob", "hint"),
+    [
+        ("extra", "./extra=bfloat16"),
+        ("optimizer.*", "'optimizer/*=bfloat16'"),
+        ("optimizer", "'optimizer/*=bfloat16'"),
+    ],
+)
+def test_what_to_type_for_a_path(tmp_path: Path, glob: str, hint: str) -> None:
+    """A glob without a slash is for names; where a path was meant, the error says how it is written."""
+    obj = {"model": {"w": torch.ones(1)}, "optimizer": {"state": {0: {"m": torch.ones(1)}}, "param_groups": []}, "extra": torch.ones(1)}  # fmt: skip
+    with pytest.raises(ckptconv.NoMatchError) as caught:
+        converted(tmp_path, obj, dtype=f"{glob}=bf16")
+    assert f"a path has a slash: --dtype {hint}" in (caught.value.hint or "")
+
+
+def test_nothing_to_cast_is_said(tmp_path: Path) -> None:
+    """Where all has its dtype already, and where there is nothing."""
+    _, report = converted(tmp_path, {"w": torch.ones(1)}, dtype="fp32")
+    assert report.notes == ("all that was to be cast has its dtype already, so --dtype changed nothing",)
+    _, report = converted(tmp_path, {"n": torch.arange(3)}, dtype="fp32")
+    assert report.notes == ("there are no floating-point weights, so --dtype changed nothing",)
+
+
+@pytest.mark.no_cover
+def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
+    """Each is looked at a few times, not once for each other one: this would take minutes."""
+    base = torch.arange(24_000.0)
+    names = [f"{i % 2}.{i}" for i in range(8_000)]
+    torch.save({name: base[3 * i : 3 * i + 2] for i, name in enumerate(names)}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=["bf16", "1.*=fp16"], compact=True)
+    assert len(report.changes.separated) == 1
+    found = torch.load(tmp_path / "dst.pt", mmap=True)
+    assert found["1.7999"].tolist() == rounded(base[23997:23999], torch.float16).tolist()
+    assert found["1.7999"].untyped_storage().nbytes() == found["0.0"].untyped_storage().nbytes() == 16_000
+
+
+# What is said
+
+
+LINES = """\
+  dtypes        float32 → float16: 3 tensors, 6.42 kB → 3.21 kB
+  dtypes        float32 → bfloat16: 1 tensor, 12 B → 6 B
+  not cast      beside the weights; './queue[1]=float16' would name it: queue[1]
+  not cast      float8_e4m3fn goes with scales, so only a GLOB casts it:
+                model/scales
+  not cast      complex: model/phases
+  overflow      2 numbers too large for the new dtype:
+                model/layers.0.attention.weight, queue[0] (2)
+  separated     they shared a storage and go different ways:
+                model/layers.0.attention.weight, queue[0] (float16) |
+                model/layers.0.attention.bias (bfloat16)
+  compacted     2.72 kB that no tensor shows left out of 1 storage
+  note          queue[0] goes too: it is one tensor with what --dtype names"""
+
+
+def test_every_line_at_80_columns(tmp_path: Path) -> None:
+    """The report of all that can happen."""
+    base = torch.arange(6.0) * 1e5
+    f8 = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    obj = {
+        "model": {"layers.0.attention.weight": base[:3], "layers.0.attention.bias": base[3:], "layers.0.norm.weight": torch.ones(40, 40)[3:9], "scales": f8, "phases": torch.ones(1, dtype=torch.complex64)},
+        "ema": {"layers.0.norm.weight": torch.ones(3)}, "queue": [base[:3], torch.ones(3)],
+    }  # fmt: skip
+    _, report = converted(tmp_path, obj, dtype=["fp16", "*.bias=bf16"], compact=True)
+    lines = [line.rstrip() for line in report_lines(report, Style(width=80))]
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("  dtypes")) :]
+    assert max(map(len, lines)) <= 80
+    assert "\n".join(lines) == LINES
+
+
+# Files that torch does not write
+
+
+def test_a_reference_that_tensors_share_stays_one(tmp_path: Path) -> None:
+    """Through the memo: the output is one that torch's safe loader takes, as it took the source."""
+    base = torch.arange(4.0)
+    torch.save({"a": base[1:3], "b": base[2:3]}, tmp_path / "src.pt")
+    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
+        data = archive.read("src/data.pkl").replace(b"Q", b"Qq\xf0", 1)
+    data, n = re.subn(rb"\(h.h.h.h.K\x04tq.Q", b"h\xf0", data, flags=re.DOTALL)
+    assert n == 1
+    rezipped(tmp_path / "src.pt", {"data.pkl": data}, zipfile.ZIP_STORED)
+    assert torch.load(tmp_path / "src.pt", weights_only=True)["b"].tolist() == [2.0]
+    for i, edits in enumerate(
+        ({"dtype": "bf16"}, {"compact": True}, {"dtype": "a=fp16"}, {"dtype": "fp64", "compact": True})
+    ):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / f"{i}.pt", **edits)  # type: ignore[arg-type]
+        found = torch.load(tmp_path / f"{i}.pt", weights_only=True)
+        assert (found["a"].tolist(), found["b"].tolist()) == ([1.0, 2.0], [2.0])
+        shared = found["a"].untyped_storage()._cdata == found["b"].untyped_storage()._cdata
+        assert shared == (i != 2)
+
+
+def test_what_torch_reads_the_wrong_way_round_is_not_made(tmp_path: Path) -> None:
+    """It does not turn round what has no storage class, so a big-endian file gets none of it by a cast."""
+    big_endian({"n": torch.tensor([258, 3], dtype=torch.int32), "w": torch.ones(2)}, tmp_path / "src.pt")
+    for name in ("uint16", "uint32"):
+        report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=f"n={name}", force=True)
+        assert report.changes.not_cast == {f"torch reads {name} the wrong way round in a big-endian file": ["n"]}
+        assert torch.load(tmp_path / "dst.pt")["n"].tolist() == [258, 3]
+    found = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=["float8_e5m2", "n=int16"], force=True)
+    assert not found.changes.not_cast
+    assert [t.float().tolist() for t in torch.load(tmp_path / "dst.pt").values()] == [[258.0, 3.0], [1.0, 1.0]]
+
+
+def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
+    """Bits are no numbers; a float8 cannot be negated any more."""
+    bits = torch.arange(2, dtype=torch.uint8).view(torch.bits8)
+    late = torch.ones(2, dtype=torch.complex64).conj().imag
+    torch.save({"bits": bits, "late": late}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=["bits=fp32", "late=float8_e5m2"])
+    assert report.changes.not_cast["bits8"] == ["bits"]
+    assert "late" in [path for paths in report.changes.not_cast.values() for path in paths]
+    late = torch._neg_view(torch.ones(2))
+    torch.save({"late": late}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="float8_e5m2", force=True)
+    assert report.changes.not_cast == {"torch cannot negate float8_e5m2, which is still to be done": ["late"]}
+    assert torch.load(tmp_path / "dst.pt")["late"].tolist() == [-1.0, -1.0]
+
+
+def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
+    """Looked at a few times for each name, and not once for each other one."""
+    weight = torch.ones(2)
+    torch.save({f"w{i}": weight for i in range(20_000)}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="w0=bf16")
+    assert report.changes.dtypes["float32", "bfloat16"].tensors == 1
+    assert "and 19,996 more go too" in report.notes[0]

@@ -1,0 +1,286 @@
+"""``--compact``: what no tensor shows goes, and nothing else: values, strides, sharing, checksums and containers stay."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import ckptconv
+from tests.support import zoo
+from tests.support.judge import assert_same, tags_of
+from tests.unit.edits.test_dtype_casts import (
+    SOURCES,
+    TARGETS,
+    bits,
+    checkpoint,
+    extent,
+    is_safe,
+    merged,
+    rezipped,
+    rounded,
+    tensors_in,
+    whole,
+)
+
+
+class Compacted:
+    """OBJ on storages that hold what its tensors reach over, by a plain torch program."""
+
+    def __init__(self, obj: Any) -> None:
+        self.memo: dict[int, Any] = {}
+        self.saved = 0
+        every = {id(each.tensor): each.tensor for each in tensors_in(obj)}.values()
+        groups: dict[int, list[torch.Tensor]] = {}
+        for tensor in every:
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        for group in groups.values():
+            self.pack(group)
+        self.result = self.copied(obj)
+        for tensor in every:
+            self.memo[id(tensor)].__dict__.update(self.copied(tensor.__dict__))
+
+    def pack(self, views: list[torch.Tensor]) -> None:
+        data = whole(views[0].untyped_storage(), views[0].dtype)
+        ranges = merged(views)
+        packed = torch.cat([data[:0], *(data[a:b] for a, b in ranges)])
+        self.saved += (data.numel() - packed.numel()) * data.itemsize
+        for view in views:
+            offset = min(view.storage_offset(), packed.numel())
+            if view.numel():
+                before = [b - a for a, b in ranges if b <= view.storage_offset()]
+                inside = next(a for a, b in ranges if a <= view.storage_offset() < b)
+                offset = sum(before) + view.storage_offset() - inside
+            new = torch.empty(0, dtype=view.dtype).set_(packed.untyped_storage(), offset, view.shape, view.stride())
+            new = new.conj() if view.is_conj() else new
+            new = torch._neg_view(new) if view.is_neg() else new
+            if isinstance(view, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, view.requires_grad)
+            elif type(view) is not torch.Tensor:
+                new = new.as_subclass(type(view))
+            else:
+                new.requires_grad_(view.requires_grad)
+            self.memo[id(view)] = new
+
+    def copied(self, value: Any) -> Any:
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, dict):
+            made = self.memo[id(value)] = type(value)((key, self.copied(inner)) for key, inner in value.items())
+            if hasattr(value, "__dict__"):
+                made.__dict__.update(value.__dict__)
+            return made
+        return type(value)(self.copied(inner) for inner in value) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compact")
+
+
+@pytest.mark.parametrize("target", ["pt", "legacy", "pickle"])
+@pytest.mark.parametrize("source", ["zip", "without checksums", "big-endian", "legacy", "memory"])
+@settings(max_examples=min(settings().max_examples // 4, 300))
+@given(seed=st.integers(0, 1 << 32))
+def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
+    """From every container to every other: the extents of the views, overlapping ones merged, in order on the same storage; and as many bytes fewer as the report says."""
+    chance = random.Random(seed)
+    write, name, others = SOURCES[source]
+    obj = checkpoint(chance, others=others and target == "pt")
+    dst = folder / TARGETS[target]
+    options: dict[str, Any] = {"compact": True, "format": target, "force": True, "verify": chance.random() < 0.3}
+    if write:
+        write(obj, folder / name)
+        report = ckptconv.convert(folder / name, dst, **options)
+    else:
+        report = ckptconv.save(obj, dst, **options)
+    program = Compacted(obj)
+    assert report.changes.compacted[1] == program.saved
+    assert bool(report.changes.compacted[0]) == bool(program.saved)
+    assert any("--compact changed nothing" in note for note in report.notes) == (not program.saved)
+    if target == "pickle":
+        assert_same(pickle.loads(dst.read_bytes()), program.result)
+        return
+    torch.save(program.result, folder / "wanted.pt")
+    assert_same(torch.load(dst, weights_only=False), torch.load(folder / "wanted.pt", weights_only=False))
+    if target == "pt":
+        with zipfile.ZipFile(dst) as archive:
+            assert source == "without checksums" or archive.testzip() is None
+            assert all(
+                bool(entry.CRC) == (source != "without checksums" and entry.file_size > 0)
+                for entry in archive.infolist()
+            )
+    if write:
+        assert is_safe(dst) or not is_safe(folder / name)
+
+
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_the_zoo(name: str, tmp_path: Path) -> None:
+    """Of everything that people save each tensor is what it was, in its place, with its strides, tags and ties; again, it changes nothing; torch takes it as before."""
+    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
+    zoo.save(zoo.ZOO[name](), src, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
+    ckptconv.convert(src, dst, compact=True, verify=True)
+    loaded = [torch.load(path, map_location="cpu", weights_only=False) for path in (src, dst)]
+    assert is_safe(dst) or not is_safe(src)
+    assert tags_of(src)[1] == tags_of(dst)[1]
+    if name not in (
+        "views",
+        "small",
+        "subclass",
+        "conj_neg",
+        "two_dtypes",
+        "sparse",
+    ):  # whose storages hold more than is shown
+        assert_same(*loaded)
+    with ckptconv.open(src) as before, ckptconv.open(dst) as after:
+        for path, info in before.tensors.items():
+            new = after.tensors[path]
+            for what in (
+                "dtype",
+                "kind",
+                "shape",
+                "stride",
+                "device",
+                "nbytes",
+                "tied_to",
+                "requires_grad",
+                "conj",
+                "neg",
+            ):
+                assert getattr(new, what) == getattr(info, what), (path, what)
+            if info.kind == "strided":
+                try:
+                    one, two = before.load(path), after.load(path)
+                except ckptconv.UnsupportedError:
+                    continue
+                assert bits(one.detach().resolve_conj().resolve_neg()) == bits(
+                    two.detach().resolve_conj().resolve_neg()
+                ), path
+    report = ckptconv.convert(dst, tmp_path / "again.pt", compact=True)
+    assert report.changes.compacted == (0, 0)
+    assert (tmp_path / "again.pt").read_bytes() == dst.read_bytes()
+
+
+def test_what_the_report_says(tmp_path: Path) -> None:
+    """How many storages lost how many bytes; the size in the plan is the file's."""
+    base = torch.arange(1000.0)
+    torch.save(
+        {"a": base[10:20], "b": base[15:30], "c": base[500:501], "d": torch.ones(4)[1:], "e": torch.ones(2)},
+        tmp_path / "src.pt",
+    )
+    planned = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True, dry_run=True)
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    assert report.changes.compacted == planned.changes.compacted == (2, 4 * (1000 - 21) + 4)
+    assert report.size == planned.size == (tmp_path / "dst.pt").stat().st_size
+
+
+def test_of_two_dtypes_on_one_storage_whole_elements_stay(tmp_path: Path) -> None:
+    """The start of each range is one of the wider dtype's elements."""
+    base = torch.arange(64, dtype=torch.uint8)
+    torch.save(
+        {"f8": base[3:5].view(torch.float8_e4m3fn), "u8": base[21:23], "u16": base[40:48].view(torch.uint16)[1:3]},
+        tmp_path / "src.pt",
+    )
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    found = torch.load(tmp_path / "dst.pt")
+    assert [tensor.view(torch.uint8).tolist() for tensor in found.values()] == [[3, 4], [21, 22], [42, 43, 44, 45]]
+    assert {tensor.untyped_storage().nbytes() for tensor in found.values()} == {4 + 4 + 4}
+
+
+def test_a_deflated_storage_stays_whole(tmp_path: Path) -> None:
+    """It can be read from its start alone. The others lose what is not shown."""
+    torch.save({"a": torch.arange(50.0)[:2]}, tmp_path / "src.pt")
+    rezipped(tmp_path / "src.pt", {}, zipfile.ZIP_DEFLATED)
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    assert report.changes.compacted == (0, 0)
+    assert torch.load(tmp_path / "dst.pt")["a"].untyped_storage().nbytes() == 200
+
+
+@pytest.mark.parametrize("used", [lambda t: t._typed_storage(), lambda t: [t._typed_storage(), t]])
+def test_what_something_else_refers_to_stays_whole(used: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    """A bare storage beside its tensors."""
+    base = torch.arange(50.0)
+    torch.save({"a": base[:2], "x": used(base)}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    assert report.changes.compacted == (0, 0)
+    assert_same(
+        torch.load(tmp_path / "dst.pt", weights_only=False), torch.load(tmp_path / "src.pt", weights_only=False)
+    )
+
+
+def test_for_safetensors_it_is_a_note(tmp_path: Path) -> None:
+    """That format holds elements, and no storages."""
+    torch.save({"a": torch.arange(50.0)[:2]}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", compact=True)
+    assert report.changes.compacted == (0, 0)
+    assert report.notes == ("--compact has nothing to do for safetensors, which holds what tensors show and no more",)
+    assert load_file(tmp_path / "dst.safetensors")["a"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["dst.pt", "dst.pkl"])
+@pytest.mark.parametrize("where", [0, 41, 20_000, -1])
+@pytest.mark.parametrize(
+    "edits", [{"compact": True}, {"compact": True, "dtype": "bf16"}, {"compact": True, "dtype": ["bf16", "b=fp16"]}]
+)
+def test_damage_is_seen(edits: dict[str, Any], where: int, name: str, tmp_path: Path) -> None:
+    """Also in the bytes that are dropped: the source is what its checksums say, or nothing is made of it."""
+    base = torch.arange(50_000.0)
+    torch.save({"a": base[10:30000], "b": base[40000:40010]}, tmp_path / "src.pt")
+    data, raw = bytearray((tmp_path / "src.pt").read_bytes()), base.numpy().tobytes()
+    data[data.index(raw) + where % len(raw)] ^= 1
+    (tmp_path / "src.pt").write_bytes(data)
+    with pytest.raises(ckptconv.MalformedError, match="damaged"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / name, **edits)
+    assert os.listdir(tmp_path) == ["src.pt"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", ["bf16", "b=fp16"], {"a": "fp64", "c": "fp16"}])
+def test_with_a_cast(dtype: Any, tmp_path: Path) -> None:
+    """At once it is what it is one after the other; and the cast needs no more than what is left."""
+    base = torch.arange(3000.0)
+    state = {"a": base[10:2000].view(-1, 10).t(), "b": base[1990:2010], "c": base[2500:2501], "d": base[2005:2100:7]}
+    torch.save(state, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "at once.pt", dtype=dtype, compact=True, verify=True)
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "cast.pt", dtype=dtype)
+    ckptconv.convert(tmp_path / "cast.pt", tmp_path / "cast first.pt", compact=True)
+    found = torch.load(tmp_path / "at once.pt")
+    assert_same(found, torch.load(tmp_path / "cast first.pt"))
+    assert report.size == (tmp_path / "at once.pt").stat().st_size
+    for name, tensor in found.items():
+        assert torch.equal(tensor, rounded(state[name], tensor.dtype))
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in found.values()}
+    for key, tensor in storages.items():
+        views = [other for other in found.values() if other.untyped_storage()._cdata == key]
+        assert merged(views) == [(0, tensor.untyped_storage().nbytes() // tensor.itemsize)]
+        assert min(extent(view)[0] for view in views) == 0
+
+
+def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
+    """Bytes on a storage that is said to be of doubles: what is left of it is a number of doubles."""
+    base = torch.arange(64, dtype=torch.uint8).view(torch.uint16)[1:2]
+    torch.save({"a": base}, tmp_path / "src.pt")
+    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    pickled = records["src/data.pkl"].replace(b"ctorch.storage\nUntypedStorage\n", b"ctorch\nDoubleStorage\n")
+    records["src/data.pkl"] = pickled.replace(b"K\x40", b"K\x08", 1)
+    assert records["src/data.pkl"].count(b"DoubleStorage") == 1
+    with zipfile.ZipFile(tmp_path / "src.pt", "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    assert torch.load(tmp_path / "src.pt")["a"].tolist() == base.tolist()
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    assert report.changes.compacted == (1, 56)
+    found = torch.load(tmp_path / "dst.pt")["a"]
+    assert (found.tolist(), found.untyped_storage().nbytes()) == (base.tolist(), 8)

@@ -1,0 +1,211 @@
+"""Names without wrappers: judged by the model that the names are for, loaded with ``strict=True``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ckptconv
+from ckptconv.edits.wrappers import unwrapped
+from ckptconv.errors import CollisionError, NoMatchError
+from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what torch.compile imports
+
+
+class Block(nn.Module):
+    """A block with a submodule that is really called ``module``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(Block(), nn.Sequential(nn.Linear(2, 2), Block()))
+
+
+def with_inner_wrappers(model: nn.Module) -> nn.Module:
+    """MODEL with some of its parts compiled; activation checkpointing hides its own names since torch 1.12."""
+    model[0] = torch.compile(model[0])  # type: ignore[operator,index,assignment]
+    model[1][0] = torch.compile(model[1][0])  # type: ignore[operator,index,assignment]
+    model[1][1].norm = torch.compile(model[1][1].norm)  # type: ignore[index,union-attr] # its version in _metadata is 2, the wrapper's 1
+    return model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DataParallel": nn.DataParallel,
+    "compile": torch.compile,
+    "compile of DataParallel": lambda model: torch.compile(nn.DataParallel(model)),
+    "DataParallel of compile": lambda model: nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "parts compiled": with_inner_wrappers,
+    "all at once": lambda model: nn.DataParallel(torch.compile(with_inner_wrappers(model))),  # type: ignore[arg-type]
+    "nothing": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
+    """Names, order, values and ``_metadata`` are those of the model itself; its own ``module`` stays."""
+    model = net()
+    wanted = model.state_dict()
+    torch.save(WRAPPERS[wrapper](model).state_dict(), tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    assert_same(wanted, found)
+    net().load_state_dict(found, strict=True)
+    assert any("no wrapper" in note for note in report.notes) == (wrapper == "nothing")
+    again = ckptconv.convert(tmp_path / "dst.pt", tmp_path / "again.pt", unwrap=True)
+    assert not again.changes.names
+
+
+@pytest.mark.parametrize("word", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_orig_mod"])
+def test_words_that_no_model_uses_go_at_any_depth(word: str) -> None:
+    """One or several, in front or inside; a tensor that is itself called so keeps its name."""
+    names = [f"{word}.a.{word}.w", f"{word}.a.{word}.{word}.b", f"{word}.{word}"]
+    assert list(unwrapped(names).values()) == ["a.w", "a.b", word]
+
+
+def test_followers_lose_what_names_lose() -> None:
+    """An optimizer's names, those of a tied weight that the state dict dropped too; its own prefixes decide nothing."""
+    assert unwrapped(["module.a"], ["module._orig_mod.b", "module.a", "c"]) == {
+        "module.a": "a",
+        "module._orig_mod.b": "b",
+        "c": "c",
+    }
+    assert unwrapped(["n_averaged", "module.a"], ["module.a"]) == {"n_averaged": "n_averaged", "module.a": "module.a"}
+
+
+@pytest.mark.parametrize("front", ["", "module.", "_forward_module.", "_forward_module.module."])
+def test_sharded_models(front: str, tmp_path: Path) -> None:
+    """Names as FSDP, activation checkpointing inside of it, and Fabric around it write them: the model takes them, its own ``module`` included."""
+    model = net()
+    inner = {
+        "0.": "0._fsdp_wrapped_module._checkpoint_wrapped_module.",
+        "1.1.": "1._fsdp_wrapped_module.1._fsdp_wrapped_module.",
+    }
+    state = {}
+    for name, value in model.state_dict().items():
+        part = next((part for part in inner if name.startswith(part)), "")
+        state[f"{front}_fsdp_wrapped_module.{inner.get(part, part)}{name.removeprefix(part)}"] = value
+    torch.save(state, tmp_path / "src.pt")
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    assert_same(found, dict(model.state_dict()))
+    net().load_state_dict(found, strict=True)
+
+
+def test_module_comes_off_once_and_only_where_all_have_it() -> None:
+    """The second one, an inner one, and one that not all names have may be the model's own."""
+    assert list(unwrapped(["module.module.w", "module.b"]).values()) == ["module.w", "b"]
+    assert list(unwrapped(["hidden.0.module.w", "module.b"]).values()) == ["hidden.0.module.w", "module.b"]
+    assert list(unwrapped(["module.a", "n_averaged"]).values()) == ["module.a", "n_averaged"]
+    assert unwrapped([]) == {}
+
+
+def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
+    """What is keyed by names has the new ones; a state dict without wrappers beside it stays."""
+    weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
+    other = {"module.c": torch.ones(1), "d": torch.ones(1)}
+    named = {
+        "state": {"module._orig_mod.b": {"m": torch.ones(1)}},
+        "param_groups": [{"params": ["module.a", "module._orig_mod.b"]}],
+    }
+    torch.save({"model": weights, "ema": dict(weights), "other": other, "optimizer": named}, tmp_path / "src.pt")
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    assert [list(found[key]) for key in ("model", "ema", "other")] == [["a", "b"], ["a", "b"], ["module.c", "d"]]
+    assert list(found["optimizer"]["state"]) == ["b"]
+    assert found["optimizer"]["param_groups"] == [{"params": ["a", "b"]}]
+
+
+def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
+    """Wherever an average stands whose names keep their prefix; with the name of a tied weight that the state dict dropped. Alone it goes by itself, and is reported."""
+    weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
+    average = {"n_averaged": torch.ones(1), **weights}
+    named = {"state": {"module._orig_mod.tied": {}, "module.a": {}}, "param_groups": [{"params": ["module.a"]}]}
+    for order in (("ema", "model", "optimizer"), ("optimizer", "model", "ema")):
+        obj = {"ema": dict(average), "model": dict(weights), "optimizer": named}
+        torch.save({key: obj[key] for key in order}, tmp_path / "src.pt")
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True, force=True)
+        found = torch.load(tmp_path / "dst.pt", weights_only=True)
+        assert list(found["model"]) == ["a", "b"]
+        assert list(found["ema"]) == ["n_averaged", "module.a", "module.b"]
+        assert found["optimizer"] == {"state": {"tied": {}, "a": {}}, "param_groups": [{"params": ["a"]}]}
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", select="optimizer", unwrap=True, force=True)
+    assert torch.load(tmp_path / "dst.pt", weights_only=True) == found["optimizer"]
+    assert [(change.old, change.new) for change in report.changes.names] == [
+        ("module._orig_mod.tied", "tied"),
+        ("module.a", "a"),
+    ]
+
+
+def test_before_prefixes(tmp_path: Path) -> None:
+    """Names are unwrapped first, whatever the order of the keywords; then prefixes are taken off and put on."""
+    torch.save({"module._orig_mod.model.w": torch.ones(1)}, tmp_path / "src.pt")
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", add_prefix="net", strip_prefix="model", unwrap=True)
+    assert list(torch.load(tmp_path / "dst.pt", weights_only=True)) == ["net.w"]
+
+
+def test_two_names_that_would_be_one(tmp_path: Path) -> None:
+    """Refused, both shown."""
+    torch.save({"a.w": torch.ones(1), "a._orig_mod.w": torch.ones(1)}, tmp_path / "src.pt")
+    with pytest.raises(CollisionError, match=r"'a\.w'"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+
+
+def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
+    """A pickled wrapper's names come off where its state dict is taken out; alone they cannot be changed, which is said."""
+    model = net()
+    torch.save(nn.DataParallel(model), tmp_path / "src.pt")
+    with pytest.raises(NoMatchError, match="state_dict=True"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True, state_dict=True)
+    net().load_state_dict(torch.load(tmp_path / "dst.pt", weights_only=True), strict=True)
+
+
+def test_activation_checkpointing(tmp_path: Path) -> None:
+    """The names that parameters have inside of its wrapper."""
+    model = net()
+    wrapped = checkpoint_wrapper(model)
+    torch.save(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]), tmp_path / "src.pt")
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    assert set(torch.load(tmp_path / "dst.pt", weights_only=True)) == set(model.state_dict())
+
+
+def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path) -> None:
+    """But not in ``_metadata``, where the wrapper's version stands in the way of the model's."""
+    model = net()
+    wanted = copy.deepcopy(model.state_dict())
+    model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
+    model[1][1].norm = checkpoint_wrapper(model[1][1].norm)  # type: ignore[index,union-attr]
+    state = model.state_dict()
+    assert list(state) == list(wanted)
+    assert state._metadata["1.1.norm"] == {"version": 1} != wanted._metadata["1.1.norm"]
+    torch.save(state, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+    assert_same(torch.load(tmp_path / "dst.pt", weights_only=True), wanted)
+    assert report.notes == ("no wrapper is in the names, so --unwrap changed _metadata alone",)
+
+
+_SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a", "0", "w"])
+
+
+@given(st.lists(st.lists(_SEGMENTS, min_size=1, max_size=5).map(".".join), unique=True))
+def test_nothing_else_is_taken(names: list[str]) -> None:
+    """The words that no model uses are gone but at the end; of ``module`` at most one, the first, is missing; all else is there, in order."""
+    words = {"_orig_mod", "_fsdp_wrapped_module"}
+    for old, new in unwrapped(names).items():
+        *modules, last = old.split(".")
+        kept = [*(segment for segment in modules if segment not in words), last]
+        assert new.split(".") in (kept, kept[1:] if kept[0] == "module" else kept)

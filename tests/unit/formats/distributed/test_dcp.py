@@ -1,0 +1,540 @@
+"""Folders of torch.distributed.checkpoint: what comes out is what torch's own conversion makes, and what the run had."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp_of_torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptconv
+from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.conversion.plan import make_plan
+from ckptconv.edits.options import Edits
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats.distributed import dcp
+from tests.support import dcp_ranks
+from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+
+
+def saved(path: Path, state: dict[str, Any]) -> Path:
+    """STATE as one process saves it, in the folder PATH."""
+    dcp_of_torch.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def opened(path: Path) -> Iterator[Checkpoint]:
+    with SourceFolder(path) as folder:
+        yield dcp.read(folder, lambda source: pytest.fail("no file of it is a checkpoint"))
+
+
+def by_torch(folder: Path, tmp_path: Path) -> Any:
+    """What torch makes of FOLDER."""
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    return torch.load(tmp_path / "torch.pt", weights_only=False)
+
+
+def damaged(folder: Path, name: str, target: Path) -> Path:
+    """FOLDER, copied to TARGET, with one bit of the tensor NAME turned round."""
+    copied(folder, target)
+    with SourceFolder(target) as source:
+        data = dcp.read(source, lambda source: pytest.fail("none")).tensors[name].storage.data  # type: ignore[union-attr]
+        first = data.parts[0] if isinstance(data, Concat) else data.boxes[-1].of if isinstance(data, Assemble) else data
+        assert isinstance(first, ByteRange)
+        path, offset = first.source.path, first.offset
+    raw = bytearray(path.read_bytes())
+    raw[offset + 1] ^= 4
+    path.write_bytes(raw)
+    return target
+
+
+@pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
+def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> None:
+    """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of files and the way in which tensors were spread."""
+    report = ckptconv.convert(ranks / name, tmp_path / "out.pt", verify=True)
+    assert report.formats == ("DCP", "torch zip") and not report.left_behind
+    assert_same(torch.load(tmp_path / "out.pt"), by_torch(ranks / name, tmp_path))
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+
+
+def test_values_are_those_of_the_run(ranks: Path, tmp_path: Path) -> None:
+    """Tensors are what they were before they were spread: by rows, unevenly, over two dimensions, out of order; and objects are kept."""
+    ckptconv.convert(ranks / "rows", tmp_path / "rows.pt")
+    rows = torch.load(tmp_path / "rows.pt")
+    for name, whole in dcp_ranks.ROWS.items():
+        for loaded in (rows["state_dict"][name], rows["optimizer"]["state"][name]["exp_avg"]):
+            assert_same(loaded, whole.contiguous())
+    assert torch.equal(rows["old"], torch.tensor([1.0, 1, 3, 3, 5, 5]).repeat_interleave(2).view(6, 2))
+    for name, whole in dcp_ranks.WHOLE.items():
+        assert_same(rows[name], whole.contiguous())
+    assert_same({key: rows[key] for key in dcp_ranks.OTHERS}, dcp_ranks.OTHERS)
+    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.pt")
+    mesh = torch.load(tmp_path / "mesh.pt")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(mesh[name], whole.contiguous())
+
+
+def test_to_safetensors(ranks: Path, tmp_path: Path) -> None:
+    """The state dict of a folder becomes a safetensors file like any other; what that cannot hold is named."""
+    report = ckptconv.convert(ranks / "rows", tmp_path / "rows.safetensors")
+    loaded = load_file(tmp_path / "rows.safetensors")
+    assert loaded.keys() == dcp_ranks.ROWS.keys()
+    for name, whole in dcp_ranks.ROWS.items():
+        assert_same(loaded[name], whole.contiguous())
+    assert {left.path for left in report.left_behind} >= {"epoch", "optimizer", "pair"}
+    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.safetensors", verify=True)
+    loaded = load_file(tmp_path / "mesh.safetensors")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+
+
+def test_casts_what_it_assembles(ranks: Path, tmp_path: Path) -> None:
+    """--dtype rounds tensors while they are put together, in both formats, as torch rounds them whole."""
+    for suffix in ("pt", "safetensors"):
+        path = tmp_path / f"out.{suffix}"
+        ckptconv.convert(ranks / "mesh", path, dtype="bf16", verify=True)
+        loaded = torch.load(path) if suffix == "pt" else load_file(path)
+        for name, (whole, _) in dcp_ranks.MESH.items():
+            assert_same(loaded[name], whole.contiguous() if whole.is_complex() else whole.bfloat16().contiguous())
+
+
+@pytest.mark.parametrize(("format_", "suffix"), [("legacy", "pt"), ("pickle", "pkl")])
+def test_other_formats_of_torch(ranks: Path, tmp_path: Path, format_: str, suffix: str) -> None:
+    """The formats without checksums are written, and what they hold is the same."""
+    path = tmp_path / f"out.{suffix}"
+    ckptconv.convert(ranks / "mesh", path, format=format_, verify=True)  # type: ignore[arg-type]
+    loaded = ckptconv.load(path)
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+
+
+def test_loads_without_being_written(ranks: Path) -> None:
+    """load() and open() give the tensors of a folder, put together or not."""
+    loaded = ckptconv.load(ranks / "mesh")
+    for name, (whole, _) in dcp_ranks.MESH.items():
+        assert_same(loaded[name], whole.contiguous())
+    with ckptconv.open(ranks / "rows") as file:
+        assert_same(file.load("state_dict/model.embed.weight"), dcp_ranks.ROWS["model.embed.weight"])
+        assert_same(file.load("transposed"), dcp_ranks.WHOLE["transposed"].contiguous())
+
+
+def test_edits(ranks: Path, tmp_path: Path) -> None:
+    """Devices and names are edited as in a file."""
+    ckptconv.convert(
+        ranks / "rows",
+        tmp_path / "out.pt",
+        map_location="cuda:1",
+        strip_prefix="model.",
+        exclude="*embed*",
+        compact=True,
+    )
+    tags: set[str] = set()
+    loaded = torch.load(
+        tmp_path / "out.pt", map_location=lambda storage, tag: (tags.add(tag), storage)[1], weights_only=False
+    )
+    assert tags == {"cuda:1"}
+    assert "two.weight" in loaded["state_dict"] and "embed.weight" not in loaded["state_dict"]
+
+
+def test_same_folders_differ_in_nothing(ranks: Path) -> None:
+    """diff reads folders: two ways of saving one checkpoint are the same, whether its tensors stand in one piece or not."""
+    assert ckptconv.diff(ranks / "mesh", ranks / "files").same
+    assert ckptconv.diff(ranks / "rows", ranks / "threads").same
+    assert not ckptconv.diff(ranks / "mesh", ranks / "rows").same
+
+
+def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
+    """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put together."""
+    for checkpoint in opened(ranks / "rows"):
+        kinds = {path.rpartition("/")[2]: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}  # fmt: skip
+    assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Concat}
+    assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {ByteRange}
+    assert {kinds[name] for name in ("transposed", "model.kernel")} == {Assemble}
+    for checkpoint in opened(ranks / "rows"):
+        ranges = [
+            storage.data
+            for storage in checkpoint.storages.values()
+            if isinstance(storage.data, ByteRange) and storage.nbytes
+        ]
+        assert len(ranges) > 10 and all(
+            data.source.fd >= 0 for data in ranges
+        )  # which the kernel copies from file to file
+    for checkpoint in opened(ranks / "mesh"):
+        kinds = {path: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}
+    assert kinds["rows twice"] is Concat and kinds["everywhere"] is ByteRange
+    assert {kinds[name] for name in ("rows and columns", "columns", "last of three")} == {Assemble}
+
+
+def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
+    """Neither looking at a folder nor copying rows imports torch."""
+    code = (
+        "import sys, ckptconv; ckptconv.inspect(sys.argv[1]);"
+        "ckptconv.convert(sys.argv[1], sys.argv[2], select='state_dict', exclude='*kernel');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, ranks / "rows", tmp_path / "out.pt"], check=True)
+
+
+def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
+    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is carried on as damage."""
+    folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
+    for checkpoint in opened(folder):
+        plan = make_plan(checkpoint, tmp_path / "out.pt", Edits(select="state_dict", exclude=("*kernel",)))
+        assert plan.files[0].sums == ()
+    ckptconv.convert(folder, tmp_path / "out.pt", select="state_dict", exclude="*kernel")
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is not None
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / "out.safetensors")
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / "half.pt", dtype="bf16")
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_damage_to_what_is_assembled_is_found(
+    ranks: Path, tmp_path: Path, suffix: str, options: dict[str, str]
+) -> None:
+    """Each chunk of a tensor that is put together is checked against its own checksum."""
+    folder = damaged(ranks / "mesh", "rows and columns", tmp_path / "dcp")
+    with pytest.raises(MalformedError, match="checksum"):
+        ckptconv.convert(folder, tmp_path / f"out.{suffix}", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / f"out.{suffix}").exists()
+
+
+def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of tensors longer than what is appended at once, and lists in lists, come back in order."""
+    monkeypatch.setattr(dcp, "AT_ONCE", 3)
+    state = {"list": [torch.full((2,), float(i)) for i in range(10)], "deep": [[torch.ones(1)], [torch.zeros(1), 5]]}
+    folder = saved(tmp_path / "dcp", state)
+    assert_same(ckptconv.load(folder), by_torch(folder, tmp_path))
+    assert_same(ckptconv.load(folder)["deep"], state["deep"])
+
+
+def test_what_was_not_saved_in_lists_is_none(tmp_path: Path) -> None:
+    """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own conversion fails on it."""
+    folder = saved(tmp_path / "dcp", {"list": [{}, torch.ones(1), {}, torch.zeros(1)]})
+    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["list"][::2] == [None, None]
+    assert any("2 places in lists" in note for note in report.notes)
+
+
+def test_flat_names_stay_flat(tmp_path: Path) -> None:
+    """A planner that flattened nothing left no paths: names are keys."""
+    planner = dcp_of_torch.DefaultSavePlanner(flatten_state_dict=False)
+    dcp_of_torch.save(
+        {"a.b": torch.ones(2), "c": torch.zeros(1)}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True
+    )
+    assert_same(ckptconv.load(tmp_path / "dcp"), {"a.b": torch.ones(2), "c": torch.zeros(1)})
+
+
+def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
+    """A tensor that was saved while it was still to be conjugated or negated has the values that torch's own conversion gives it, whole or in chunks, copied, cast or written out."""
+    base = torch.randn(3, 4, dtype=torch.complex64)
+    rest = torch._neg_view(base.mH)
+    state = {
+        "conj": base.conj(),
+        "turned": base.mH,
+        "neg": torch._neg_view(torch.arange(6.0)),
+        "both": rest,
+        "part": base.conj()[1:2],
+    }
+    folder = saved(tmp_path / "dcp", state)
+    expected = by_torch(folder, tmp_path)
+    for suffix in ("pt", "safetensors"):
+        path = tmp_path / f"out.{suffix}"
+        ckptconv.convert(folder, path, verify=True)
+        loaded = torch.load(path) if suffix == "pt" else load_file(path)
+        for name, values in state.items():
+            assert_same(loaded[name].resolve_conj().resolve_neg(), expected[name])
+            assert torch.equal(loaded[name], values)
+    assert loaded.keys() == state.keys() and not loaded["conj"].is_conj()
+    ckptconv.convert(folder, tmp_path / "half.safetensors", dtype="bf16", compact=True)
+    assert torch.equal(load_file(tmp_path / "half.safetensors")["neg"], -torch.arange(6.0).bfloat16())
+    assert ckptconv.diff(folder, tmp_path / "torch.pt").same
+    assert ckptconv.load(folder)["both"].is_conj()  # as it was saved
+
+
+def test_chunks_of_which_some_are_put_off(tmp_path: Path) -> None:
+    """Chunks of one tensor of which one alone is still to be conjugated are refused by the name of the tensor."""
+    whole = torch.ones(4, dtype=torch.complex64)
+    folder = saved(tmp_path / "dcp", {"w": whole[:2].clone(), "x": whole[2:].clone().conj()})
+    metadata = _metadata(folder)
+    item, places = metadata.state_dict_metadata["w"], metadata.storage_data
+    item.size = torch.Size([4])
+    item.chunks.append(type(item.chunks[0])(torch.Size([2]), torch.Size([2])))
+    x = next(index for index in places if index.fqn == "x")
+    places[type(x)("w", torch.Size([2]), 1)] = places.pop(x)
+    del metadata.state_dict_metadata["x"]
+    _write_metadata(folder, metadata)
+    message = refusal(folder, UnsupportedError)
+    assert "some chunks of 'w' are still to be conjugated" in message and "resolve_conj()" in message
+
+
+def test_views_and_dtypes(tmp_path: Path) -> None:
+    """Every dtype comes through, and views of all kinds come out in order."""
+    base = torch.arange(24.0)
+    state: dict[str, Any] = {
+        "slice": base[3:9], "step": base[::5], "expanded": torch.ones(1).expand(3, 4), "permuted": base.view(2, 3, 4).permute(2, 0, 1),
+        "conjugated": torch.ones(3, dtype=torch.complex64).mul(2j).conj().resolve_conj(), "empty": torch.empty(0), "odd": torch.empty(3, 0, 2),
+    }  # fmt: skip
+    for name in (
+        "float64",
+        "float16",
+        "int8",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex128",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ):
+        state[name] = (
+            torch.zeros(3, dtype=torch.uint8).to(getattr(torch, name))
+            if name != "float8_e8m0fnu"
+            else torch.ones(3).to(torch.float8_e8m0fnu)
+        )
+    folder = saved(tmp_path / "dcp", state)
+    loaded = ckptconv.load(folder)
+    assert_same(loaded, by_torch(folder, tmp_path))
+    assert_same(loaded["permuted"], state["permuted"].contiguous())
+
+
+# What is refused
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
+    with pytest.raises(error) as caught:
+        ckptconv.inspect(folder)
+    return str(caught.value)
+
+
+def test_missing_and_cut_files_are_named(ranks: Path, tmp_path: Path) -> None:
+    """A file of one process that is missing, or cut short, is named before anything is made of the others."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / "__2_0.distcp").unlink()
+    assert "1 file of 4 is missing" in refusal(folder) and "__2_0.distcp" in refusal(folder)
+    (folder / "__2_0.distcp").write_bytes((ranks / "mesh/__2_0.distcp").read_bytes()[:-7])
+    assert "__2_0.distcp: the file was cut short: 7 bytes" in refusal(folder)
+
+
+def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
+    """A FIFO or a folder in place of a file is refused, and nothing waits for it."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / "__1_0.distcp").unlink()
+    os.mkfifo(folder / "__1_0.distcp")
+    assert "a FIFO and not a file" in refusal(folder, InputError)
+    (folder / "__1_0.distcp").unlink()
+    (folder / "__1_0.distcp").mkdir()
+    assert "__1_0.distcp: a folder and not a file" in refusal(folder, InputError)
+    (folder / "__1_0.distcp").rmdir()
+    (folder / "__1_0.distcp").symlink_to("nowhere")
+    assert "__1_0.distcp: cannot be read: No such file" in refusal(folder, InputError)
+
+
+def test_metadata_that_is_no_file(ranks: Path, tmp_path: Path) -> None:
+    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is; with a folder there, there is none."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    metadata = folder / ".metadata"
+    metadata.unlink()
+    os.mkfifo(metadata)
+    assert ".metadata: a FIFO and not a file" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.symlink_to("nowhere")
+    assert ".metadata: cannot be read: No such file" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.symlink_to(".metadata")
+    assert ".metadata: cannot be read: Too many levels" in refusal(folder, InputError)
+    metadata.unlink()
+    metadata.mkdir()
+    assert "without .metadata" in refusal(folder)
+
+
+def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
+    """A folder in which others, whole checkpoints, are called like parts is none itself; they are found."""
+    saved(tmp_path / "step-7.distcp", {"weight": torch.ones(2)})
+    (tmp_path / ".metadata").mkdir()
+    with SourceFolder(tmp_path) as folder:
+        assert not dcp.looks_like(folder)
+    assert "step-7.distcp" in refusal(tmp_path, UnsupportedError)
+
+
+@pytest.mark.parametrize("state", [{"w": torch.ones(3)}, {"w": torch.ones(3), "v": torch.ones(2, 2), "n": 3}])
+def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) -> None:
+    """The writer's other form puts the tensors of a process into one safetensors file, and all of them at its beginning, says .metadata: which form it is is said."""
+    writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp_of_torch.save(state, storage_writer=writer, no_dist=True)
+    message = refusal(tmp_path / "dcp", UnsupportedError)
+    assert "serialization_format=SAFETENSORS" in message and "save it again" in message
+
+
+def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
+    """Files without .metadata are what is left of a save that did not end; where each process wrote its own, that is said."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    (folder / ".metadata").unlink()
+    assert "without .metadata" in refusal(folder)
+    assert "metadata of its own" in refusal(ranks / "own", UnsupportedError)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, name: str) -> None:
+    """A file of the folder, given alone, is said to be a part; the command that is named makes one file of the whole."""
+    with pytest.raises(UnsupportedError, match="a part of") as inspected:
+        ckptconv.inspect(ranks / "mesh" / name)
+    with pytest.raises(UnsupportedError, match="a part of") as converted:
+        ckptconv.convert(ranks / "mesh" / name, tmp_path / "out.pt")
+    assert str(inspected.value) == str(converted.value)
+    command = str(inspected.value).partition("make it one file: ckptconv ")[2]
+    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], cwd=tmp_path, check=True)
+    assert torch.load(tmp_path / "out.pt").keys() == dcp_ranks.MESH.keys()
+
+
+def test_the_command_works_where_the_parts_stand(ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands in the folder gets a command that writes beside it, because among its parts nothing is written."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    monkeypatch.chdir(folder)
+    command = refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ckptconv ")[2]
+    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], check=True)
+    assert torch.load(tmp_path / "dcp.pt").keys() == dcp_ranks.MESH.keys()
+
+
+def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
+    """A file that is called .metadata by others makes no folder a checkpoint of this kind."""
+    (tmp_path / ".metadata").write_text("{}")
+    torch.save({"a": torch.ones(1)}, tmp_path / "model.pt")
+    with SourceFolder(tmp_path) as folder:
+        assert not dcp.looks_like(folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ones(3, 2), "float32 of shape (3, 2)"), (torch.ones(2, 3, dtype=torch.float16), "float16 of shape (2, 3)"),
+        ({"a": 1}, "no plain tensor"), (torch.ones(2, 3).to_sparse(), "no plain tensor"),
+        (torch.ones(4, 3)[:2], "stored in a way"), (torch.ones(1, 1).expand(2, 3), "stored in a way"),
+    ],
+)  # fmt: skip
+def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
+    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the name of the tensor."""
+    folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
+    torch.save(other, folder / "__0_0.distcp")
+    metadata = _metadata(folder)
+    for info in metadata.storage_data.values():
+        info.length = (folder / "__0_0.distcp").stat().st_size
+    _write_metadata(folder, metadata)
+    message = refusal(folder, InputError)
+    assert "'weight'" in message and words in message
+
+
+@pytest.mark.parametrize("change", ["deflated", "big-endian"])
+def test_chunks_that_torch_does_not_write(tmp_path: Path, change: str) -> None:
+    """A chunk that is compressed, or has its bytes the other way round, is refused by the name of the tensor."""
+    weight = torch.ones(2, 3, dtype=torch.complex64)
+    folder = saved(tmp_path / "dcp", {"weight": weight})
+    path = folder / "__0_0.distcp"
+    torch.save(weight, tmp_path / "new.pt")
+    method = zipfile.ZIP_DEFLATED if change == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "new.pt") as old, zipfile.ZipFile(path, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if change == "big-endian" and name.endswith("byteorder") else old.read(name))
+    metadata = _metadata(folder)
+    for info in metadata.storage_data.values():
+        info.length = path.stat().st_size
+    _write_metadata(folder, metadata)
+    assert "a chunk of 'weight' is stored in a way" in refusal(folder, UnsupportedError)
+
+
+def _metadata(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _write_metadata(folder: Path, metadata: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_incomplete_and_overlapping_chunks_are_named(ranks: Path, tmp_path: Path) -> None:
+    """A chunk that is missing leaves a hole, one that stands twice an overlap; both are refused by the name of the tensor."""
+    folder = copied(ranks / "mesh", tmp_path / "dcp")
+    metadata = _metadata(folder)
+    chunks = metadata.state_dict_metadata["rows and columns"].chunks
+    last = chunks.pop()
+    _write_metadata(folder, metadata)
+    assert "the chunks of 'rows and columns' leave holes" in refusal(folder)
+    chunks.append(type(last)(torch.Size([0, *last.offsets[1:]]), last.sizes))
+    _write_metadata(folder, metadata)
+    assert "the chunks of 'rows and columns' overlap" in refusal(folder)
+
+
+def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path) -> None:
+    """An item without a place is refused; a place without an item is left behind, by its name."""
+    folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3), "other": torch.ones(1)})
+    metadata = _metadata(folder)
+    places = list(metadata.storage_data)
+    place = metadata.storage_data.pop(places[0])
+    _write_metadata(folder, metadata)
+    assert "'weight' is stored nowhere" in refusal(folder)
+    metadata.storage_data[places[0]] = place
+    del metadata.state_dict_metadata["other"]
+    _write_metadata(folder, metadata)
+    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    assert [left.path for left in report.left_behind] == ["other"]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [{"a": ("x",), "b": ("x",)}, {"a": ("x",), "b": ("x", "y")}, {"a": ("x", 0), "b": ("x", "y")}, {"a": ("x", 20_000), "b": ("y",)}, {"a": ("x", "y"), "b": ("x",)}],
+)  # fmt: skip
+def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
+    """Two items that would stand in one place, in each other, or far outside of a list are refused."""
+    folder = saved(tmp_path / "dcp", {"a": torch.ones(1), "b": torch.ones(1)})
+    metadata = _metadata(folder)
+    metadata.planner_data = paths
+    _write_metadata(folder, metadata)
+    assert "planner_data" in refusal(folder) or "a list has too many places" in refusal(folder)
+
+
+def test_objects_are_carried_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
+    monkeypatch.chdir(tmp_path)
+    folder = saved(tmp_path / "dcp", {"bad": _Runs(), "weight": torch.ones(1)})
+    with pytest.raises(ckptconv.DangerousError, match="system"):
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    ckptconv.convert(folder, tmp_path / "out.pt", allow_unsafe=True)
+    assert b"touch ran" in (tmp_path / "out.pt").read_bytes() and not (tmp_path / "ran").exists()
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> None:
+    """The plan says what will be put together and rounded, before a byte is read."""
+    for checkpoint in opened(ranks / "mesh"):
+        pieces = make_plan(checkpoint, tmp_path / "out.pt", Edits()).files[0].pieces
+    assert sum(isinstance(piece, Assemble) for piece in pieces) >= 6
+    assert not any(isinstance(piece, (Cast, Concat)) for piece in pieces)

@@ -1,0 +1,172 @@
+"""Folders of safetensors files with parts of tensors: put together as torch's own reader does, and never taken for a model each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp_of_torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import ckptconv
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats.distributed.sharding_info import SHARDING_INFO
+from tests.support import dcp_ranks
+from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+
+WHOLE = {
+    name: whole
+    for name, whole in {**{name: whole for name, (whole, _) in dcp_ranks.MESH.items()}, **dcp_ranks.ROWS}.items()
+    if name not in dcp_ranks.OUT_OF_ORDER
+}
+
+
+def by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """What torch's reader makes of FOLDER."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, HuggingFaceStorageReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+def part(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> Path:
+    """A file with parts, TENSORS that begin at OFFSETS."""
+    path.parent.mkdir(exist_ok=True)
+    info = {name: {"saved_offsets": first} for name, first in offsets.items()}
+    save_file(tensors, path, {SHARDING_INFO: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_parts_are_put_together(ranks: Path, tmp_path: Path, suffix: str) -> None:
+    """The tensors are whole, as the run had them and as torch's own reader gives them; what was said of parts is gone."""
+    path = tmp_path / f"out.{suffix}"
+    report = ckptconv.convert(ranks / "hf", path, verify=True)
+    assert report.formats[0] == "DCP safetensors" and any(
+        "reaches as far as its parts" in note for note in report.notes
+    )
+    loaded = torch.load(path) if suffix == "pt" else load_file(path)
+    assert loaded.keys() == WHOLE.keys()
+    for name, whole in WHOLE.items():
+        assert_same(loaded[name], whole.contiguous())
+    for name, tensor in by_torch(ranks / "hf").items():
+        assert_same(loaded[name], tensor)
+    if suffix == "safetensors":
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_casts_and_loads(ranks: Path, tmp_path: Path) -> None:
+    """They are rounded on the way, and loaded without being written."""
+    ckptconv.convert(ranks / "hf", tmp_path / "half.safetensors", dtype={"*rows*": "bf16"}, rename=[("^", "m.")])
+    assert_same(load_file(tmp_path / "half.safetensors")["m.rows and columns"], WHOLE["rows and columns"].bfloat16())
+    assert_same(ckptconv.load(ranks / "hf")["columns twice"], WHOLE["columns twice"])
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
+    """A file of one process is refused, also the first, in which everything begins at 0, and also under another name; the answer is the folder."""
+    path = ranks / f"hf/shard-{number:05}-model-00001-of-00001.safetensors"
+    renamed = tmp_path / "model.safetensors"
+    renamed.write_bytes(path.read_bytes())
+    for each in (path, renamed):
+        for use in (
+            ckptconv.inspect,
+            ckptconv.open,
+            ckptconv.load,
+            lambda src: ckptconv.convert(src, tmp_path / "out.pt"),
+        ):
+            with pytest.raises(UnsupportedError, match="one part of a distributed checkpoint") as caught:
+                use(each)
+            assert f"ckptconv convert {each.parent} OUT" in str(caught.value)
+
+
+def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
+    """Where each tensor is whole, and the name says so, the file is a model; what it says of parts is left behind by name."""
+    writer = HuggingFaceStorageWriter(str(tmp_path / "hf"))
+    dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    path = tmp_path / "hf/model-00001-of-00001.safetensors"
+    with safe_open(path, "pt") as file:
+        assert SHARDING_INFO in file.metadata()
+    report = ckptconv.convert(path, tmp_path / "out.safetensors")
+    assert [left.path for left in report.left_behind] == [f"__metadata__/{SHARDING_INFO}"]
+    assert_same(ckptconv.load(tmp_path / "out.safetensors"), {"a": torch.ones(2, 3)})
+    part(path, {"a": torch.ones(2, 3)}, {"a": [2, 0]})
+    with pytest.raises(UnsupportedError, match="one part"):
+        ckptconv.inspect(path)
+
+
+def test_holes_and_overlaps(ranks: Path, tmp_path: Path) -> None:
+    """A part that is missing, and one that is there twice, are refused by the name of a tensor."""
+    for path in (ranks / "hf").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    second = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
+    raw = second.read_bytes()
+    second.unlink()
+    with pytest.raises(MalformedError, match=r"the chunks of '.*' leave holes"):
+        ckptconv.inspect(tmp_path)
+    second.write_bytes(raw)
+    ckptconv.inspect(tmp_path)
+    (tmp_path / "shard-00005-model-00001-of-00001.safetensors").write_bytes(raw)
+    with pytest.raises(MalformedError, match=r"the chunks of '.*' overlap"):
+        ckptconv.inspect(tmp_path)
+
+
+def test_any_names_and_empty_parts(tmp_path: Path) -> None:
+    """Parts are known by what they say, under any names; a part can be empty, and a tensor a single number."""
+    part(tmp_path / "x/one.safetensors", {"w": torch.ones(2, 3), "s": torch.tensor(2.0)}, {"w": [0, 0], "s": []})
+    part(tmp_path / "x/two.safetensors", {"w": torch.zeros(0, 3)}, {"w": [2, 0]})
+    assert_same(ckptconv.load(tmp_path / "x"), {"s": torch.tensor(2.0), "w": torch.ones(2, 3)})
+
+
+def test_what_is_no_part_stands_elsewhere(tmp_path: Path) -> None:
+    """A file that says nothing of parts, among those that do, is refused: its tensors could be anything."""
+    part(tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": torch.ones(2)}, {"w": [0]})
+    save_file({"v": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(MalformedError, match="without DCP_SHARDING_INFO"):
+        ckptconv.inspect(tmp_path)
+
+
+def test_parts_of_two_dtypes(tmp_path: Path) -> None:
+    """Parts of one tensor have one dtype and one rank."""
+    for i, other in enumerate((torch.ones(2, dtype=torch.float16), torch.ones(2, 1))):
+        folder = tmp_path / str(i)
+        part(folder / "shard-00001-model-00001-of-00001.safetensors", {"w": torch.ones(2)}, {"w": [0]})
+        part(folder / "shard-00002-model-00001-of-00001.safetensors", {"w": other}, {"w": [2, 0][: other.dim()]})
+        with pytest.raises(MalformedError, match="the parts of 'w' do not fit together"):
+            ckptconv.inspect(folder)
+
+
+@pytest.mark.parametrize(
+    "info",
+    ["", "[]", "{", "3", '{"w": {"saved_offsets": [0]}, "v": {"saved_offsets": [0]}}', "{}", '{"w": {"saved_offsets": [-1]}}', '{"w": {"saved_offsets": [0, 0]}}',
+     '{"w": {"saved_offsets": [true]}}', '{"w": {"saved_offsets": [0.0]}}', '{"w": {}}', '{"w": [0]}', '{"w": {"saved_offsets": "0"}}', '{"w": {"saved_offsets": [0]}, "w": {"saved_offsets": [1]}}',
+     '{"w": {"saved_offsets": [9223372036854775808]}}', "[" * 100_000, '{"w": {"saved_offsets": [' + "9" * 5000 + "]}}"],
+)  # fmt: skip
+def test_bad_info(tmp_path: Path, info: str) -> None:
+    """Whatever the text says that makes no sense is one typed error, for the folder and for the file."""
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": torch.ones(2)}, path, {SHARDING_INFO: info})
+    for each in (path, tmp_path):
+        with pytest.raises(InputError, match=SHARDING_INFO):
+            ckptconv.inspect(each)
+
+
+@pytest.mark.parametrize(
+    "info", ["3", "null", "[1]", '"w"', "{}", '{"w": 1}', '{"w": {}}', '{"v": {"saved_offsets": []}}']
+)
+def test_bad_info_of_a_number(tmp_path: Path, info: str) -> None:
+    """A tensor without dimensions has no first index, and still something has to be said of it."""
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": torch.tensor(2.0)}, path, {SHARDING_INFO: info})
+    for each in (path, tmp_path):
+        with pytest.raises(MalformedError, match=SHARDING_INFO):
+            ckptconv.inspect(each)

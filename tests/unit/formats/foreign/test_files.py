@@ -1,0 +1,721 @@
+"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can be counted, and a next step that works."""
+
+from __future__ import annotations
+
+import bz2
+import collections
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import tarfile
+import tracemalloc
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save as safetensors_bytes
+
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.main import main
+from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.formats import opening
+
+OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), "note": "x", "c": torch.zeros(3)}
+
+
+def error_of(path: Path) -> InputError:
+    """The error that reading PATH ends in, one printable line."""
+    with pytest.raises(InputError) as caught, Source(path) as source:
+        opening.read(source)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+Make = Callable[..., InputError]
+
+
+@pytest.fixture
+def say(tmp_path: Path) -> Make:
+    """A function that writes bytes to a file, and gives the error that says what they are."""
+
+    def write(data: bytes, name: str = "x.pt") -> InputError:
+        path = tmp_path / name
+        path.write_bytes(data)
+        return error_of(path)
+
+    return write
+
+
+def torch_bytes(obj: object = OBJECT, *, zipped: bool = True) -> bytes:
+    file = io.BytesIO()
+    torch.save(obj, file, _use_new_zipfile_serialization=zipped)
+    return file.getvalue()
+
+
+def zip_of(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def tar_of(names: dict[str, bytes], mode: str = "w") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in names.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def msgpack_text(text: str) -> bytes:
+    return bytes([0xA0 + len(text)]) + text.encode()
+
+
+def flax_array(shape: int = 3) -> bytes:
+    """An array as flax writes it: type 1, and in it [shape, dtype, bytes]."""
+    data = bytes(4 * shape)
+    inner = b"\x93\x91" + bytes([shape]) + msgpack_text("float32") + b"\xc4" + bytes([len(data)]) + data
+    return b"\xc7" + bytes([len(inner)]) + b"\x01" + inner
+
+
+PARAMS = b"\x82" + msgpack_text("step") + b"\x07" + msgpack_text("params") + b"\x81" + msgpack_text("w") + flax_array()
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
+ONNX = b"\x08\x07\x12\x07pytorch\x1a\x032.0\x3a\x05\x0a\x03abc"
+
+#: By what it is: bytes, what the message says, what the next step says.
+FILES: dict[str, tuple[bytes, str, str]] = {
+    "empty": (b"", "the file is empty", "download or copy it again"),
+    "pointer": (LFS, "a Git LFS pointer and not the file itself of 123,456,789 bytes", "lfs pull"),
+    "pointer without size": (LFS[:60], "a Git LFS pointer and not the file itself", "lfs pull"),
+    "login page": (b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>", r"an HTML page .*'Sign in to X'", "logged in"),
+    "Drive's warning": (
+        b"<html><head><title>Google Drive - Virus scan warning</title>", "'Google Drive - Virus scan warning'", "download the file",
+    ),
+    "page without title": (b"\xef\xbb\xbf \n<!-- x --><HTML lang=de>", "an HTML page and not a checkpoint", "download the file"),
+    "restricted": (
+        b"Access to model meta-llama/Llama-2-7b is restricted and you are not in the authorized list.",
+        "a server's answer .*meta-llama/Llama-2-7b is restricted", "logged in",
+    ),
+    "Hub's other answer": (b"Invalid username or password.", "a server's answer .*Invalid username", "download it again"),
+    "object store": (
+        b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "a server's answer .*'AccessDenied'", "download it again",
+    ),
+    "JSON error": (b'{"error":"Not Found"}', "a server's answer .*'Not Found'", "download it again"),
+    "JSON error in an object": (b'{"error":{"code":403,"message":"no quota"}}', "a server's answer .*'no quota'", "download"),
+    "configuration": (b'{"architectures": ["X"]}', r"a model's configuration, and not a checkpoint: '{", "file with the weights"),
+    "JSON": (b"[1, 2]", r"a JSON file, and not a checkpoint: '\[1, 2\]'", "file with the weights"),
+    "Python": (b"import torch\nx = 1\n" + b"# long" * 99, r"a text file, which starts with 'import torch x = 1 # long#.*…'", "file with the weights"),
+    "text of other letters, cut": (("a" + "é" * 5000).encode(), "a text file, which starts with 'aéé", "file with the weights"),
+    "first bytes of a zip": (b"PK\x03", "a zip archive of which only 3 bytes are left", "again"),
+    "GGUF": (b"GGUF\x03\0\0\0" + bytes(64), "a GGUF file", "gguf package"),
+    "GGML": (b"tjgg\x03\0\0\0" + bytes(64), "a GGML file", "publisher"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", "h5py"),
+    "Flax": (PARAMS, r"a Flax checkpoint \(msgpack\)", "flax.serialization.msgpack_restore"),
+    "ONNX": (ONNX, "an ONNX model", "onnx package"),
+    "TensorFlow's index": (b"\0\0\x02ab" + bytes(40) + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb", "the index of a TensorFlow checkpoint", "TensorFlow"),
+    "TensorFlow Lite": (b"\x1c\0\0\0TFL3" + b"\x01" * 8, "a TensorFlow Lite model", "TensorFlow"),
+    "gzip": (gzip.compress(b"x" * 99), "compressed with gzip", "gzip -dc"),
+    "gzip of tar": (tar_of({"weights.th": b"x"}, "w:gz"), "a tar archive, compressed with gzip", "tar -xzf"),
+    "bzip2": (bz2.compress(b"x"), "compressed with bzip2", "bzip2 -dc"),
+    "xz": (lzma.compress(b"x"), "compressed with xz", "xz -dc"),
+    "zstd": (b"\x28\xb5\x2f\xfd\x04\x00\x01", "compressed with zstd", "zstd -dc"),
+    "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\x04", "compressed with 7-Zip", "7z x"),
+    "RAR": (b"Rar!\x1a\x07\x01\0", "compressed with RAR", "unrar x"),
+    "zlib": (zlib.compress(pickle.dumps([1])), "a pickle, compressed with zlib", "joblib.load"),
+    "ELF": (b"\x7fELF\x02\x01\x01" + bytes(50), "a program or library for Linux", "do not run it"),
+    "PE": (b"MZ".ljust(60, b"\x01") + struct.pack("<I", 64) + b"PE\0\0", "a program for Windows", "do not run it"),
+    "PNG": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a PNG picture", "file with the weights"),
+    "JPEG": (b"\xff\xd8\xff\xe0\0\x10JFIF", "a JPEG picture", "file with the weights"),
+    "GIF": (b"GIF89a\x01\0", "a GIF picture", "file with the weights"),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3", "a PDF document", "file with the weights"),
+    "Parquet": (b"PAR1\x15\x04\x15", "a Parquet table", "file with the weights"),
+    "SQLite": (b"SQLite format 3\0\x10\0", "an SQLite database", "file with the weights"),
+    "tar": (tar_of({"./a.txt": b"x" * 600, "sub/model.ckpt": b"y"}), "a tar archive of sub/model.ckpt", "tar -xf"),
+    "tar without members": (bytes(257) + b"ustar\x0000" + bytes(248), "a tar archive, whose first name cannot be read;", "tar -xf"),
+    "torch 0.1": (
+        tar_of({"sys_info": b"1", "pickle": b"2" * 600, "tensors": b"3", "storages": b"4"}), r"format from before 0\.1\.10", "torch.load",
+    ),
+    "unknown": (b"\x00\x01\xfe\xff" * 9, r"no checkpoint that this version reads .*00 01 fe ff", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_each_kind_of_file_is_named_with_its_next_step(say: Make, kind: str) -> None:
+    """By content: the suffix is a checkpoint's each time."""
+    data, what, hint = FILES[kind]
+    error = say(data)
+    assert re.search(what, str(error)), str(error)
+    assert hint in (error.hint or "")
+    assert type(error) is (MalformedError if kind == "first bytes of a zip" else UnsupportedError)
+
+
+def test_what_only_the_name_decides(say: Make) -> None:
+    """Data of TensorFlow have no mark, and protocol buffers none that is sure."""
+    data = b"\x9a\x01\xfe\xff" * 9
+    assert "TensorFlow" in str(say(data, "model.ckpt.data-00000-of-00001"))
+    assert "no checkpoint that this version reads" in str(say(data))
+    graph = b"\x08\x07\x3a\xff\xfe\x01\x02\x03\x04"
+    assert "ONNX" in str(say(graph, "m.onnx"))
+    assert "no checkpoint that this version reads" in str(say(graph))
+    saved = b"\x08\x01\x12\xff\xfe\x01\x0a\x03\x04"
+    assert "SavedModel" in str(say(saved, "saved_model.pb"))
+
+
+def test_msgpack_that_is_not_flax_is_not_named_flax(say: Make) -> None:
+    """A map of text to numbers, one of flax's with its array's type changed, one whose first key is a number."""
+    for data in (b"\x81\xa1a\x07\xff", PARAMS.replace(b"\x01\x93", b"\x05\x93"), b"\x81\x01" + flax_array()):
+        assert "Flax" not in str(say(data))
+    large = b"\xde\x00\x01" + msgpack_text("w") + flax_array()
+    assert "Flax" in str(say(large))
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000, 3_000_000])
+def test_a_file_of_zeros_is_counted(say: Make, size: int) -> None:
+    """A download whose room was reserved and never filled."""
+    error = say(bytes(size))
+    assert f"nothing but zeros, {size:,} bytes of them" in str(error)
+    assert isinstance(error, MalformedError)
+
+
+def test_zeros_at_the_start_are_counted(say: Make) -> None:
+    """The rest came."""
+    assert "its first 1,500,000 bytes are zeros" in str(say(bytes(1_500_000) + b"x" * 9))
+
+
+def test_zeros_are_counted_up_to_a_bound(tmp_path: Path) -> None:
+    """A hole of a terabyte costs no more than 64 MiB of reading."""
+    path = tmp_path / "x.pt"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    assert "at least its first 67,108,864 bytes are zeros" in str(error_of(path))
+
+
+def test_a_texts_escape_sequences_do_not_reach_the_terminal(say: Make) -> None:
+    """A title and a text with colours in them."""
+    for data in (b"\x1b[31mred", b"<html><title>\x1b[31mred</title>", b'{"error": "\\u001b[31m"}'):
+        assert "\x1b" not in str(say(data))
+
+
+def test_an_index_of_shards_names_the_first(tmp_path: Path) -> None:
+    """This version does not read shards as one; the first one's command stands in the message."""
+    path = tmp_path / "model.safetensors.index.json"
+    weight_map = {f"w{i}": f"model-0000{i}-of-00003.safetensors" for i in (2, 1, 3)}
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    error = error_of(path)
+    assert "the index of a checkpoint in 3 shards, which this version does not read as one" in str(error)
+    assert f"ckptconv convert {tmp_path}/model-00001-of-00003.safetensors OUT" in str(error.hint)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a\0b", "", "/", "-rf; echo"])
+def test_an_index_cannot_put_a_path_of_its_own_into_the_command(tmp_path: Path, name: str) -> None:
+    """What it names is looked for beside it, and quoted."""
+    path = tmp_path / "model.index.json"
+    path.write_text(json.dumps({"weight_map": {"w": name}}))
+    command = str(error_of(path).hint).split(": ")[1]
+    assert Path(shlex.split(command)[2]).parent == tmp_path
+
+
+def test_a_deeply_nested_json_is_text(say: Make) -> None:
+    """Python's parser gives up on it."""
+    assert "a text file" in str(say(b"[" * 100_000))
+
+
+# Zips
+
+
+ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
+    "torch 1.0": ({"m/model.json": b"{}", "m/code/m.py": b"", "m/tensors/0": b""}, "a TorchScript archive as torch wrote it before 1.3", "torch.jit.load"),
+    "torch 1.2": ({"m/model.json": b"{}", "m/attributes.pkl": b"N."}, "a TorchScript archive as torch wrote it before 1.3", "torch 1.13"),
+    "pt2": ({"m/archive_format": b"pt2", "m/data/weights/w": b""}, r"a \.pt2 archive", "torch.export.load"),
+    "older pt2": ({"serialized_exported_program.json": b"{}", "version": b"5.1"}, r"a \.pt2 archive", "torch.export.load"),
+    "mar": ({"MAR-INF/MANIFEST.json": b"{}", "model.pt": b""}, r"TorchServe model archive", "x.pt model.pt"),
+    "mar without a checkpoint": ({"MAR-INF/MANIFEST.json": b"{}", "handler.py": b""}, r"TorchServe model archive", "unpack it: unzip"),
+    "Stable-Baselines 2": ({"data": b"{}", "parameters": b"", "parameter_list": b"[]"}, "Stable-Baselines 2", "x.pt parameters"),
+    "Stable-Baselines3": (
+        {"data": b"{}", "pytorch_variables.pth": b"", "policy.pth": b"", "policy.optimizer.pth": b""}, "Stable-Baselines3", "x.pt policy.pth",
+    ),
+    "Keras": ({"metadata.json": b"{}", "config.json": b"{}", "model.weights.h5": b""}, "a Keras model", "Keras"),
+    "one checkpoint": ({"readme.txt": b"", "run 1/best.ckpt": b""}, "with a checkpoint in it: run 1/best.ckpt", "'run 1/best.ckpt'"),
+    "Word": ({"[Content_Types].xml": b"", "word/a.xml": b"", "word/b.xml": b"", "c": b""}, "none of torch's: .*word/b.xml and 1 more", ""),
+    "Java": ({"META-INF/MANIFEST.MF": b""}, "none of torch's: META-INF/MANIFEST.MF", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("kind", ZIPS)
+def test_each_kind_of_zip_is_named_with_its_next_step(say: Make, kind: str, method: int) -> None:
+    """By the names in it, with a folder at its root or without."""
+    members, what, hint = ZIPS[kind]
+    error = say(zip_of(members, method))
+    assert re.search(what, str(error)), str(error)
+    assert hint in (error.hint or "")
+    assert isinstance(error, UnsupportedError)
+
+
+@pytest.mark.parametrize("name", ["../../evil.pt", "-d /.pt", "*.pt", "a\nb.pt"])
+def test_a_members_name_gets_into_no_command_if_unzip_takes_it_for_more(say: Make, name: str) -> None:
+    """An option, a pattern, a way out: then the command unpacks all."""
+    error = say(zip_of({name: b""}))
+    assert shlex.split(str(error.hint).split(": ")[1])[2:] == []
+
+
+def run(command: str, folder: Path) -> None:
+    """Type COMMAND, as a message says it. Python programs run in this process, which has torch already."""
+    words = shlex.split(command)
+    if words[:2] == ["python", "-c"] and len(words) == 3:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.chdir(folder)
+            warnings.simplefilter("ignore")
+            exec(words[2], {})
+    else:
+        subprocess.run(command, shell=True, check=True, cwd=folder, capture_output=True)
+
+
+def command_of(error: InputError) -> str:
+    return str(error.hint).split(": ", 1)[1]
+
+
+def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
+    """The out.pt in FOLDER is read here, and torch's safe loader gives EXPECTED."""
+    with Source(folder / "out.pt") as source:
+        opening.read(source)
+    loaded = torch.load(folder / "out.pt")
+    assert list(loaded) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(loaded[key], value) if isinstance(value, torch.Tensor) else loaded[key] == value
+
+
+@pytest.fixture
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(3, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_for_pt2_works(tmp_path: Path, linear: torch.nn.Linear) -> None:
+    """The weights of what torch.export wrote."""
+    path = tmp_path / "m.pt2"
+    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), path)
+    error = error_of(path)
+    assert "a .pt2 archive" in str(error)
+    run(command_of(error), tmp_path)
+    assert_out_is(tmp_path, linear.state_dict())
+
+
+def test_the_commands_for_numpy_work(tmp_path: Path) -> None:
+    """.npz and .npy become tensors."""
+    numpy.savez(tmp_path / "m.npz", a=numpy.arange(3), b=numpy.ones((2, 2)))
+    error = error_of(tmp_path / "m.npz")
+    assert "NumPy arrays (.npz): a.npy, b.npy" in str(error)
+    run(command_of(error), tmp_path)
+    assert_out_is(tmp_path, {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.float64)})
+    numpy.save(tmp_path / "m.npy", numpy.arange(3))
+    error = error_of(tmp_path / "m.npy")
+    assert "a NumPy array (.npy)" in str(error)
+    run(command_of(error), tmp_path)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), torch.arange(3))
+
+
+def test_the_command_for_a_checkpoint_in_a_zip_works(tmp_path: Path) -> None:
+    """unzip puts it where it can be read."""
+    (tmp_path / "m.zip").write_bytes(zip_of({"run 1/best.ckpt": torch_bytes()}))
+    run(command_of(error_of(tmp_path / "m.zip")), tmp_path)
+    with Source(tmp_path / "run 1/best.ckpt") as source:
+        assert len(opening.read(source).tensors) == 3
+
+
+def test_the_command_for_records_without_their_folder_works(tmp_path: Path) -> None:
+    """Somebody zipped what was in the folder; torch refuses it as well."""
+    with zipfile.ZipFile(io.BytesIO(torch_bytes())) as archive:
+        members = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+    path = tmp_path / "m.pt"
+    path.write_bytes(zip_of(members))
+    with pytest.raises(RuntimeError):
+        torch.load(path)
+    error = error_of(path)
+    assert "torch's records without the folder" in str(error)
+    assert isinstance(error, MalformedError)
+    run(command_of(error), tmp_path)
+    assert_out_is(tmp_path, OBJECT)
+
+
+# Zips that were cut
+
+
+def missing_of(error: InputError) -> tuple[int, int]:
+    """The two numbers in "at least N of about M bytes are missing", or zeros."""
+    found = re.search(r"at least ([\d,]+) of about ([\d,]+) bytes are missing", str(error))
+    return (int(found[1].replace(",", "")), int(found[2].replace(",", ""))) if found else (0, 0)
+
+
+def test_a_torch_zip_that_was_cut_says_how_much_is_missing(tmp_path: Path) -> None:
+    """Cut anywhere: never more than the truth, at least what the storages lack, and a number wherever a storage lacks something."""
+    data = torch_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        infos = archive.infolist()
+    storages = sorted(info.header_offset for info in infos if "/data/" in info.filename)
+    nbytes = sum(info.file_size for info in infos if "/data/" in info.filename)
+    assert infos[0].filename.endswith("/data.pkl")
+    behind = infos[1].header_offset + 10  # the method of the member behind the pickle
+    path = tmp_path / "m.pt"
+    path.write_bytes(data)
+    counted = 0
+    for size in [*range(len(data) - 1, storages[-1], -7), *range(storages[-1], 60, -131), *range(60, 4, -1)]:
+        os.truncate(path, size)
+        error = error_of(path)
+        assert isinstance(error, MalformedError) and "cut short" in str(error), size
+        missing, whole = missing_of(error)
+        counted += missing > 0
+        assert missing <= len(data) - size
+        if missing:
+            assert whole - missing == size
+        if size >= behind:
+            assert missing >= nbytes - (size - behind)
+        if behind <= size <= storages[0]:
+            assert missing >= nbytes
+        if size < behind:
+            assert not missing
+    assert counted > 100
+
+
+def test_the_bound_is_the_truth_where_a_zip_has_nothing_to_spare(tmp_path: Path) -> None:
+    """Neither padding nor descriptors nor other records: the whole that is computed is the file's size."""
+    with zipfile.ZipFile(io.BytesIO(torch_bytes())) as archive:
+        names = [name for name in archive.namelist() if re.search(r"/(data\.pkl|data/\d+)$", name)]
+        data = zip_of({name: archive.read(name) for name in names})
+    path = tmp_path / "m.pt"
+    for size in (data.index(b"PK\x03\x04", 1) + 10, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        assert missing_of(error_of(path)) == (len(data) - size, len(data))
+
+
+def test_compressed_storages_are_not_counted(tmp_path: Path) -> None:
+    """A megabyte of zeros takes a thousand bytes: whatever is stored before them, no number can be said."""
+    with zipfile.ZipFile(io.BytesIO(torch_bytes({"a": torch.zeros(300_000), "b": torch.zeros(1000)}))) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    path = tmp_path / "m.pt"
+    for stored in ("/data.pkl", ("/data.pkl", "/byteorder", "/.format_version", "/.storage_alignment")):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in members.items():
+                method = zipfile.ZIP_STORED if name.endswith(stored) else zipfile.ZIP_DEFLATED
+                archive.writestr(name, data, method)
+        size = path.stat().st_size
+        for cut in (30, 200, size // 2):
+            os.truncate(path, size - cut)
+            error = error_of(path)
+            assert "cut short: the zip archive's end is missing" in str(error)
+            assert missing_of(error) == (0, 0)
+
+
+def test_a_claim_costs_nothing(tmp_path: Path) -> None:
+    """A cut file whose pickle claims an exabyte: the number is said, nothing is allocated."""
+    data = torch_bytes({"a": torch.zeros(5)})
+    claim = data.replace(b"K\x05tq", b"\x8a\x08" + (1 << 60).to_bytes(8, "little") + b"tq", 1)
+    assert claim != data
+    path = tmp_path / "m.pt"
+    path.write_bytes(claim[:400])
+    tracemalloc.start()
+    try:
+        error = error_of(path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert missing_of(error)[1] > 4 << 60
+
+
+@pytest.mark.parametrize("elements", [-1, 1 << 62, 1 << 30_000], ids=["negative", "2^62", "2^30000"])
+def test_a_number_that_is_none_is_not_counted(say: Make, elements: int) -> None:
+    """Python refuses to print integers of more than 4,300 digits."""
+    data = torch_bytes({"a": torch.zeros(5)})
+    number = elements.to_bytes(elements.bit_length() // 8 + 1, "little", signed=True)
+    claim = data.replace(b"K\x05tq", b"\x8b" + struct.pack("<I", len(number)) + number + b"tq", 1)[: 300 + len(number)]
+    assert "cut short" in str(say(claim))
+
+
+def test_a_cut_inside_the_pickle_has_no_number(say: Make) -> None:
+    """The storages' sizes stand in what is missing."""
+    error = say(torch_bytes()[:150])
+    assert "inside data.pkl" in str(error)
+    assert missing_of(error) == (0, 0)
+    assert error.hint == "download or copy it again"
+
+
+def test_a_cut_zip_of_something_else_has_no_number(say: Make) -> None:
+    """Its first member is no data.pkl, or cut itself."""
+    for data in (
+        zip_of({"a.txt": b"x" * 999})[:500],
+        zip_of({"m/data.pkl": b"N." * 99}, zipfile.ZIP_DEFLATED)[:45],
+        torch_bytes()[:33],
+    ):
+        error = say(data)
+        assert "a zip archive that was cut short" in str(error)
+
+
+@given(st.data())
+def test_no_truncation_of_any_checkpoint_says_too_much(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any sizes and sharing, cut anywhere: the bound is none above the truth, and a typed error comes out."""
+    sizes = data.draw(st.lists(st.integers(0, 300), max_size=5))
+    whole = torch_bytes({f"w{i}": torch.zeros(n) for i, n in enumerate(sizes)})
+    size = data.draw(st.integers(4, len(whole) - 1))
+    path = tmp_path_factory.mktemp("cut") / "m.pt"
+    path.write_bytes(whole[:size])
+    error = error_of(path)
+    assert isinstance(error, MalformedError)
+    assert missing_of(error)[0] <= len(whole) - size
+
+
+def test_a_zip_with_something_before_it_can_be_freed(tmp_path: Path) -> None:
+    """An HTTP header, say: the bytes are counted, and the command takes them off."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(b"\x01\x02HTTP\xff" * 100 + torch_bytes())
+    error = error_of(path)
+    assert "a zip archive with 700 bytes before it" in str(error)
+    run(command_of(error), tmp_path)
+    assert_out_is(tmp_path, OBJECT)
+
+
+@pytest.mark.parametrize("make", [torch_bytes, lambda: zip_of({"m/data.pkl": b"N.", "m/x": b"y" * 999})])
+@pytest.mark.parametrize("cut", [1, 3, 300])
+def test_a_zip_without_its_start_is_counted(say: Make, make: Callable[[], bytes], cut: int) -> None:
+    """As torch writes them, with zip64 ends, and as others do, without."""
+    error = say(make()[cut:])
+    assert f"a zip archive without its start: {cut} bytes are missing" in str(error)
+    assert isinstance(error, MalformedError)
+
+
+def test_a_zip_with_a_damaged_start_is_named(say: Make) -> None:
+    """Nothing is missing, but the first header."""
+    error = say(b"\x01\x02\xff\xfe" + torch_bytes()[4:])
+    assert "a zip archive whose start is damaged" in str(error)
+
+
+@pytest.mark.parametrize("behind", [1, 999])
+def test_bytes_behind_a_zip_are_counted(say: Make, behind: int) -> None:
+    """Malformed, as ever."""
+    error = say(torch_bytes() + b"\n" * behind)
+    assert f"not the end of the file: {behind} bytes follow it" in str(error)
+    assert isinstance(error, MalformedError)
+
+
+# safetensors
+
+
+def test_a_safetensors_file_that_was_cut_says_how_much_is_missing(tmp_path: Path) -> None:
+    """Cut anywhere in the data: the number is exact. In the header: what is missing of that."""
+    data = safetensors_bytes({"a": torch.arange(50.0), "b": torch.ones(3)})
+    start = 8 + int.from_bytes(data[:8], "little")
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(data)
+    for size in range(len(data) - 1, 8, -1):
+        os.truncate(path, size)
+        error = error_of(path)
+        assert isinstance(error, MalformedError)
+        lacking = (
+            f"{len(data) - size} bytes are missing of {len(data)}"
+            if size >= start
+            else f"{start - size} bytes of it are missing"
+        )
+        assert lacking in str(error)
+        assert error.hint == "download or copy it again"
+
+
+def test_bytes_behind_a_safetensors_file_are_counted(say: Make) -> None:
+    """Malformed, as ever."""
+    assert "17 bytes follow the last tensor" in str(say(safetensors_bytes({"a": torch.ones(3)}) + bytes(17)))
+
+
+# torch's older format
+
+
+def test_the_older_format_that_was_cut_says_how_much_is_missing(tmp_path: Path) -> None:
+    """Exact once the pickles are whole, said without a number before."""
+    shared = {**OBJECT, "view": OBJECT["a"][3:]}  # type: ignore[index]
+    data = torch_bytes(shared, zipped=False)
+    path = tmp_path / "m.pt"
+    path.write_bytes(data)
+    exact = 0
+    for size in range(len(data) - 1, 14, -97):
+        os.truncate(path, size)
+        error = error_of(path)
+        assert isinstance(error, MalformedError), size
+        assert "cut short" in str(error)
+        exact += f"cut short: {len(data) - size:,} of {len(data):,} bytes are missing" in str(error)
+    assert exact >= (5000 * 4) // 97
+
+
+def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
+    """No file of strangers is left without a name for what it is."""
+    refused = 0
+    for path in sorted(path for path in corpus.rglob("*") if path.is_file()):
+        try:
+            with Source(path) as source:
+                opening.read(source)
+        except UnsupportedError as caught:
+            error = caught
+        else:
+            continue
+        refused += 1
+        assert "no checkpoint that this version reads" not in str(error)
+        assert error.hint
+    assert refused
+
+
+# Pickles
+
+
+class Thing:
+    """A class of this module's own."""
+
+
+PICKLES: dict[str, tuple[object, str]] = {
+    "a dict": ({"a": 1, "b": 2, "c": [3]}, "a pickle without tensors: a dict of 3 items"),
+    "a list": ([1], "a list of 1 item"),
+    "a tuple": ((1, 2), "a tuple of 2 items"),
+    "a set": ({1, 2, 3, 4}, "(a set of 4 items|an object of (builtins|__builtin__).set)"),
+    "a number": (7, "one int"),
+    "a text": ("x" * 100_000, "one str"),
+    "None": (None, "without tensors: None"),
+    "an array": ({"w": numpy.arange(3)}, "a dict of 1 item, with NumPy arrays in it; .*torch.from_numpy"),
+    "an object": (Thing(), "an object of .*Thing"),
+    "an ordered dict": (collections.OrderedDict(a=1), "an object of collections.OrderedDict"),
+}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_pickle_without_tensors_is_described(say: Make, kind: str, protocol: int) -> None:
+    """Every protocol, though the oldest have no mark."""
+    obj, what = PICKLES[kind]
+    error = say(pickle.dumps(obj, protocol), "x.pkl")
+    assert isinstance(error, UnsupportedError)
+    assert re.search(what, str(error)), str(error)
+    assert kind == "an array" or error.hint == "it holds no weights; give the file with the weights"
+
+
+def test_packages_are_named(say: Make) -> None:
+    """What else the pickle needs."""
+    data = pickle.dumps([Thing()], 2).replace(f"{__name__}\nThing".encode(), b"sklearn.svm._classes\nSVC")
+    assert "a list of 1 item, with objects of sklearn in it" in str(say(data))
+
+
+def test_joblibs_files_are_named(say: Make) -> None:
+    """Raw arrays between the opcodes: the pickle cannot be parsed."""
+    assert "a file of joblib's" in str(
+        say(b"\x80\x04\x95\x10\0\0\0\0\0\0\0\x8c\x13joblib.numpy_pickle\x94" + bytes(99))
+    )
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_torchs_words_without_tensors_are_no_weights(say: Make, protocol: int) -> None:
+    """A device, a dtype, a size: whose they are is said."""
+    words = {"device": torch.device("cuda:0"), "dtype": torch.float16, "size": torch.Size([2, 3])}
+    assert "a pickle without tensors: a dict of 3 items, with objects of torch in it" in str(
+        say(pickle.dumps(words, protocol))
+    )
+
+
+def test_a_checkpoints_bare_pickle_is_named(say: Make) -> None:
+    """A data.pkl that was taken out of its zip."""
+    with zipfile.ZipFile(io.BytesIO(torch_bytes())) as archive:
+        data = archive.read("archive/data.pkl")
+    assert "the pickle of a torch checkpoint without the storages" in str(say(data))
+
+
+def test_a_dangerous_pickle_gets_no_command(say: Make) -> None:
+    """Whatever else is in it."""
+    error = say(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n0cposix\nsystem\n(X\x02\0\0\0lstR.")
+    assert "names what no checkpoint needs (posix.system)" in str(error)
+    assert error.hint == "do not load it"
+
+
+def test_a_cut_pickle_is_malformed(say: Make) -> None:
+    """At every length from its header on."""
+    data = pickle.dumps({"a": [1, 2.5, "x" * 300], "b": b"y" * 70_000}, 4)
+    for size in [*range(2, 400), len(data) - 1]:
+        error = say(data[:size])
+        assert isinstance(error, MalformedError)
+        assert "a pickle that was cut short or damaged" in str(error)
+
+
+def test_bytes_behind_a_pickle_are_counted(say: Make) -> None:
+    """Several pickles in one file are no checkpoint either."""
+    data = pickle.dumps([1])
+    assert f"a list of 1 item, and {len(data)} bytes behind it" in str(say(data + data))
+
+
+def test_limits_hold_for_pickles(say: Make) -> None:
+    """An integer too long for any checkpoint is a limit, not a description."""
+    assert isinstance(say(b"\x80\x02\x8b\xff\xff\xff\x00" + bytes(1 << 20)), LimitError)
+
+
+# Everything
+
+
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([b"", *(data[:40] for data, _, _ in FILES.values())]),
+    st.sampled_from(["x.pt", "x.safetensors", "x.onnx", "saved_model.pb"]),
+)
+def test_any_bytes_end_in_a_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, head: bytes, name: str
+) -> None:
+    """Random bytes, and random bytes behind every signature."""
+    path = tmp_path_factory.mktemp("any") / name
+    path.write_bytes(head + data)
+    try:
+        with Source(path) as source:
+            opening.read(source)
+    except CkptconvError as error:
+        line = str(error)
+    else:
+        line = ""
+    assert not line or line.isprintable()
+
+
+@given(st.sampled_from([data for data, _, _ in FILES.values() if len(data) > 1]), st.data())
+def test_any_truncation_of_a_stranger_ends_in_a_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
+) -> None:
+    """Every kind of file above, cut anywhere."""
+    path = tmp_path_factory.mktemp("cut") / "x.bin"
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    assert str(error_of(path)).isprintable()
+
+
+def test_convert_says_the_same_as_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One reader: both commands end in one line and status 1, and nothing is written."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(LFS)
+    assert main(["inspect", str(path)]) == 1
+    first = capsys.readouterr().err
+    assert main(["convert", str(path), str(tmp_path / "out.pt"), "--to", "cpu"]) == 1
+    assert capsys.readouterr().err == first
+    assert sorted(os.listdir(tmp_path)) == ["m.pt"]
+
+
+def test_torch_is_not_imported_to_say_it(tmp_path: Path) -> None:
+    """Nor anything else that a command names."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(torch_bytes(zipped=False))
+    program = "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); raise SystemExit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True)

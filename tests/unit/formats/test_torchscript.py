@@ -1,0 +1,695 @@
+"""TorchScript archives: what is in them is listed, their weights can be taken out, nothing else is done to them. torch.jit.load is the judge."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import ckptconv
+from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
+from ckptconv.cli.main import main
+from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
+from ckptconv.formats import opening, torchscript
+from ckptconv.formats.zip_archive import Archive
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
+from ckptconv.pickles.paths import Place
+from tests.support.judge import tags_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+class Net(nn.Module):
+    """Everything that a state dict can be asked for, in an order that is not that of the alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.lstm = nn.LSTM(4, 4)
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
+        self.again = self.blocks[0]
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.blocks[0].weight  # type: ignore[assignment]
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(4, 4), "10": nn.Linear(4, 4)})
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.still = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+        self.register_parameter("absent", None)
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("fleeting", torch.ones(3), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("sometimes", torch.ones(2))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("slice", torch.arange(10)[2:4])
+        self.plain = torch.full((4,), 3.0)
+        self.table = {"x": torch.ones(2), "y": torch.zeros(2)}
+        self.listed = [torch.ones(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x)).mean(3).mean(2) + self.plain * self.table["x"].sum() + self.listed[0]
+        y = self.lstm(y.unsqueeze(0))[0][0]
+        y = self.blocks(y) + self.again(y) + self.tied(y) * self.scale + self.slice.sum() + self.turned.sum()
+        for part in self.parts.values():
+            y = part(y)
+        sometimes = self.sometimes
+        if sometimes is not None:
+            y = y + sometimes.sum()
+        return self.tail(y + self.steps + self.fleeting.sum())
+
+
+Net.__annotations__["sometimes"] = Tensor | None  # torch.jit wants the type itself, not a text
+
+
+class OnDevices(nn.Module):
+    """Devices in its code: two that are said, and what ``.cuda()`` becomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            x = x + torch.zeros(2, device="cuda:1") + torch.ones(2, device="cuda:1") + x.cuda()
+        return self.fc(x + torch.zeros(2, device="cpu"))
+
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """A function that scripts a module, or takes one of torch.jit's, and saves it."""
+
+    def write(module: nn.Module, name: str = "m.pt", extra: dict[str, str] | None = None) -> Path:
+        script = module if isinstance(module, torch.jit.ScriptModule) else torch.jit.script(module.eval())
+        torch.jit.save(script, str(tmp_path / name), _extra_files=extra)
+        return tmp_path / name
+
+    return write
+
+
+def traced(module: nn.Module, x: Tensor) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(module.eval(), x, check_trace=False)  # type: ignore[no-any-return]
+
+
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).eval()
+        return torch.ao.quantization.quantize_dynamic(module, {nn.Linear})  # type: ignore[no-any-return]
+
+
+#: Modules of every kind that has a state dict.
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "scripted": Net,
+    "traced": lambda: traced(Net(), torch.ones(1, 3, 5, 5)),
+    "linear": lambda: nn.Linear(2, 3),
+    "half": lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).half(),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2))),
+    "quantized in part": quantized,
+    "in parts": lambda: torch.jit.freeze(torch.jit.script(OnDevices().eval()), preserved_attrs=["fc"]),
+}
+
+
+def state_dict_of(path: Path) -> dict[str, Tensor]:
+    """What torch gives."""
+    return torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def read(path: Path) -> Checkpoint:
+    with Source(path) as source:
+        return opening.read(source)
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
+    assert checkpoint.script_classes is not None
+    return next((found.tensors for found in read_modules(checkpoint)), {})
+
+
+def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """The same names in the same order, types, shapes, and values bit for bit."""
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        left, right = (each.contiguous().reshape(-1).view(torch.uint8) for each in (found[name], tensor))
+        assert torch.equal(left, right), name
+
+
+# Which tensors
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_state_dict_is_that_of_torch(save: Save, kind: str) -> None:
+    """Names in torch's order, dtypes and shapes: parameters, buffers (those that are not persistent as well, as torch does it), no other attribute."""
+    path = save(MODULES[kind]())
+    wanted = state_dict_of(path)
+    checkpoint = read(path)
+    found = weights_of(checkpoint)
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        info = checkpoint.tensor_nodes[id(found[name])]
+        assert (info.dtype, info.shape, info.stride) == (str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride())
+
+
+def test_what_the_modules_above_show(save: Save) -> None:
+    """The judge was asked about what matters: a tie, a module that stands twice, a name that is no identifier, an attribute that is no parameter."""
+    names = list(state_dict_of(save(Net())))
+    assert {"again.weight", "blocks.0.weight", "tied.weight", "parts.a-b.bias", "fleeting", "slice"} < set(names)
+    assert {"plain", "table.x", "absent", "nothing", "sometimes"}.isdisjoint(names)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
+def test_weights_are_taken_out(save: Save, tmp_path: Path, kind: str, target: str) -> None:
+    """What torch.jit.load gives as state dict is what stands in the file, in names, order and values."""
+    path = save(MODULES[kind]())
+    report = ckptconv.convert(path, tmp_path / target, state_dict=True)
+    assert report.formats[0] == "TorchScript"
+    wanted = state_dict_of(path)
+    if target == "out.pt":
+        found, tags = tags_of(tmp_path / target, weights_only=True)
+        assert_same_tensors(found, wanted)
+        assert set(tags) == {"cpu"}
+    else:
+        ckptconv.convert(tmp_path / target, tmp_path / "back.pt")
+        found = torch.load(tmp_path / "back.pt", weights_only=True)
+        assert_same_tensors({name: found[name] for name in wanted}, wanted)
+        assert load_file(tmp_path / target).keys() == wanted.keys() - {tie[0] for tie in report.ties}
+
+
+def test_edits_apply_to_what_is_taken_out(save: Save, tmp_path: Path) -> None:
+    """--to and --strip-prefix: names and devices of the copy are free."""
+    path = save(traced(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)))
+    assert (
+        main(["convert", str(path), str(tmp_path / "o.pt"), "--state-dict", "--to", "cuda", "--strip-prefix", "0"]) == 0
+    )
+    found, tags = tags_of(tmp_path / "o.pt", weights_only=True)
+    assert list(found) == ["weight", "bias"]
+    assert tags == ["cuda:0", "cuda:0"]
+
+
+def test_the_copy_is_no_program(save: Save, tmp_path: Path) -> None:
+    """Its records are those of a checkpoint, and torch.load takes it; what was left behind is said, with its bytes."""
+    path = save(traced(Net(), torch.ones(1, 3, 5, 5)), extra={"labels.txt": "cat\ndog"})
+    report = ckptconv.convert(path, tmp_path / "o.pt", state_dict=True)
+    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
+        names = {name.partition("/")[2] for name in archive.namelist()}
+    assert {name for name in names if not name.startswith("data/")} == {"data.pkl", "byteorder", "version"}
+    left = {each.path: each.nbytes for each in report.left_behind}
+    with zipfile.ZipFile(path) as archive:
+        code = sum(info.file_size for info in archive.infolist() if "/code/" in info.filename)
+    assert left["code"] == code
+    assert left["extra/labels.txt"] == 7
+    assert left["constants"] > 0
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_deflated_storages_are_inflated_on_the_way(save: Save, tmp_path: Path, checked: bool) -> None:
+    """A zip that somebody packed again, with checksums and without: data.pkl, constants.pkl and the storages are deflated."""
+    path = again(save(nn.Linear(100, 100)), tmp_path / "deflated.pt", method=zipfile.ZIP_DEFLATED)
+    if not checked:
+        path.write_bytes(without_checksums(path.read_bytes()))
+    ckptconv.convert(path, tmp_path / "o.pt", state_dict=True, verify=True)
+    assert_same_tensors(torch.load(tmp_path / "o.pt", weights_only=True), state_dict_of(path))
+    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
+        assert [bool(info.CRC) for info in archive.infolist()] == [checked] * len(archive.namelist())
+        assert not checked or archive.testzip() is None
+
+
+def again(
+    path: Path, to: Path, change: Callable[[str, bytes], bytes | None] = lambda name, data: data, *, method: int = zipfile.ZIP_STORED,
+    more: dict[str, bytes] | None = None,
+) -> Path:  # fmt: skip
+    """The archive PATH, written anew to TO, each record as CHANGE wants it, and MORE of them."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(to, "w", method) as target:
+        for info in source.infolist():
+            folder, _, name = info.filename.partition("/")
+            data = change(name, source.read(info))
+            if data is not None:
+                target.writestr(f"{folder}/{name}", data)
+        for name, data in (more or {}).items():
+            target.writestr(f"{folder}/{name}", data)
+    return to
+
+
+def without_checksums(data: bytes) -> bytes:
+    """An archive of Python's zipfile with every checksum zero."""
+    whole = bytearray(data)
+    for signature, at in ((b"PK\x03\x04", 14), (b"PK\x01\x02", 16)):
+        for match in re.finditer(re.escape(signature), data):
+            whole[match.start() + at : match.start() + at + 4] = bytes(4)
+    return bytes(whole)
+
+
+# What is refused
+
+
+def test_the_archive_itself_is_not_changed(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither copied nor retagged nor put into another container: the reason, and both ways out. Nothing is written."""
+    path = save(nn.Linear(2, 2))
+    for name, flags in (
+        ("o.pt", []),
+        ("o.pt", ["--to", "cpu"]),
+        ("o.pt", ["--format", "legacy"]),
+        ("o.pt", ["--strip-prefix", "x."]),
+    ):
+        assert main(["convert", str(path), str(tmp_path / name), *flags]) == 1
+        said = capsys.readouterr().err
+        assert "a TorchScript archive is a program, with devices in its code" in said
+        assert f'torch.jit.load("{path}", map_location="cpu")' in said
+        assert "--state-dict takes its weights alone" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_the_refusal_speaks_python_to_python(save: Save, tmp_path: Path) -> None:
+    """The keyword, not the flag."""
+    with pytest.raises(RefusedError, match="state_dict=True takes its weights alone"):
+        ckptconv.convert(save(nn.Linear(2, 2)), tmp_path / "o.pt", map_location="cpu")
+
+
+@pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
+def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: str) -> None:
+    """Its weights are constants without names: inspect says so, and with how many bytes; taking them out is refused for that reason."""
+    path = save(torch.jit.freeze(torch.jit.script(nn.Linear(30, 10).eval())))
+    assert not state_dict_of(path)
+    notes = ckptconv.inspect(path)["notes"]
+    assert any("no parameters and no buffers" in note and "torch.jit.freeze" in note for note in notes)
+    assert any("2 tensors in constants.pkl, 1,240 bytes, on cpu ×2" in note for note in notes)
+    with pytest.raises(RefusedError, match=r"no parameters and no buffers.*torch\.jit\.freeze"):
+        ckptconv.convert(path, tmp_path / target, state_dict=True)
+    assert not (tmp_path / target).exists()
+
+
+def test_a_model_optimized_for_inference(save: Save) -> None:
+    """What torch gives of it, nothing, is what is found."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = save(
+            torch.jit.optimize_for_inference(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()))
+        )
+    assert not state_dict_of(path) and not weights_of(read(path))
+
+
+@pytest.mark.filterwarnings("ignore:Lite Interpreter")
+def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
+    """Bytecode beside the code; the weights are where they always are."""
+    script = torch.jit.script(nn.Linear(2, 2))
+    script._save_for_lite_interpreter(str(tmp_path / "m.ptl"))
+    assert list(weights_of(read(tmp_path / "m.ptl"))) == ["weight", "bias"]
+    report = ckptconv.convert(tmp_path / "m.ptl", tmp_path / "o.pt", state_dict=True)
+    assert "bytecode" in {left.path for left in report.left_behind}
+
+
+# What is said
+
+
+def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how often and where; for programs as well."""
+    path = save(OnDevices())
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"{path}: TorchScript, " in said.splitlines()[0]
+    assert re.search(r"^fc\.weight\tfloat32\t2×2\tcpu", said, re.MULTILINE)
+    assert (
+        "devices in its code, which no map_location changes: cuda:1 ×2 (first in code/__torch__/tests/unit/formats/test_torchscript.py), "
+        in said
+    )
+    assert "cuda ×1 (" in said and "cpu ×1 (" in said
+    assert main(["inspect", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "TorchScript"
+    assert any("cuda:1 ×2" in note for note in found["notes"])
+
+
+def test_no_map_location_changes_the_devices_in_the_code(save: Save) -> None:
+    """As the note says: torch leaves them."""
+    loaded = torch.jit.load(str(save(OnDevices())), map_location="cpu")  # type: ignore[no-untyped-call]
+    assert loaded.code.count('torch.device("cuda:1")') == 2
+    assert "torch.cuda(" in loaded.code
+
+
+def test_the_devices_of_constants_are_named(save: Save, tmp_path: Path) -> None:
+    """The tags in constants.pkl, here of a model that was traced on a GPU."""
+    path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
+    with zipfile.ZipFile(path) as archive:
+        n = len([name for name in archive.namelist() if "/constants/" in name])
+    on_gpu = again(path, tmp_path / "gpu.pt", lambda name, data: with_tag(data) if name == "constants.pkl" else data)
+    (note,) = [note for note in ckptconv.inspect(on_gpu)["notes"] if "constants.pkl" in note]
+    assert f"{n} tensors in constants.pkl, " in note and f"on cuda:3 ×{n}" in note
+
+
+def with_tag(pickle: bytes) -> bytes:
+    return pickle.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:3")
+
+
+def test_a_program_without_devices_says_nothing_of_them(save: Save) -> None:
+    """No note that would say nothing."""
+    assert ckptconv.inspect(save(nn.Linear(2, 2)))["notes"] == []
+
+
+def test_single_tensors_are_read(save: Save) -> None:
+    """ckptconv.open gives what is no parameter as well."""
+    module = Net()
+    with ckptconv.open(save(module)) as file:
+        assert file.format == "TorchScript"
+        assert torch.equal(file.load(".conv/.weight"), module.conv.weight)
+        assert torch.equal(file.load(".plain"), module.plain)
+
+
+def test_torch_is_not_imported(save: Save, tmp_path: Path) -> None:
+    """Neither to look at a program nor to take its weights."""
+    import subprocess
+    import sys
+
+    path = save(nn.Linear(2, 2))
+    program = (
+        "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); "
+        "main(['convert', sys.argv[1], sys.argv[2], '--state-dict']); raise SystemExit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path), str(tmp_path / "o.pt")], check=True, capture_output=True)
+
+
+def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an archive with tags of a GPU that is not here, a tie, and a wrapper's prefix: what each command writes is a checkpoint without that finding."""
+    wrapped = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
+    path = again(
+        save(torch.jit.script(wrapped)), tmp_path / "gpu.pt", lambda name, data: with_tag(data) if name == "data.pkl" else data
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    findings = ckptconv.inspect(path)["findings"]
+    assert {"code", "device", "prefix", "ties"} <= {finding["kind"] for finding in findings}
+    (code,) = [finding for finding in findings if finding["kind"] == "code"]
+    assert "it is a TorchScript archive, which torch.jit.load loads and torch.load does not" in code["text"]
+    for finding in findings:
+        assert finding["command"], finding
+        words = shlex.split(finding["command"])[1:]
+        assert main([*words, "--force"]) == 0, finding
+        kinds = {after["kind"] for after in ckptconv.inspect(words[2])["findings"]}
+        assert finding["kind"] not in kinds and "code" not in kinds
+    remedy = ckptconv.inspect(path)["remedy"]
+    assert remedy and main(shlex.split(remedy)[1:]) == 0
+    assert ckptconv.inspect(shlex.split(remedy)[3])["loads_here"]
+
+
+def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
+    """A frozen model: torch.load does not take it, and no conversion would help."""
+    found = ckptconv.inspect(save(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))))
+    assert found["loads_here"] is False
+    assert [finding["command"] for finding in found["findings"]] == [None]
+    assert "it has no state dict" in found["findings"][0]["text"]
+
+
+# Strangers' files
+
+
+def test_every_archive_of_the_corpus(corpus: Path, tmp_path: Path) -> None:
+    """Those of torch 1.3 to 2.5 give what torch gives, one of torch 1.0 is refused by name, as torch refuses it."""
+    taken = 0
+    for pattern in ("**/silero_vad.jit", "**/foo~ae7b294.pt", "**/dummy.pt", "**/foo4.pt"):
+        (path,) = corpus.glob(pattern)
+        wanted = state_dict_of(path)
+        assert list(weights_of(read(path))) == list(wanted), path
+        if wanted:
+            ckptconv.convert(path, tmp_path / "o.pt", state_dict=True, force=True)
+            assert_same_tensors(torch.load(tmp_path / "o.pt", weights_only=True), wanted)
+            ckptconv.convert(path, tmp_path / "o.safetensors", force=True)
+            assert_same_tensors(
+                dict(sorted(load_file(tmp_path / "o.safetensors").items())), dict(sorted(wanted.items()))
+            )
+            taken += len(wanted)
+    assert taken > 30
+    (old,) = corpus.glob("*tch-rs/tests/foo.pt")
+    with pytest.raises(UnsupportedError, match=r"a TorchScript archive as torch wrote it before 1\.3"):
+        read(old)
+    with pytest.raises(RuntimeError, match="Legacy model format"):
+        state_dict_of(old)
+
+
+# Hostile ones
+
+
+def lying(save: Save, tmp_path: Path, old: bytes, new: bytes) -> Path:
+    """A program with OLD in its code replaced by NEW."""
+    done = []
+
+    def change(name: str, data: bytes) -> bytes:
+        done.append(old in data)
+        return data.replace(old, new) if name.endswith(".py") else data
+
+    path = again(save(nn.Sequential(nn.Linear(2, 2))), tmp_path / "lying.pt", change)
+    assert any(done)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        (b'["weight", "bias", ]', b'["weight", "no such", "training", ]', ["0.weight"]),
+        (b'["weight", "bias", ]', b'["bias", "weight", "bias", ]', ["0.weight", "0.bias"]),
+        (b"class Linear(Module)", b"class Linear", []),
+        (b"class Linear(Module)", b"class Other(Module)", []),
+        (b"class Sequential(Module)", b"class Sequential(NamedTuple)", []),
+        (b"  __buffers__ = []\n  weight", b'  __buffers__ = ["weight", "bias", ]\n  weight', ["0.weight", "0.bias"]),
+        (b'["weight", "bias", ]', b'["\\167eight", "bi\\141s", ]', ["0.weight", "0.bias"]),
+        (b'["weight", "bias", ]', b'["weight", "bias"', []),
+        (  # a buffer that can be None is in no state dict, here under a name that is no identifier's
+            b'["weight", "bias", ]\n  __buffers__ = []\n  weight : Tensor',
+            b'["bias", ]\n  __buffers__ = ["weight", ]\n  __annotations__["weight"] = Optional[Tensor]',
+            ["0.bias"],
+        ),
+        (  # one class's lists are not the next one's
+            b'class Linear(Module):\n  __parameters__ = ["weight", "bias", ]',
+            b'class Pair:\n  __parameters__ = ["bias", ]\nclass Linear(Module):\n  __parameters__ = ["weight", ]',
+            ["0.weight"],
+        ),
+    ],
+)  # fmt: skip
+def test_lists_that_lie_name_no_more_than_there_is(
+    save: Save, tmp_path: Path, old: bytes, new: bytes, names: list[str]
+) -> None:
+    """Attributes that are not there or no tensors, classes that are missing or no modules: the rest is found."""
+    assert list(weights_of(read(lying(save, tmp_path, old, new)))) == names
+
+
+def test_a_bomb_of_code_is_refused_before_it_is_inflated(save: Save, tmp_path: Path) -> None:
+    """Megabytes of spaces take kilobytes. One file or several, the bound is that of all together."""
+    spaces = b" " * (LIMITS.script_bytes // 2 + 1)
+    for name, more in (("one.pt", {"code/x.py": spaces * 2}), ("two.pt", {"code/x.py": spaces, "code/y.py": spaces})):
+        path = again(save(nn.Linear(2, 2)), tmp_path / name, method=zipfile.ZIP_DEFLATED, more=more)
+        assert path.stat().st_size < 100_000
+        tracemalloc.start()
+        try:
+            with pytest.raises(LimitError, match="too much code"):
+                read(path)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("record", [r"code/.*\.py$", r"constants\.pkl$"])
+def test_damage_is_found(save: Save, tmp_path: Path, method: int, record: str) -> None:
+    """In the code and in the constants, stored and deflated: each record has its checksum."""
+    path = again(save(traced(Net(), torch.ones(1, 3, 5, 5))), tmp_path / "whole.pt", method=method)
+    archive = read(path).container
+    assert isinstance(archive, Archive)
+    member = next(member for name, member in archive.names().items() if re.match(record, name))
+    data = bytearray(path.read_bytes())
+    data[member.data_offset + member.stored_size // 2] ^= 0x55
+    path.write_bytes(data)
+    with pytest.raises(MalformedError):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["code/__torch__.py", "constants.pkl", "data.pkl"])
+def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_path: Path, name: str) -> None:
+    """Records of every length, in an archive that is sound otherwise."""
+    path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
+    with zipfile.ZipFile(path) as archive:
+        member = next(
+            each for each in archive.namelist() if each.partition("/")[2].startswith(name.removesuffix(".py"))
+        )
+        length = len(archive.read(member))
+    whole = len(weights_of(read(path)))
+    for size in range(0, length, 1 + length // 40):
+        cut = again(path, tmp_path / "cut.pt", lambda n, data, size=size: data[:size] if f"m/{n}" == member else data)  # type: ignore[misc]
+        with suppress(InputError):
+            assert len(weights_of(read(cut))) <= whole
+
+
+def module(cls: str, **attributes: Any) -> Call:
+    """An object of CLS with ATTRIBUTES, as a pickle makes it."""
+    call = Call("NEWOBJ", Global("__torch__", cls), Tuple([]))
+    state = Dict()
+    state.add(Effect("SETITEMS", [each for pair in attributes.items() for each in pair], None))
+    call.add(Effect("BUILD", [state], None))
+    return call
+
+
+CLASSES = {"__torch__.M": (["w"], ["b"])}
+
+
+def module_of(root: Call, *tensors: Call) -> PickledModule:
+    """What is found in an archive whose module is ROOT and in which these are the TENSORS."""
+    source = Readable()
+    source.path = Path("m.pt")
+    info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
+    places, nodes = [Place(None, "", root, 0)], {id(each): info for each in tensors}
+    graph = Graph(root, 2, 0, frozenset(), [], [], [], [], set())
+    checkpoint = Checkpoint("", source, graph, None, {}, [], [], places, {}, nodes, script_classes=CLASSES)
+    return read_modules(checkpoint)[0]
+
+
+def tensor() -> Call:
+    return Call("REDUCE", Global("torch._utils", "_rebuild_tensor_v2"), Tuple([]))
+
+
+def add(to: Call, name: str, value: Node) -> None:
+    state = to.effects[0].values[0]
+    assert isinstance(state, Dict)
+    state.add(Effect("SETITEM", [name, value], None))
+
+
+def test_what_is_listed_and_no_tensor_is_left_out() -> None:
+    """A module, or a list of the file's, under the name of a parameter."""
+    w = tensor()
+    root = module("M", w=module("M", w=w), b=Tuple([]))
+    assert module_of(root, w).names() == ["w.w"]
+
+
+def test_modules_in_one_another_end() -> None:
+    """A module in itself, and one in its own part: said, and no endless walk."""
+    w = tensor()
+    alone = module("M", w=w)
+    add(alone, "me", alone)
+    inner = module("M", w=w)
+    outer = module("M", inner=inner)
+    add(inner, "outer", outer)
+    for root in (alone, outer):
+        assert "stands in itself" in str(module_of(root, w).trouble)
+
+
+def test_modules_that_double_at_each_level_end() -> None:
+    """Forty levels of a module that has the next one twice would give a trillion names."""
+    w = tensor()
+    at = module("M", w=w)
+    for _ in range(40):
+        at = module("M", left=at, right=at)
+    assert "too many" in str(module_of(at, w).trouble)
+
+
+def test_a_long_chain_of_modules_ends() -> None:
+    """Hundreds of levels are names; of tens of thousands, deeper than any recursion, the names are too many."""
+    w = tensor()
+    for levels in (500, 20_000):
+        at = module("M", w=w)
+        for _ in range(levels):
+            at = module("M", n=at)
+        found = module_of(at, w)
+        assert (found.names()[0] == "n." * levels + "w") if levels == 500 else "too many" in str(found.trouble)
+
+
+def test_long_names_are_not_multiplied() -> None:
+    """One name of 60,000 letters at each of a thousand levels."""
+    w = tensor()
+    at = module("M", w=w)
+    for _ in range(LIMITS.nesting - 1):
+        at = module("M", **{"n" * 60_000: at})
+    assert "too many" in str(module_of(at, w).trouble)
+
+
+def test_one_state_of_many_objects_is_read_once() -> None:
+    """Thousands of objects that share a dict of thousands of attributes."""
+    first = module("M", **{f"n{i}": i for i in range(20_000)})
+    state = first.effects[0].values[0]
+    others = []
+    for _ in range(20_000):
+        call = Call("NEWOBJ", Global("__torch__", "M"), Tuple([]))
+        call.add(Effect("BUILD", [state], None))
+        others.append(call)
+    root = module("M", **{f"m{i}": each for i, each in enumerate(others)})
+    assert "too many" in str(module_of(root).trouble)
+
+
+def test_code_that_is_slow_to_search_is_not() -> None:
+    """Megabytes of what a search with second thoughts would look at again and again: strings without an end, long lists, attributes by the hundred thousand."""
+    many = b"".join(b"  a%d : int\n" % i for i in range(100_000))
+    listed = b", ".join(b'"a%d"' % i for i in range(100_000))
+    for text in (
+        b'class M(Module):\n  __parameters__ = ["' + b'\\"' * 2_000_000 + b"]\n",
+        b"class M(Module):\n  __buffers__ = [" + listed + b"]\n" + many,
+        b'class M(Module):\n  __annotations__["' + b"\\\\" * 2_000_000 + b"\n",
+        b"class M(Module):\n" + b"  __parameters__ = [" + b"]" * 2_000_000 + b"x\n",
+        b'torch.device("' * 300_000,
+    ):
+        found = torchscript._classes("__torch__", text)
+        assert found.get("__torch__.M", ([], [])) == ([], [])
+        assert not torchscript._devices(text)
+
+
+def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
+    """One layer under 24 names, as models with shared layers have it."""
+    w = tensor()
+    layer = module("M", w=w)
+    root = module("M", **{f"layer{i}": layer for i in range(24)})
+    assert module_of(root, w).names() == [f"layer{i}.w" for i in range(24)]
+
+
+def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(tmp_path: Path) -> None:
+    """torch knows a program by that record: a dict of tensors beside it is not taken for a checkpoint to retag."""
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, file)
+    (tmp_path / "w.pt").write_bytes(file.getvalue())
+    path = again(tmp_path / "w.pt", tmp_path / "m.pt", more={"constants.pkl": b"\x80\x02)."})
+    assert read(path).format == torchscript.NAME
+    with pytest.raises(RefusedError, match="is a program"):
+        ckptconv.convert(path, tmp_path / "o.pt", map_location="cpu")
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
+)
+def test_code_that_says_too_much_is_refused(save: Save, tmp_path: Path, line: bytes) -> None:
+    """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is code that deflates too well."""
+    path = save(torch.jit.script(nn.Linear(2, 2)))
+    many = line * (LIMITS.script_words + 1)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "many.pt", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data + many if name.endswith(".py") else data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError, match="says too much"):
+            read(tmp_path / "many.pt")
+        assert tracemalloc.get_traced_memory()[1] < 250_000_000
+    finally:
+        tracemalloc.stop()
+    with (
+        zipfile.ZipFile(tmp_path / "many.pt") as old,
+        zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(LimitError, match="too large"):
+        read(tmp_path / "deflated.pt")

@@ -1,0 +1,984 @@
+"""``ckptconv diff``: what is the same is said to be, one thing that was changed is found and nothing else, and the files are read no more than they must be."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptconv
+from ckptconv.byteranges.kernels.comparing import comparable
+from ckptconv.byteranges.sources import Readable
+from ckptconv.cli.main import main
+from ckptconv.cli.render import Style, difference_lines
+from ckptconv.dtypes import BY_NAME
+from ckptconv.edits.options import Edits
+from ckptconv.inspection.comparison.diff import compare
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
+from ckptconv.limits import LIMITS
+from tests.support import zoo
+from tests.support.limited import ckptconv_with_small_files
+from tests.support.paths import GOLDEN
+
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch",
+    "ignore::UserWarning:tests.support.zoo",
+    "ignore::UserWarning:test_diff",
+    "ignore::DeprecationWarning:torch",
+)
+
+Change = Callable[[Any], None]
+
+
+def saved(path: Path, obj: Any, tags: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Path:
+    zoo.save(obj, path, tags, **kwargs)
+    return path
+
+
+def without_checksums(path: Path, obj: Any, **kwargs: Any) -> Path:
+    """OBJ saved with zero for every checksum, so that bytes have to be read."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        return saved(path, obj, **kwargs)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def in_deflated_records(path: Path, obj: Any) -> Path:
+    """OBJ saved, and the archive packed again as zip does it."""
+    plain = saved(path.with_suffix(".stored"), obj)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record))
+    return path
+
+
+def status(*args: object) -> int:
+    return main(["diff", *map(str, args)])
+
+
+def remarks(found: Difference) -> list[str]:
+    """The notes, without the one of checksums."""
+    return [note for note in found.notes if "equal checksums" not in note]
+
+
+def run() -> dict[str, Any]:
+    """What a training run saves."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "device": torch.device("cuda:1"), "classes": ("cat", "dog"),
+        "seen": {"b", "a", 3}, "array": np.arange(4.0), "long": "x" * 70_000, "data": b"\0\xff" * 40_000, "size": torch.Size([2, 3]), "weights": torch.arange(6.0),
+    }  # fmt: skip
+
+
+# What is the same
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
+    """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read; what comes last, where it can safetensors, also beside itself."""
+    for protocol in (2, 5):
+        if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
+            continue
+        torch.manual_seed(0)
+        obj = zoo.ZOO[name]()
+        files = [saved(tmp_path / f"{protocol}.pt", obj, zoo.TAGS, pickle_protocol=protocol)]
+        files.append(without_checksums(tmp_path / f"{protocol}-read.pt", obj, tags=zoo.TAGS, pickle_protocol=protocol))
+        for format_, suffix in (("pt", "pth"), ("legacy", "legacy"), ("pickle", "pkl"), ("safetensors", "safetensors")):
+            out = tmp_path / f"{protocol}.{suffix}"
+            try:
+                ckptconv.convert(files[0], out, format=format_)
+                ckptconv.inspect(out)
+            except ckptconv.CkptconvError:
+                continue
+            files.append(out)
+        pairs = [pair for each in files for pair in ((files[0], each), (each, files[1]))]
+        for a, b in [*pairs, (files[-1], files[-1])]:
+            found = ckptconv.diff(a, b)
+            assert found.same, (a.name, b.name, found)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in ("rng", "training", "numpy_objects", "objects", *zoo.NEEDS_PROTOCOL)])  # fmt: skip
+def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
+    """What pickle spells in several ways (bytes, sets, bytearrays) is the same; numpy's arrays are other calls in protocol 5, and are not."""
+    torch.manual_seed(0)
+    obj = zoo.ZOO[name]()
+    files = [saved(tmp_path / f"{protocol}.pt", obj, pickle_protocol=protocol) for protocol in (2, 5)]
+    assert ckptconv.diff(*files).same
+
+
+def test_prefix_and_container_alone_make_no_difference(tmp_path: Path) -> None:
+    """The issue's own example: a DataParallel checkpoint and the safetensors file of its plain names."""
+    state = run()["model"]
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in state.items()}, ("cuda:1",))
+    save_file(state, tmp_path / "plain.safetensors")
+    assert status(ddp, tmp_path / "plain.safetensors", "--strip-prefix", "module.", "-q") == 0
+    assert status(ddp, tmp_path / "plain.safetensors", "--unwrap", "-q") == 0
+    assert status(ddp, tmp_path / "plain.safetensors", "-q") == 1
+
+
+def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
+    """Of a training checkpoint on either side the state dict is taken; what was not compared is said, with its paths."""
+    save_file(run()["model"], tmp_path / "model.safetensors")
+    full = saved(tmp_path / "full.pt", run(), ("cuda:0",))
+    for a, b, side in ((full, "model.safetensors", "A"), ("model.safetensors", full, "B")):
+        found = ckptconv.diff(tmp_path / a, tmp_path / b)
+        assert found.same and found.tensors == 7
+        (note,) = found.notes
+        assert note.startswith("not compared: ") and f" of {side} beside its tensors (optimizer, epoch, device, classes, " in note  # fmt: skip
+        (note,) = compare(tmp_path / a, tmp_path / b, Edits(), brief=True).notes
+        assert " beside its tensors (optimizer, epoch, device and " in note
+
+
+def test_sharing_makes_no_difference_but_a_note(tmp_path: Path) -> None:
+    """What one file has twice and the other shares has the same values; ties that one side alone has are named."""
+    weight, names = torch.arange(4.0), ["a", "b"]
+    a = saved(tmp_path / "a.pt", {"x": weight, "y": weight, "one": names, "two": names})
+    b = saved(tmp_path / "b.pt", {"x": weight, "y": weight.clone(), "one": names, "two": list(names)})
+    found = ckptconv.diff(a, b)
+    assert found.same and remarks(found) == ["tied in A alone: y = x"]
+    wrapped = saved(tmp_path / "c.pt", {"module.x": weight, "module.y": weight})
+    plain = saved(tmp_path / "d.pt", {"x": weight, "y": weight.clone()})
+    assert remarks(ckptconv.diff(wrapped, plain, strip_prefix="module.")) == ["tied in A alone: y = x"]
+    shared = {"w": torch.ones(2)}
+    a = saved(tmp_path / "a.pt", {"m": shared, "ema": shared})
+    b = saved(tmp_path / "b.pt", {"m": shared, "ema": {"w": torch.full((2,), 3.0)}})
+    found = ckptconv.diff(a, b)
+    assert [each.path for each in found.differing] == ["ema/w"] and not found.others
+
+
+# What is different
+
+
+def tensor_of(obj: Any) -> torch.Tensor:
+    return obj["model"]["0.weight"]
+
+
+CHANGES: dict[str, tuple[Change, list[tuple[str, str]]]] = {
+    "value": (lambda obj: tensor_of(obj)[0].fill_(7), [("model/0.weight", "values")]),
+    "dtype": (lambda obj: obj["model"].update({"0.bias": obj["model"]["0.bias"].double()}), [("model/0.bias", "dtype")]),
+    "shape": (lambda obj: obj.update(weights=obj["weights"].view(2, 3)), [("weights", "shape")]),
+    "requires_grad": (lambda obj: obj["weights"].requires_grad_(), [("weights", "requires_grad")]),
+    "parameter": (lambda obj: obj.update(weights=torch.nn.Parameter(obj["weights"], False)), [("weights", "class_name")]),
+    "class": (lambda obj: obj.update(weights=obj["weights"].as_subclass(zoo.AttributedTensor)), [("weights", "class_name")]),
+    "kind": (lambda obj: obj.update(weights=obj["weights"].to_sparse()), [("weights", "made_of")]),
+    "name gone": (lambda obj: obj["model"].pop("0.bias"), [("model/0.bias", "only_in_a")]),
+    "name added": (lambda obj: obj["model"].update(more=torch.ones(2)), [("model/more", "only_in_b")]),
+    "number": (lambda obj: obj.update(epoch=4), [("epoch", "3 → 4")]),
+    "type of a number": (lambda obj: obj.update(epoch=3.0), [("epoch", "3 → 3.0")]),
+    "learning rate": (lambda obj: obj["optimizer"]["param_groups"][0].update(lr=0.5), [("optimizer/param_groups[0]/lr", "0.001 → 0.5")]),
+    "step": (lambda obj: obj["optimizer"]["state"][0]["step"].add_(1), [("optimizer/state[0]/step", "values")]),
+    "device": (lambda obj: obj.update(device=torch.device("cuda:2")), [("device", "torch.device('cuda:1') → torch.device('cuda:2')")]),
+    "size": (lambda obj: obj.update(size=torch.Size([3, 2])), [("size", "torch.Size((2, 3)) → torch.Size((3, 2))")]),
+    "member": (lambda obj: obj.update(classes=("cat", "cow")), [("classes[1]", "'dog' → 'cow'")]),
+    "list": (lambda obj: obj.update(classes=["cat", "dog"]), [("classes", "('cat', 'dog') → ['cat', 'dog']")]),
+    "long text": (lambda obj: obj.update(long="x" * 69_999 + "y"), [("long", "str of 70,000 bytes → str of 70,000 bytes, but not the same")]),
+    "long bytes": (lambda obj: obj.update(data=b"\0\xff" * 39_999 + b"\0\0"), [("data", "")]),
+    "longer bytes": (lambda obj: obj.update(data=b"\0\xff" * 40_001), [("data", "")]),
+    "item": (lambda obj: obj.pop("epoch"), [("epoch", "3 → None")]),
+    "metadata": (lambda obj: obj["model"]._metadata["0"].update(version=9), [("model/._metadata/0/version", "1 → 9")]),
+    "array": (lambda obj: obj["array"].fill(1), [("array", "")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("what", CHANGES)
+def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path: Path) -> None:
+    """Each kind of change, in both directions, also between containers."""
+    before = run()
+    after = copy.deepcopy(before)
+    change, expected = CHANGES[what]
+    change(after)
+    a = saved(tmp_path / "a.pt", before, pickle_protocol=protocol)
+    b = saved(tmp_path / "b.pt", after, pickle_protocol=protocol)
+    ckptconv.convert(b, tmp_path / "b.pkl", format="pickle")
+    for other in (b, tmp_path / "b.pkl"):
+        found = ckptconv.diff(a, other)
+        assert not found.same
+        (path, kind), (seen, how) = expected[0], *findings(found)
+        assert seen == path or seen.startswith(f"{path}/")
+        assert how == kind or kind == "" or "but not the same" in kind
+        assert len(findings(ckptconv.diff(other, a))) == 1
+
+
+def findings(found: Difference) -> list[tuple[str, str]]:
+    """Each finding as a path and a word for what differs there."""
+    every = [(each.path, "only_in_a") for each in found.only_in_a] + [(each.path, "only_in_b") for each in found.only_in_b]  # fmt: skip
+    for each in found.differing:
+        kinds = [name for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of") if getattr(each, name)]  # fmt: skip
+        kinds += ["values"] if each.values and each.values.differing and each.dtype is None else []
+        every += [(each.path, kind) for kind in kinds]
+    return every + [(other.path, f"{other.a} → {other.b}") for other in found.others]
+
+
+def test_order_does_not_count(tmp_path: Path) -> None:
+    """Neither that of keys nor that of a set's members."""
+    a = saved(tmp_path / "a.pt", {"x": torch.ones(1), "y": 2, "s": {"a", "b", 1, (2, 3)}})
+    b = saved(tmp_path / "b.pt", {"s": {(2, 3), 1, "b", "a"}, "y": 2, "x": torch.ones(1)}, pickle_protocol=4)
+    assert ckptconv.diff(a, b).same
+    saved(b, {"s": {(2, 4), 1, "b", "a"}, "y": 2, "x": torch.ones(1)})
+    assert [other.path for other in ckptconv.diff(a, b).others] == ["s"]
+    left, right = {0, 8}, set([8, 0])  # noqa: C405 - one hash of eight, so they come in the order in which they went in
+    assert [*left] != [*right]
+    assert ckptconv.diff(saved(a, [torch.ones(1), left]), saved(b, [torch.ones(1), right])).same
+
+
+def test_keys_that_are_no_texts(tmp_path: Path) -> None:
+    """Tuples and frozensets, however nested, are one key or member wherever they stand; what is too deep is paired by its place."""
+    keys = [(1, 2), ((1, 2), 3), frozenset([1, (2, b"x")]), 1, 1.5, b"y", None, tuple(range(12)), (float("nan"),)]
+    a = saved(tmp_path / "a.pt", {"d": {key: n for n, key in enumerate(keys)}, "s": {*keys[:-1]}, "w": torch.ones(1)})
+    reverse = dict(reversed([*zip(keys, range(9), strict=True)]))
+    for protocol in (2, 4):
+        b = saved(
+            tmp_path / "b.pt", {"d": reverse, "s": {*reversed(keys[:-1])}, "w": torch.ones(1)}, pickle_protocol=protocol
+        )
+        assert ckptconv.diff(a, b).same
+    for key in keys:
+        saved(b, {"d": {**reverse, key: 99}, "s": {*keys[:-1]}, "w": torch.ones(1)})
+        (other,) = ckptconv.diff(a, b).others
+        assert (other.a, other.b) == (str(keys.index(key)), "99") and other.path.startswith("d[")
+    saved(b, {"d": reverse, "s": {*keys[:-1], ((1, 2), 4)} - {((1, 2), 3)}, "w": torch.ones(1)})
+    assert [other.path for other in ckptconv.diff(a, b).others] == ["s"]
+    deep: Any = 1
+    for _ in range(30):
+        deep = (deep,)
+    a, b = saved(a, {deep: 1, "w": torch.ones(1)}), saved(b, {deep: 2, "w": torch.ones(1)})
+    assert ckptconv.diff(a, a).same
+    assert len(ckptconv.diff(a, b).others) == 1
+    a, b = saved(a, [torch.ones(1), {deep: 1, (deep,): 2}]), saved(b, [torch.ones(1), {(deep,): 2, deep: 1}])
+    assert len(ckptconv.diff(a, b).others) >= 2
+    a, b = saved(a, [torch.ones(1), {frozenset((0, 8))}]), saved(b, [torch.ones(1), {frozenset((8, 0))}])
+    assert ckptconv.diff(a, b).same
+
+
+def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
+    """A tag is a difference, and says that the values are none."""
+    a, b = saved(tmp_path / "a.pt", run()["model"]), saved(tmp_path / "b.pt", run()["model"], ("cuda:0",))
+    found = ckptconv.diff(a, b)
+    assert (found.differing[0].path, found.differing[0].device) == ("0.weight", ("cpu", "cuda:0"))
+    assert len(found.differing) == 7 and all(each.values and not each.values.differing for each in found.differing)
+
+
+def test_how_far_apart_values_are(tmp_path: Path) -> None:
+    """Elements, largest absolute and relative difference; another dtype is compared by value; views by what they show."""
+    a = {"w": torch.tensor([1.0, 2.0, 4.0, float("nan")]), "n": torch.tensor([1, 2]), "h": torch.ones(3), "t": torch.arange(6.0).view(2, 3).t()}  # fmt: skip
+    b = {"w": torch.tensor([1.0, 2.5, 4.0, float("nan")]), "n": torch.tensor([1, -(1 << 62)]), "h": torch.ones(3).half(), "t": torch.arange(6.0).view(2, 3).t().contiguous() + torch.eye(3, 2)}  # fmt: skip
+    found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b))
+    assert found.differing == (
+        TensorDifference("w", values=ValueDifference(4, 1, 0.5, 0.2)),
+        TensorDifference("n", values=ValueDifference(2, 1, (1 << 62) + 2, 1.0)),
+        TensorDifference("h", dtype=("float32", "float16"), values=ValueDifference(3, 0)),
+        TensorDifference("t", values=ValueDifference(6, 2, 1.0, 1.0)),
+    )
+
+
+def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
+    """Within them the files are the same, and a note says how far apart they are; a tolerance that is none is refused."""
+    numbers = torch.linspace(1, 2, 50_000)
+    a, b = saved(tmp_path / "a.pt", {"w": numbers}), saved(tmp_path / "b.pt", {"w": numbers * 1.001})
+    assert torch.allclose(numbers, numbers * 1.001, rtol=2e-3, atol=0)
+    assert status(a, b, "-q") == 1
+    assert status(a, b, "-q", "--rtol", "2e-3") == status(a, b, "-q", "--atol", "0.0021") == 0
+    assert status(a, b, "-q", "--rtol", "1e-4") == 1
+    (note,) = ckptconv.diff(a, b, rtol=2e-3).notes
+    assert note.startswith("1 tensor of other values within the tolerance, apart by 0.002 at most: w")
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ckptconv.UsageError, match="a finite number that is not negative"):
+            ckptconv.diff(a, b, atol=wrong)
+
+
+def test_large_tensors_are_compared_in_all_their_parts(tmp_path: Path) -> None:
+    """Changes in the first, in a later and in the last buffer of a tensor of 40 MB are all counted."""
+    numbers = torch.zeros(10_000_001)
+    changed = numbers.clone()
+    for i in (0, 262_144, 4_194_303, 4_194_304, 9_999_999, 10_000_000):
+        changed[i] = i + 1
+    a, b = saved(tmp_path / "a.pt", {"w": numbers}), saved(tmp_path / "b.pt", {"w": changed})
+    assert ckptconv.diff(a, b).differing[0].values == ValueDifference(10_000_001, 6, 10_000_001.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "sparse", "nested", "meta", "subclass", "storages", "user_data"])
+def test_tensors_that_are_more_than_a_storage(kind: str, tmp_path: Path) -> None:
+    """A changed number inside them is found, in one finding for the name."""
+    changed: dict[str, Callable[[], Any]] = {
+        "quantized": lambda: {**zoo.quantized(), "qint8": torch.quantize_per_tensor(torch.arange(6.0).view(2, 3), 0.2, 3, torch.qint8)},
+        "sparse": lambda: {**zoo.sparse(), "coo": zoo.sparse()["coo"] * 2},
+        "nested": lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.ones(3)]),
+        "meta": lambda: [*zoo.meta()[:-1], torch.zeros(2)],
+        "subclass": lambda: {**zoo.subclass(), "scale": torch.tensor(3.0)},
+        "storages": lambda: {**zoo.storages(), "its": torch.ones(4, dtype=torch.uint8).untyped_storage()},
+        "user_data": lambda: {**zoo.user_data(), "dtype": torch.float8_e4m3fn},
+    }  # fmt: skip
+    a, b = saved(tmp_path / "a.pt", zoo.ZOO[kind]()), saved(tmp_path / "b.pt", changed[kind]())
+    found = ckptconv.diff(a, b)
+    assert len({path for path, _ in findings(found)}) == 1, found
+
+
+def test_a_scale_alone_is_found(tmp_path: Path) -> None:
+    """The whole numbers of two quantized tensors are the same, and what they mean is not."""
+    a, b = (torch._make_per_tensor_quantized_tensor(torch.arange(4).to(torch.int8), scale, 0) for scale in (0.5, 0.25))
+    found = ckptconv.diff(saved(tmp_path / "a.pt", {"q": a}), saved(tmp_path / "b.pt", {"q": b}))
+    (only,) = found.differing
+    assert only.made_of == ("quantized", "quantized, of other parts") and only.values == ValueDifference(4, 0)
+
+
+def test_a_wrapper_s_device_is_one_finding(tmp_path: Path) -> None:
+    """It stands among the arguments that are compared, and is a device all the same; what is wrapped is compared under its own name."""
+    a, b, c = ({"w": zoo.WrapperTensor(torch.full((2,), n), device)} for n, device in ((1.0, "cuda:0"), (1.0, "cuda:1"), (2.0, "cuda:0")))  # fmt: skip
+    a, b, c = (saved(tmp_path / f"{i}.pt", obj) for i, obj in enumerate((a, b, c)))
+    assert findings(ckptconv.diff(a, b)) == [("w", "device")]
+    assert findings(ckptconv.diff(a, c)) == [("w/.inner", "values")]
+
+
+def test_numbers_that_share_a_byte(tmp_path: Path) -> None:
+    """Tensors of four-bit numbers are compared byte by byte, all of them."""
+    scales = torch.ones(2)
+    a, b = (torch.quantize_per_channel(numbers.view(2, 8), scales, scales, 0, torch.quint4x2) for numbers in (torch.arange(16.0) % 8, torch.arange(16.0) % 7))  # fmt: skip
+    found = ckptconv.diff(saved(tmp_path / "a.pt", [a]), without_checksums(tmp_path / "b.pt", [b]))
+    values = found.differing[0].values
+    assert values and (values.elements, values.differing) == (8 + 4, 5)  # with scales and zero points
+    assert ckptconv.diff(tmp_path / "a.pt", without_checksums(tmp_path / "c.pt", [a])).same
+
+
+class Rebuilt:
+    """Pickles as a call of one of torch's functions."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def untyped(data: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+
+
+def packed(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Rebuilt:
+    """A tensor of four-bit numbers."""
+    storage = torch.storage.TypedStorage(wrap_storage=untyped(data), dtype=torch.quint4x2, _internal=True)
+    return Rebuilt(torch._utils._rebuild_qtensor, storage, offset, shape, stride, (torch.per_tensor_affine, 1.0, 0), False, OrderedDict())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (((4,), (1,), 1), None), (((4,), (1,), 2), None), (((3,), (1,)), None), (((2, 2), (1, 2)), None), (((2, 2), (1, 2)), ((2, 2), (2, 1))),
+    ],
+)  # fmt: skip
+def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -> None:
+    """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not compared, and never the same."""
+    left = saved(tmp_path / "a.pt", [packed(b"\x10\x20\x01\x00", *a)])
+    for data in (b"\x10\x20\x02\x00", b"\x11\x20\x01\x00", b"\x10\x20\x01\x00\x00"):
+        right = saved(tmp_path / "b.pt", [packed(data, *(b or a))])
+        (only,) = (found := ckptconv.diff(left, right)).differing
+        assert only == TensorDifference("[0]")
+        lines = list(difference_lines(found))
+        assert lines[0] == "different: 1 tensor not compared; 1 tensor in both"
+        assert lines[3:5] == ["  values        of 1 tensor not compared: elements share bytes with others", "    [0]"]
+    right = without_checksums(tmp_path / "b.pt", [packed(b"\x10\x20\x01\x00", *(b or a))])
+    assert ckptconv.diff(left, right).same is (b is None)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_dtype(name: str, tmp_path: Path) -> None:
+    """One changed element is one, in order and not, whether torch can make a number of it or not; beside numbers of another dtype there is an answer too."""
+    dtype = BY_NAME[name]
+    n = 64 // dtype.itemsize * dtype.packed
+
+    def tensor(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...]) -> Rebuilt:
+        return Rebuilt(torch._utils._rebuild_tensor_v3, untyped(data), 0, shape, stride, False, OrderedDict(), getattr(torch, name))  # fmt: skip
+
+    before, after = b"\x01" * 64, b"\x01" * 32 + b"\x00" * dtype.itemsize + b"\x01" * (32 - dtype.itemsize)
+    a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (n,), (1,))}) for i, data in enumerate((before, after)))
+    other = saved(tmp_path / "other.pt", {"w": torch.ones(n, dtype=torch.float16 if name == "float32" else torch.float32)})  # fmt: skip
+    assert ckptconv.diff(a, saved(tmp_path / "again.pt", {"w": tensor(before, (n,), (1,))})).same
+    for pair in ((a, b), (b, a)):
+        (only,) = ckptconv.diff(*pair).differing
+        assert only.values and only.values.differing == 1
+    for pair in ((a, other), (other, a)):
+        (only,) = ckptconv.diff(*pair).differing
+        assert only.dtype and bool(only.values) is comparable(name, str(only.dtype[pair.index(other)]))
+    if dtype.packed == 1:
+        a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (2, n // 2), step)}) for i, (data, step) in enumerate(((before, (1, 2)), (after, (n // 2, 1)))))  # fmt: skip
+        (only,) = ckptconv.diff(a, b).differing
+        assert only.values and (only.values.elements, only.values.differing) == (n, 1)
+
+
+def test_torchscript_is_compared_by_its_weights(tmp_path: Path) -> None:
+    """With its own conversion it is the same, and a note says that the program was not compared."""
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
+    ckptconv.convert(tmp_path / "script.pt", tmp_path / "weights.safetensors")
+    found = ckptconv.diff(tmp_path / "script.pt", tmp_path / "weights.safetensors")
+    assert found.same and found.tensors == 2 and any("code" in note for note in found.notes)
+
+
+# How much is read
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The file and the bytes of each large read."""
+    done: list[tuple[str, int]] = []
+    read, read_into = Readable.read, Readable.read_into
+
+    def count(self: Readable, offset: int, length: int) -> bytes:
+        done.append((self.path.name, length))
+        return read(self, offset, length)
+
+    def count_into(self: Readable, offset: int, buffer: memoryview) -> None:
+        done.append((self.path.name, len(buffer)))
+        read_into(self, offset, buffer)
+
+    monkeypatch.setattr(Readable, "read", count)
+    monkeypatch.setattr(Readable, "read_into", count_into)
+    return done
+
+
+def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
+    """Where both files say a storage's checksum, nothing of it is read; where one does not, all of it is, on both sides."""
+    obj = {"w": torch.zeros(3_000_000, dtype=torch.uint8), "small": torch.zeros(70_000, dtype=torch.uint8)}
+    a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
+    found = ckptconv.diff(a, b)
+    assert len(found.others) == 1
+    assert found.notes == ("2 storages have equal checksums in both files and were not read",)
+    assert sum(length for _, length in reads) < 300_000
+    bare = without_checksums(tmp_path / "bare.pt", obj)
+    reads.clear()
+    found = ckptconv.diff(a, bare)
+    assert found.same and not found.notes
+    for name in ("a.pt", "bare.pt"):
+        assert 3_070_000 <= sum(length for each, length in reads if each == name) < 3_200_000
+
+
+def test_a_tie_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
+    """Names of one tensor on both sides are one comparison, and so are equal views of one storage."""
+    w = torch.zeros(1000, 1000)
+    obj = {"a": w, "b": w, "t": w.t(), "again": w.t()}
+    a, b = without_checksums(tmp_path / "a.pt", obj), without_checksums(tmp_path / "b.pt", obj)
+    assert ckptconv.diff(a, b).same
+    assert sum(length for name, length in reads if name == "a.pt") < 4_200_000
+
+
+def test_torch_is_not_imported_for_equal_files(tmp_path: Path) -> None:
+    """Neither for plain tensors nor for the same views of equal storages; where bytes differ, it is."""
+    obj = {"w": torch.zeros(9), "t": torch.arange(6.0).view(2, 3).t()}
+    a, b = without_checksums(tmp_path / "a.pt", obj), without_checksums(tmp_path / "b.pt", obj)
+    ckptconv.convert(a, tmp_path / "c.pkl", format="pickle")
+    other = saved(tmp_path / "other.pt", {**obj, "w": torch.ones(9)})
+    code = "import sys, ckptconv; d = ckptconv.diff(*sys.argv[1:]); print(d.same, 'torch' in sys.modules)"
+    for pair, expected in (((a, b), "True False"), ((a, tmp_path / "c.pkl"), "True False"), ((a, other), "False True")):
+        done = subprocess.run([sys.executable, "-c", code, *pair], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+def test_deflated_and_turned_round(tmp_path: Path) -> None:
+    """Storages that a zip has deflated, and numbers of a big-endian machine, are what they are elsewhere; the same bytes, and checksums, in two orders are two numbers."""
+    obj = {"w": torch.arange(100_000.0), "t": torch.arange(6.0).view(2, 3).t(), "n": torch.arange(5)}
+    plain, bare = saved(tmp_path / "plain.pt", obj), without_checksums(tmp_path / "bare.pt", obj)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert ckptconv.diff(bare, tmp_path / "deflated.pt").same
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(tmp_path / "big.pt", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if "/data/" in name:
+                data = np.frombuffer(data, "<i8" if len(data) == 40 else "<i4").byteswap().tobytes()
+            new.writestr(name, b"big" if name.endswith("/byteorder") else data)
+    assert ckptconv.diff(plain, tmp_path / "big.pt").same
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(tmp_path / "other.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("/byteorder") else old.read(name))
+    assert {each.path for each in ckptconv.diff(plain, tmp_path / "other.pt").differing} == {"w", "t", "n"}
+    changed = saved(tmp_path / "changed.pt", {**obj, "w": obj["w"] + (obj["w"] == 7), "t": obj["t"] + 1})
+    for other in ("deflated.pt", "big.pt"):
+        found = ckptconv.diff(tmp_path / other, changed).differing
+        assert [(each.path, each.values and each.values.differing) for each in found] == [("w", 1), ("t", 6)]
+
+
+# Parts, names, suggestions
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "flags"),
+    [
+        (run(), run()["model"], ["--select", "model"]),
+        (run()["model"], run(), ["--select", "model"]),
+        ({f"module.{name}": tensor for name, tensor in run()["model"].items()}, dict(run()["model"]), ["--strip-prefix", "module."]),
+        (dict(run()["model"]), {f"net.{name}": tensor for name, tensor in run()["model"].items()}, ["--add-prefix", "net."]),
+        ({"model": {f"module.{name}": tensor for name, tensor in run()["model"].items()}}, {"model": dict(run()["model"])}, ["--strip-prefix", "module."]),
+        ({"ema": {f"a b.{name}": tensor for name, tensor in run()["model"].items()}}, dict(run()["model"]), ["--select", "ema", "--strip-prefix", "a b."]),
+        ({name.replace(".", "._orig_mod."): tensor for name, tensor in run()["model"].items()}, dict(run()["model"]), ["--unwrap"]),
+    ],
+)  # fmt: skip
+def test_where_no_name_matches_the_command_that_compares(
+    a: Any, b: Any, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is printed, runs as typed, and finds every tensor the same."""
+    paths = saved(tmp_path / "a a.pt", a), saved(tmp_path / "b.pt", b)
+    assert status(*paths) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ckptconv diff ")]
+    words = shlex.split(line)
+    assert words[4:] == flags
+    main([*words[1:], "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensors"] == 7 and not (found["differing"] or found["only_in_a"] or found["only_in_b"])
+
+
+def test_what_is_not_alike_gets_no_command(tmp_path: Path) -> None:
+    """Names that have nothing to do with one another."""
+    a, b = saved(tmp_path / "a.pt", {"x.w": torch.ones(1)}), saved(tmp_path / "b.pt", {"y": torch.ones(1)})
+    assert ckptconv.diff(a, b).suggestion is None
+
+
+def test_edits_are_those_of_convert(tmp_path: Path) -> None:
+    """Each flag gives what ``diff`` finds between the converted A and B."""
+    a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", run()["model"])
+    edits: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"state_dict": True}, {}),
+        ({"select": "model"}, {"exclude": "1.*"}),
+        ({"select": "model"}, {"include": ["0.*"]}),
+        ({"select": "model", "rename": [("^0", "zero")]}, {}),
+        ({"select": "model", "add_prefix": "module"}, {}),
+    ]
+    for of_a, of_both in edits:
+        ckptconv.convert(a, tmp_path / "c.pt", **of_a, **of_both, force=True)
+        ckptconv.convert(b, tmp_path / "d.pt", **of_both, force=True)
+        direct, through = ckptconv.diff(a, b, **of_a, **of_both), ckptconv.diff(tmp_path / "c.pt", tmp_path / "d.pt")
+        assert findings(direct) == findings(through), (of_a, of_both)
+    assert ckptconv.diff(a, b, state_dict=True).same
+
+
+def changed_run(**parts: Any) -> dict[str, Any]:
+    """A training run some steps later: other weights, another optimizer, other names beside them."""
+    later = run()
+    later["model"]["1.bias"].add_(1)
+    later["optimizer"]["state"][0]["step"].add_(1)
+    return {**later, "epoch": 4, **parts}
+
+
+def test_parts_are_taken_of_both(tmp_path: Path) -> None:
+    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the same on both sides, and nothing is said."""
+    a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", changed_run(more=torch.ones(1)))
+    bias = [("1.bias", "values")]
+    for keywords, expected in (
+        ({"select": "model"}, bias),
+        ({"select": "model", "state_dict": True}, bias),
+        ({"state_dict": True}, bias),
+        ({"state_dict": True, "include": "1.*"}, bias),
+        ({"state_dict": True, "exclude": "1.*"}, []),
+        ({"select": "optimizer"}, [("state[0]/step", "values")]),
+        ({"select": "model", "exclude": ["1.b*", "0.*"], "rename": [("^1", "1")]}, []),
+    ):
+        found = ckptconv.diff(a, b, **keywords)
+        assert (findings(found), remarks(found)) == (expected, []), keywords
+    tied = saved(tmp_path / "tied.pt", {"model": {"x": torch.ones(2), "y": (ones := torch.ones(2)), "z": ones}})
+    loose = saved(tmp_path / "loose.pt", {"model": {name: torch.ones(2) for name in "xyz"}})
+    assert remarks(ckptconv.diff(loose, tied, select="model")) == ["tied in B alone: z = y"]
+    ckptconv.convert(b, tmp_path / "b.safetensors")
+    assert findings(ckptconv.diff(b, tmp_path / "b.safetensors", include="1.*")) == []
+    assert ckptconv.diff(tmp_path / "b.safetensors", b, include="1.*").tensors == 5
+
+
+def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
+    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so; of several globs those count that mean something there."""
+    state = dict(run()["model"])
+    a, bare = saved(tmp_path / "a.pt", {"model": state}), saved(tmp_path / "bare.pt", state)
+    found = ckptconv.diff(a, bare, select="model")
+    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
+    save_file(state, tmp_path / "bare.safetensors")
+    found = ckptconv.diff(a, tmp_path / "bare.safetensors", select="model")
+    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
+    both = saved(tmp_path / "b.pt", {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")})
+    found = ckptconv.diff(both, bare, select="ema", state_dict=True)
+    assert remarks(found) == ["B has nothing at ema: compared whole"] and len(found.only_in_b) == 7
+    loose = saved(tmp_path / "loose.pt", [torch.ones(1)])
+    assert remarks(ckptconv.diff(a, loose, state_dict=True)) == ["B has no state dict: compared whole"]
+    found = ckptconv.diff(bare, both, include="0.*")
+    assert remarks(found) == ["no name in B matches '0.*': compared whole"] and len(found.only_in_b) == 3
+    wide = saved(tmp_path / "wide.pt", {**state, "head.w": torch.ones(1)})
+    found = ckptconv.diff(wide, bare, exclude=["head.*", "0.*"])
+    assert found.same and found.tensors == 5 and remarks(found) == ["no name in B matches 'head.*'"]
+    found = ckptconv.diff(wide, bare, include=["head.*", "1.*"])
+    assert len(found.only_in_a) == 1 and not found.only_in_b and found.tensors == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--strip-prefix", "module.", "--rtol", "0.5"], "edits of names are for the first file"),
+        (["--rename", "^module[.]", ""], "edits of names are for the first file"),
+        (["--include", "module.0.*"], "the first file is the one that must have it"),
+    ],
+)
+def test_an_edit_that_only_b_can_have(
+    flags: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the command with the files the other way round, which runs as it is typed; in Python it says so in words."""
+    plain = saved(tmp_path / "a plain.pt", run()["model"])
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
+    assert status(plain, ddp, *flags) == 2
+    said = capsys.readouterr().err
+    before, _, command = said.strip().partition("ckptconv diff ")
+    assert before.endswith(f"; {hint}: ") and before.startswith(f"ckptconv: {plain}: no name ")
+    assert shlex.split(command) == [str(ddp), str(plain), *flags]
+    assert status(*shlex.split(command), "-q") in (0, 1)
+    if "module." in flags:
+        with pytest.raises(ckptconv.NoMatchError) as caught:
+            ckptconv.diff(plain, ddp, strip_prefix="module.")
+        assert caught.value.hint == hint
+
+
+def test_unwrap_that_changes_nothing_leaves_room_for_a_command(tmp_path: Path) -> None:
+    """The second file is the one that is wrapped; the command that is printed runs."""
+    plain = saved(tmp_path / "plain.pt", run()["model"])
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
+    suggestion = ckptconv.diff(plain, ddp, unwrap=True).suggestion
+    assert suggestion and suggestion.endswith(f"plain.pt {ddp} --add-prefix module.")
+    assert status(*shlex.split(suggestion)[2:], "-q", "--names-only") == 0
+
+
+def test_names_only(tmp_path: Path) -> None:
+    """Nothing but names is compared, and no value read."""
+    a = saved(tmp_path / "a.pt", {"x": torch.ones(2), "y": torch.ones(2), "n": 1})
+    b = saved(tmp_path / "b.pt", {"x": torch.zeros(3).half(), "z": torch.ones(2), "n": 2})
+    found = ckptconv.diff(a, b, names_only=True)
+    assert findings(found) == [("y", "only_in_a"), ("z", "only_in_b")]
+    assert status(a, a, "--names-only", "-q") == 0
+
+
+def test_texts_of_safetensors(tmp_path: Path) -> None:
+    """Two files' texts count, but for a format that one of them does not say."""
+    tensors = {"w": torch.ones(2)}
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "step": "1"})
+    save_file(tensors, tmp_path / "b.safetensors", {"step": "2"})
+    found = ckptconv.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found.others == (OtherDifference("__metadata__/step", "'1'", "'2'"),)
+
+
+def test_a_header_whose_length_starts_like_a_pickle(tmp_path: Path) -> None:
+    """A safetensors file with a header of 640 bytes starts with 80 02, as a pickle does, and is none."""
+    path = tmp_path / "a.safetensors"
+    for n in range(400, 640):
+        save_file({"w": torch.ones(2)}, path, {"text": "x" * n})
+        if path.read_bytes()[:8] == (640).to_bytes(8, "little"):
+            break
+    assert path.read_bytes()[:2] == b"\x80\x02"
+    assert ckptconv.diff(path, path).same
+
+
+# Exit status, errors, output
+
+
+def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line that says why, whatever the other flags."""
+    good = saved(tmp_path / "good.pt", run())
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(good.read_bytes()[:-300])
+    for args in (
+        [good, tmp_path / "missing.pt"], [cut, good], [good, cut], [good, tmp_path], [good, good, "--exclude", "nothing*"], [good, good, "--rtol", "x"],
+        [good, good, "--rtol", "-1"], [good], [good, tmp_path / "missing.pt", "--debug"],
+    ):  # fmt: skip
+        assert status(*args, "-q") == 2, args
+        assert capsys.readouterr().err
+
+
+def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong, 1 means that the files are different."""
+    good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})
+    monkeypatch.setattr("ckptconv.cli.diff.compare", lambda *args, **kwargs: 1 / 0)
+    assert status(good, good) == 2
+
+
+def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are gone while they are compared end in an error, from whatever thread."""
+    a, b = (without_checksums(tmp_path / name, {"w": torch.zeros(9_000_000)}) for name in ("a.pt", "b.pt"))
+    read_into = Readable.read_into
+
+    def cut(self: Readable, offset: int, buffer: memoryview) -> None:
+        if self.path == b:
+            with b.open("r+b") as file:
+                file.truncate(1000)
+        read_into(self, offset, buffer)
+
+    monkeypatch.setattr(Readable, "read_into", cut)
+    with pytest.raises(ckptconv.InputChangedError):
+        ckptconv.diff(a, b)
+
+
+def test_a_view_that_repeats_its_elements_for_ever(tmp_path: Path) -> None:
+    """It is refused by its size where it would have to be written out, and not where its storage says enough."""
+    shape = (1 << 20, 1 << 20)
+    a = saved(tmp_path / "a.pt", {"w": torch.ones(1 << 21).as_strided(shape, (1, 1))})
+    b = saved(tmp_path / "b.pt", {"w": torch.zeros(1 << 21).as_strided(shape, (1, 1))})
+    assert ckptconv.diff(a, a).same
+    with pytest.raises(ckptconv.LimitError, match="w has too many elements"):
+        ckptconv.diff(a, b)
+
+
+def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
+    """And counted as often as it stands there."""
+    a = saved(tmp_path / "a.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)})
+    b = saved(tmp_path / "b.pt", {"w": torch.tensor([[1.0], [3.0]]).expand(2, 1 << 40)})
+    (only,) = ckptconv.diff(a, b).differing
+    assert only.values == ValueDifference(1 << 41, 1 << 40, 1.0, 1 / 3)
+    c = without_checksums(tmp_path / "c.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)}, tags=("cuda:0",))
+    assert ckptconv.diff(a, c).differing[0].values == ValueDifference(1 << 41, 0)
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+@pytest.mark.parametrize("step", [1, 2])
+def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal storages are compared once, whatever their views; where they differ, all views together may read so much and no more."""
+    numbers, files = torch.arange(3000.0), {}
+    for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
+        storage = torch.where(torch.arange(3000) == changed, 7.0, numbers)
+        obj = {f"w{i}": storage[i : 2000 + i : step] for i in range(100)}
+        is_deflated = deflated and name != "same"
+        files[name] = (in_deflated_records if is_deflated else without_checksums)(tmp_path / f"{name}.pt", obj)
+    found = ckptconv.diff(files["a"], files["b"])
+    assert len(found.differing) == (100 if step == 1 else 50)
+    assert all(each.values and each.values.differing == 1 for each in found.differing)
+    monkeypatch.setattr(
+        "ckptconv.inspection.comparison.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
+    )
+    assert ckptconv.diff(files["a"], files["same"]).same
+    with pytest.raises(ckptconv.LimitError, match="have too many elements for their storages"):
+        ckptconv.diff(files["a"], files["b"])
+
+
+def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is deflated and read at any place needs room: too little of it is said before, and a file that cannot be written by its folder and what was needed."""
+    a = without_checksums(tmp_path / "a.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000)})
+    in_deflated_records(tmp_path / "b.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000).t()})
+    assert status(a, tmp_path / "b.pt", "-q") == 1
+    done = ckptconv_with_small_files(100_000, "diff", a, tmp_path / "b.pt", "-q", TMPDIR=str(tmp_path))
+    assert done.returncode == 2
+    said = done.stderr
+    assert said.startswith(f"ckptconv: {tmp_path}: a deflated part of {tmp_path}/b.pt cannot be inflated there ")
+    assert "expected 4,000,000 bytes for a while, got File too large" in said and "set TMPDIR" in said
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ckptconv.OutputError, match=r"No such file.*set TMPDIR"):
+        ckptconv.diff(a, tmp_path / "b.pt")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing is free
+    with pytest.raises(ckptconv.OutputError, match=r"too little free space .*4,000,000.*got 0 bytes"):
+        ckptconv.diff(a, tmp_path / "b.pt")
+
+
+def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of different lengths meet in each pair of their places, once; what would take forever is refused."""
+
+    def ring(n: int) -> list[Any]:
+        links: list[list[Any]] = [[] for _ in range(n)]
+        for i, link in enumerate(links):
+            link.append(links[(i + 1) % n])
+        return links[0]
+
+    a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), ring(n)]) for n in (61, 67))
+    assert ckptconv.diff(a, b).same
+    for limit in ("_STEPS", "_STEPS_EACH"):
+        monkeypatch.setattr(f"ckptconv.inspection.comparison.pairing.{limit}", 1)
+    assert ckptconv.diff(a, a).same
+    with pytest.raises(ckptconv.LimitError, match="would take too long"):
+        ckptconv.diff(a, b)
+
+
+def test_a_long_text_in_many_places_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
+    """So that a small file cannot make a large one be read over and over."""
+    text = "x" * 1_000_000
+    a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), *[text] * 200]) for n in "ab")
+    assert ckptconv.diff(a, b).same
+    assert sum(length for name, length in reads if name == "a.pt") < 5_000_000
+
+
+def test_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No literal that JSON does not have; the versioned fields; integers for sizes."""
+    a = saved(tmp_path / "a.pt", {"w": torch.tensor([1.0, float("nan")]), "x": torch.ones(2), "e": float("nan")})
+    b = saved(tmp_path / "b.pt", {"w": torch.tensor([float("inf"), float("nan")]), "y": torch.ones(2), "e": 1})
+    assert status(a, b, "--json") == 1
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (
+        found["schema_version"] == 1
+        and found["same"] is False
+        and found["tensors"] == 1
+        and found["nbytes"] == 8
+        and found["near"] == 0
+    )
+    assert found["differing"] == [
+        {
+            "path": "w", "dtype": None, "shape": None, "device": None, "requires_grad": None, "class_name": None, "made_of": None,
+            "values": {"elements": 2, "differing": 1, "not_finite": 1, "largest": 0.0, "largest_relative": 0.0}, "rng_state": False,
+        }
+    ]  # fmt: skip
+    assert found["only_in_a"] == [{"path": "x", "dtype": "float32", "shape": [2], "nbytes": 8, "tied_to": None}]
+    assert found["others"] == [{"path": "e", "a": "nan", "b": "1"}]
+    assert status(a, b, "--json", "-q") == 1 and json.loads(capsys.readouterr().out) == found
+    c, d = saved(tmp_path / "c.pt", {"w": torch.ones(1)}), saved(tmp_path / "d.pt", {"w": torch.zeros(1)})
+    assert status(c, d, "--json") == 1
+    (only,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["differing"]
+    assert only["values"]["largest_relative"] == "inf"
+
+
+def example(tmp_path: Path) -> Difference:
+    """Something of everything."""
+    state = OrderedDict((f"layers.{i}.{part}", torch.full((2, 2), float(i))) for i in range(12) for part in ("weight", "bias"))  # fmt: skip
+    other = OrderedDict((name, tensor + 1e-3) for name, tensor in state.items() if name != "layers.11.bias")
+    other["layers.0.bias"] = other["layers.0.bias"].bfloat16()
+    other["layers.1.bias"] = torch.zeros(3)
+    other["layers.2.weight"][0, 0] = float("nan")
+    other["layers.3.weight"].fill_(float("inf"))
+    other["layers.9.weight"][1] += 1
+    steps, states = torch.tensor(1000), [torch.Generator().manual_seed(seed).get_state() for seed in (0, 1)]
+    other["a\x1b[31mname.that.is.longer.than.most." + "self_attn.projection." * 3 + "weight"] = torch.ones(2, 3)
+    saved(
+        tmp_path / "a.pt",
+        {
+            "model": state,
+            "epoch": 1,
+            "args": {"lr": 0.1},
+            "tied": [state["layers.0.weight"]],
+            "steps": steps,
+            "rng_state": states[0],
+        },
+    )
+    saved(
+        tmp_path / "b.pt",
+        {
+            "model": other,
+            "epoch": 2,
+            "args": [],
+            "tied": [other["layers.0.weight"]],
+            "steps": steps * 2,
+            "rng_state": states[1],
+        },
+    )
+    found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    return Difference(**{**vars(found), "a": "a.pt", "b": "b.pt"})
+
+
+@pytest.mark.parametrize(("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))])  # fmt: skip
+def test_text(name: str, look: Style, tmp_path: Path) -> None:
+    """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its cursor."""
+    lines = list(difference_lines(example(tmp_path), look))
+    assert "\n".join([*lines, ""]) == (GOLDEN / f"diff_{name}.txt").read_text()
+    assert all(line.isprintable() for line in lines)
+    assert look.width is None or max(map(len, lines)) <= look.width
+
+
+def test_text_of_what_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and what is only believed; a pipe and -v list everything where there is something; -q nothing."""
+    a, b = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}), saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)})  # fmt: skip
+    assert status(a, a) == 0 and capsys.readouterr().out == (
+        "the same: 1 tensor, 4 kB\n  note          1 storage has equal checksums in both files and was not read\n"
+    )
+    assert status(without_checksums(tmp_path / "c.pt", {"w": torch.zeros(1000)}), a) == 0
+    assert capsys.readouterr().out == "the same: 1 tensor, 4 kB\n"
+    assert status(a, a, "--names-only") == 0 and capsys.readouterr().out == "the same: 1 name\n"
+    assert status(a, b) == 1 and len((piped := capsys.readouterr().out).splitlines()) > 60
+    assert status(a, b, "-v") == 1 and capsys.readouterr().out == piped
+    found = ckptconv.diff(a, b)
+    lines = list(difference_lines(found, Style(width=80)))
+    assert len(lines) < 20 and "    … 52 more (-v lists all)" in lines
+    assert len(list(difference_lines(found, Style(width=80), everything=True))) > 60
+    assert status(a, b, "-q") == 1 and capsys.readouterr().out == ""
+
+
+def test_the_answer_says_that_all_values_are_the_same(tmp_path: Path) -> None:
+    """Or within the tolerance, where other things differ; not where some were not compared, and not of names alone."""
+    state = {"w": torch.ones(2), "v": torch.ones(2), "n": torch.tensor(1)}
+    a = saved(tmp_path / "a.pt", state)
+
+    def answer(name: str, value: Any, **keywords: Any) -> str:
+        b = saved(tmp_path / "b.pt", {**state, name: value})
+        found = ckptconv.diff(a, b, **keywords)
+        return next(difference_lines(found, names_only=keywords.get("names_only", False)))
+
+    near = torch.full((2,), 1.001)
+    assert answer("w", torch.ones(2).half()) == "different: dtype of 1 tensor; all values equal; 3 tensors in both"
+    within = "different: dtype of 1 tensor; all values within the tolerance; 3 tensors in both"
+    assert answer("w", near.half(), rtol=0.1) == within
+    assert answer("epoch", 3) == "different: 1 other thing; all values equal; 3 tensors in both"
+    for value in (torch.zeros(2), torch.ones(3)):
+        assert "all values" not in answer("w", value)
+    assert "all values" not in answer("more", torch.ones(1), names_only=True)
+    saved(a, {**state, "w": near})
+    assert answer("v", torch.ones(2).double(), rtol=0.1) == within
+
+
+def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
+    """NaN where the other side has none first, then the largest difference, whole numbers after all floats, the state of a random generator last, and without a distance."""
+    rng = torch.get_rng_state()
+    ones = {name: torch.ones(2) for name in ("far", "near", "nan")}
+    state = {"n": torch.tensor(1), "rng_state": rng, **ones}
+    other = {
+        "n": torch.tensor(100), "rng_state": rng ^ 255,
+        "far": torch.full((2,), 9.0), "near": torch.full((2,), 1.5), "nan": torch.tensor([1.0, float("nan")]),
+    }  # fmt: skip
+    found = ckptconv.diff(saved(tmp_path / "a.pt", {"rng": state}), saved(tmp_path / "b.pt", {"rng": other}))
+    assert {each.path for each in found.differing if each.rng_state} == {"rng/rng_state"}
+    lines = list(difference_lines(found))
+    at = next(i for i, line in enumerate(lines) if line.startswith("  values"))
+    assert lines[at + 1 :] == [
+        "    rng/nan  1 of 2  NaN or infinite on one side", "    rng/far  2 of 2  8  0.889", "    rng/near  2 of 2  0.5  0.333",
+        "    rng/n  1 of 1  99  0.99", "    rng/rng_state  state differs",
+    ]  # fmt: skip
+
+
+def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
+    """They are a TypeError, before a file is opened; errors speak of keywords."""
+    with pytest.raises(TypeError, match="names_only"):
+        ckptconv.diff("a", "b", names_only="yes")  # type: ignore[arg-type]
+    for wrong in ("x", None, True):
+        with pytest.raises(TypeError, match="rtol must be a number"):
+            ckptconv.diff("a", "b", rtol=wrong)  # type: ignore[arg-type]
+    a = saved(tmp_path / "a.pt", {"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(1)}})
+    save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(ckptconv.RefusedError, match="select='x'"):
+        ckptconv.diff(a, tmp_path / "b.safetensors")
+    with pytest.raises(
+        ckptconv.RefusedError,
+        match="say which with select=PATH; if the other file has nothing there, give this one first",
+    ):
+        ckptconv.diff(tmp_path / "b.safetensors", a)
+    assert ckptconv.diff(a, tmp_path / "b.safetensors", select="x").same
+
+
+def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
+    """Its tensors and bytes are those of the file that torch wrote."""
+    obj = {"w": torch.arange(5.0), "b": b"\0\xff", "big": b"\1\xfe" * 50_000, "set": {1, "a"}, "array": bytearray(b"xy")}  # fmt: skip
+    a = saved(tmp_path / "a.pt", obj, pickle_protocol=4)
+    for protocol in (2, 4, 5):
+        (tmp_path / "b.pkl").write_bytes(pickle.dumps(obj, protocol))
+        assert ckptconv.diff(a, tmp_path / "b.pkl").same, protocol

@@ -1,0 +1,705 @@
+"""What ``inspect`` says is wrong, and that each command it prints mends it; torch is the judge of what loads."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pickle
+import shlex
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckptconv.byteranges.sources import Source
+from ckptconv.cli.main import main
+from ckptconv.formats import opening
+from ckptconv.inspection import summary
+from ckptconv.inspection.diagnosis.findings import Advice
+from ckptconv.inspection.diagnosis.host import Host
+from ckptconv.inspection.summary import Summary, inspect
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+BARE = Host()
+TWO = Host(2)
+
+
+def look(path: Path | str, machine: Host = BARE) -> Summary:
+    with Source(path) as source:
+        return summary.summarize(opening.read(source), machine)
+
+
+def loads(path: Path | str) -> bool:
+    """Whether a plain torch.load takes it, whatever this machine has."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of protocols
+            torch.load(path, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def kinds(found: Summary) -> list[str]:
+    return [finding["kind"] for finding in found["findings"]]
+
+
+def only(found: Summary, kind: str) -> Advice:
+    (finding,) = (finding for finding in found["findings"] if finding["kind"] == kind)
+    return finding
+
+
+def run(command: str | None) -> Path:
+    """Type COMMAND here; the file that it wrote."""
+    assert command is not None
+    program, *words = shlex.split(command)
+    assert program == "ckptconv"
+    before = set(Path.cwd().iterdir())
+    assert main(words) == 0, command
+    (made,) = set(Path.cwd().iterdir()) - before
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are typed in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
+    """The file that the command for KIND made of PATH, of which nobody complains so any more."""
+    made = run([f["command"] for f in look(path, machine)["findings"] if f["kind"] == kind][-1])
+    assert kind not in kinds(look(made, machine))
+    return made
+
+
+def linear(prefix: str = "", device: str | None = None) -> OrderedDict[str, torch.Tensor]:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    state = net.state_dict()
+    renamed = OrderedDict((prefix + name, tensor) for name, tensor in state.items())
+    renamed._metadata = state._metadata  # type: ignore[attr-defined]
+    return renamed
+
+
+# Devices
+
+
+def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
+    """torch stops where no GPU is, and loads what the command made."""
+    found = look(fixtures / "cuda0.pt")
+    finding = only(found, "device")
+    assert finding["blocks"]
+    assert not found["loads_here"]
+    assert finding["text"] == ("11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU")
+    assert finding["command"] == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="Attempting to deserialize object"):
+            torch.load(fixtures / "cuda0.pt")
+    made = mended(fixtures / "cuda0.pt", "device")
+    assert look(made)["loads_here"]
+    assert loads(made)
+    assert look(fixtures / "cuda0.pt", Host(1))["loads_here"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "machine", "flags"),
+    [
+        (["cuda:3"], TWO, "--map cuda:3=cuda:0"),
+        (["cuda:1", "cuda:2", "cuda:3"], TWO, "--map cuda:2=cuda:0 --map cuda:3=cuda:0"),
+        (["cuda:0", "mps"], TWO, "--map mps=cpu"),
+        (["cuda:0", "mps"], BARE, "--to cpu"),
+        (["mps"], BARE, "--to cpu"),
+        (["cuda:0"], Host(mps=True), "--to cpu"),
+        (["cuda:0", "mps"], Host(mps=True), "--map cuda:0=cpu"),
+        (["cuda:0", "xpu:1"], BARE, "--map cuda:0=cpu"),
+        (["cpu:0", "cpu"], BARE, "--to cpu"),
+        (["odd=tag"], TWO, "--to cpu"),
+    ],
+)
+def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: str) -> None:
+    """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices, the command runs."""
+    zoo.save({str(i): torch.ones(i + 1) for i in range(len(tags))}, "m.pt", tags)
+    found = look("m.pt", machine)["findings"]
+    assert shlex.split(str(found[0]["command"]))[4:] == flags.split()
+    made = run(found[0]["command"])
+    assert [f for f in look(made, machine)["findings"] if f["kind"] == "device" and f["text"] == found[0]["text"]] == []
+
+
+def test_devices_of_which_nobody_can_tell() -> None:
+    """Other accelerators, and GPUs under WSL: whether it loads here is left open, with a line and a way out."""
+    zoo.save({"a": torch.ones(1), "b": torch.ones(2)}, "m.pt", ["xpu:1", "cuda:0"])
+    for machine, tags in ((Host(None), "cuda:0, xpu:1"), (Host(1), "xpu:1")):
+        found = look("m.pt", machine)
+        assert found["loads_here"] is None
+        assert tags in only(found, "device")["text"]
+        Path(mended("m.pt", "device", machine)).unlink()
+
+
+def test_ties_count_once_and_absurd_tags_are_read() -> None:
+    """A tensor under two names is one; an index of 5,000 digits is no device."""
+    w = torch.ones(1)
+    zoo.save({"a": w, "b": w}, "m.pt", ["cuda:0"])
+    assert only(look("m.pt"), "device")["text"].startswith("1 tensor is on cuda:0 (a),")
+    zoo.save({"a": w}, "n.pt", ["cuda:" + "9" * 5000])
+    assert not look("n.pt", TWO)["loads_here"]
+
+
+def test_no_torch_is_needed(fixtures: Path) -> None:
+    """The machine is looked at without torch, and inspect says what a plain load would do here."""
+    assert inspect(fixtures / "cuda0.pt")["loads_here"] == torch.cuda.is_available()
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("prefix", "flags"),
+    [
+        ("module.", ["--strip-prefix", "module."]),
+        ("_orig_mod.", ["--strip-prefix", "_orig_mod."]),
+        ("module._orig_mod.", ["--unwrap"]),
+        ("_orig_mod.module.", ["--unwrap"]),
+        ("_forward_module._fsdp_wrapped_module.", ["--unwrap"]),
+        ("layers.0._checkpoint_wrapped_module.", ["--unwrap"]),
+        ("module.a._orig_mod._fsdp_wrapped_module.b.", ["--unwrap"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("format", ["pt", "safetensors"])
+def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
+    """In the order in which they were put on; the plain model loads the rest, in both formats."""
+    state = linear(prefix)
+    if format == "pt":
+        torch.save({"model": state, "epoch": 1}, "m.pt")
+    else:
+        save_file(state, "m.safetensors")
+    found = look(f"m.{format}")
+    assert found["loads_here"]
+    assert kinds(found) == ["prefix"]
+    assert shlex.split(str(only(found, "prefix")["command"]))[4:] == flags
+    made = mended(f"m.{format}", "prefix")
+    got = torch.load(made)["model"] if format == "pt" else load_file(made)
+    plain = "layers.0." if prefix.startswith("layers") else "a.b." if ".a." in prefix else ""
+    assert set(got) == set(linear(plain))
+    if not plain:
+        nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).load_state_dict(got)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_real_wrappers() -> None:
+    """What torch's own wrappers call their names is recognised; AveragedModel's counter stays."""
+    net = nn.Sequential(nn.Linear(2, 2))
+    torch.save(nn.DataParallel(torch.compile(net)).state_dict(), "a.pt")
+    net.load_state_dict(torch.load(mended("a.pt", "prefix")))
+    torch.save(torch.optim.swa_utils.AveragedModel(net).state_dict(), "b.pt")
+    assert set(torch.load(mended("b.pt", "prefix"))) == {"0.weight", "0.bias", "n_averaged"}
+
+
+def test_module_comes_off_once() -> None:
+    """A model can have a module called module: of two, one is stripped."""
+    torch.save({f"module.module.{i}": torch.ones(1) for i in range(2)}, "m.pt")
+    assert "may be the model's own" in only(look("m.pt"), "prefix")["text"]
+    assert only(look("m.pt"), "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
+    assert list(torch.load(run(only(look("m.pt"), "prefix")["command"]))) == ["module.0", "module.1"]
+
+
+def test_a_command_that_would_do_harm_is_not_printed() -> None:
+    """Where two names would become one, or another state dict has a module of that name, there is a line and no command."""
+    torch.save({"_orig_mod.a": torch.ones(1), "a": torch.ones(2)}, "m.pt")
+    assert only(look("m.pt"), "prefix")["command"] is None
+    torch.save({"one": {"module.a": torch.ones(1)}, "two": {"module.b": torch.ones(1), "c": torch.ones(1)}}, "m.pt")
+    assert only(look("m.pt"), "prefix")["command"] is None
+
+
+def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
+    """nn.DataParallel around some parts: one --rename for all, never in the remedy, since it may be the model's own."""
+    found = look(fixtures / "dataparallel_features.pt")
+    assert kinds(found) == ["device", "inner-prefix"]
+    assert shlex.split(str(only(found, "inner-prefix")["command"]))[-3:] == [
+        "--rename",
+        r"^features\.module\.",
+        "features.",
+    ]
+    assert found["remedy"] is None
+    torch.save({f"{p}.module.0.w": torch.ones(1) for p in ("net.encoder", "head")} | {"b": torch.ones(1)}, "m.pt")
+    made = mended("m.pt", "inner-prefix")
+    assert list(torch.load(made)) == ["net.encoder.0.w", "head.0.w", "b"]
+
+
+class Wrapped(nn.Module):
+    """A genuine submodule called module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+HEALTHY: dict[str, Any] = {
+    "empty": {},
+    "tensor": torch.ones(2),
+    "linear": nn.Linear(2, 2).state_dict(),
+    "list of wrappers": nn.ModuleDict({"hidden": nn.ModuleList([Wrapped(), Wrapped()]), "out": Wrapped()}).state_dict(),
+    "a module beside others": nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)}).state_dict(),
+    "a name that only looks like it": {"my_module.w": torch.ones(1), "x_orig_mod.w": torch.ones(1), "modules.w": torch.ones(1)},
+    "a list of deeper wrappers": {f"hidden.{i}.module.attention.weight": torch.ones(1) for i in range(2)},
+    "a large view beside more": {"a": torch.ones(400_000)[:10], "b": torch.ones(1_000_000)},
+    "a small view": {"a": torch.ones(1000)[:3]},
+    "two halves": dict(enumerate(torch.ones(600_000).chunk(2))),
+    "training": {
+        "model": nn.Linear(2, 2).state_dict(), "optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict(), "rng": torch.get_rng_state(),
+        "device": torch.device("cuda:0"), "where": "cuda:0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_wrong_with_healthy_files(name: str) -> None:
+    """No finding, no remedy, and torch loads it."""
+    torch.save(HEALTHY[name], "m.pt")
+    found = look("m.pt")
+    assert (found["findings"], found["remedy"], found["loads_here"]) == ([], None, True)
+    assert loads("m.pt")
+
+
+@pytest.mark.parametrize("name", ["cpu.pt", "resnet18.pt"])
+def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> None:
+    assert look(fixtures / name)["findings"] == []
+
+
+# Code
+
+
+class Unknown:
+    """What torch's safe loader does not know."""
+
+
+class Other(Unknown):
+    """Another one."""
+
+
+def test_code_beside_a_state_dict(fixtures: Path) -> None:
+    """Each class has a line with its place; the state dict alone loads."""
+    obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
+    torch.save(obj, "m.pt")
+    found = look("m.pt")
+    assert [f["text"].partition(" refuses ")[2] for f in found["findings"]] == [
+        "argparse.Namespace, at args",
+        f"{__name__}.Unknown, at cls and 2 more places; the state dict alone loads (68 of 68 bytes)",
+    ]
+    assert [f["command"] for f in found["findings"]] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
+    assert not loads("m.pt")
+    assert loads(mended("m.pt", "code"))
+    torch.save({"model": linear(), "log": [Unknown()], "deeper": [[Unknown]]}, "m.pt")
+    assert "Unknown, at log[0] and 1 more place;" in only(look("m.pt"), "code")["text"]
+
+
+def test_many_classes_are_three_lines_and_one() -> None:
+    """The rest is counted, and only the last line has the command."""
+    torch.save({"state_dict": linear(), "x": [Unknown(), Other(), argparse.Namespace(), frozenset(), range(3)]}, "m.pt")
+    code = [f for f in look("m.pt")["findings"] if f["kind"] == "code"]
+    assert [f["command"] is None for f in code] == [True, True, True, False]
+    assert (
+        code[3]["text"]
+        == "and 2 more like that: builtins.frozenset, builtins.range; the state dict alone loads (68 of 68 bytes)"
+    )
+    assert loads(mended("m.pt", "code"))
+
+
+def test_the_largest_part_that_loads() -> None:
+    """With several state dicts the larger; without any the part with most of the bytes, but no small one."""
+    small, large = {"w": torch.ones(2)}, {"w": torch.ones(200)}
+    torch.save({"a": small, "b": large, "args": Unknown()}, "m.pt")
+    assert str(only(look("m.pt"), "code")["command"]).endswith("m-part.pt --select b")
+    assert list(torch.load(mended("m.pt", "code"))) == ["w"]
+    Path("m-part.pt").unlink()
+    torch.save({"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(2), "args": Unknown()}, "m.pt")
+    assert loads(mended("m.pt", "code"))
+    assert "data alone loads (36 of 44 bytes)" in only(look("m.pt"), "code")["text"]
+    torch.save({"x": [torch.ones(9), Unknown()], "y": torch.ones(1)}, "m.pt")
+    assert str(only(look("m.pt"), "code")["command"]).endswith("--select 'x[0]'")
+    torch.save({"x": {"w": torch.ones(1), "args": Unknown()}, "y": [torch.ones(1), Unknown()]}, "m.pt")
+    assert only(look("m.pt"), "code")["command"] is None
+
+
+def fresh() -> nn.Module:
+    return nn.Sequential(OrderedDict(body=zoo.Net(), norm=nn.BatchNorm1d(2), drop=nn.Dropout()))
+
+
+def takes(path: Path, prefix: str = "") -> None:
+    """Fail unless torch's safe loader gives what the plain model loads, on the CPU."""
+    state = torch.load(path, weights_only=True)
+    assert all(name.startswith(prefix) for name in state)
+    fresh().load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, strict=True)
+
+
+@pytest.mark.parametrize("where", ["root", "model", "ema", "list"])
+def test_a_pickled_module_gives_its_state_dict(where: str) -> None:
+    """The class is in the way, and the last line has the command for the weights."""
+    torch.save(
+        {
+            "root": fresh(),
+            "model": {"model": fresh(), "x": 1},
+            "ema": {"model": None, "ema": fresh()},
+            "list": [fresh(), 1],
+        }[where],
+        "m.pt",
+    )
+    code = [f for f in look("m.pt")["findings"] if f["kind"] == "code"]
+    path = {"root": ".", "model": "model", "ema": "ema", "list": "[0]"}[where]
+    assert code[0]["text"] == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
+    what = "it" if path == "." else path
+    assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1]["text"]
+    assert code[-1]["command"] == "ckptconv convert m.pt m-weights.pt --state-dict"
+    assert look("m.pt")["remedy"] is None
+    takes(mended("m.pt", "code"))
+
+
+def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
+    """The state dict, without the wrapper's prefix, on the CPU; each of the other commands does its part."""
+    zoo.save({"epoch": 1, "model": nn.DataParallel(fresh())}, "m.pt", ["cuda:1"])
+    found = look("m.pt")
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
+    takes(run(found["remedy"]))
+    assert only(found, "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --state-dict --strip-prefix module."
+    assert "prefix" not in kinds(look(run(only(found, "prefix")["command"])))
+    assert not look(run(only(found, "device")["command"]))["loads_here"]
+    zoo.save(torch.compile(fresh()), "c.pt", ["cuda:0"])
+    assert look("c.pt")["remedy"] == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
+    takes(run(look("c.pt")["remedy"]))
+
+
+def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
+    """nn.DataParallel inside: the command takes the state dict and renames."""
+    net = fresh()
+    net.body = nn.DataParallel(net.body)
+    torch.save(net, "m.pt")
+    command = only(look("m.pt"), "inner-prefix")["command"]
+    assert command is not None and "--state-dict --rename" in command
+    takes(mended("m.pt", "inner-prefix"))
+
+
+def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
+    """None has a usual name."""
+    zoo.save({"critic": nn.Linear(2, 2), "actor": fresh()}, "m.pt", ["cuda:0"])
+    found = look("m.pt")
+    code = [f for f in found["findings"] if f["kind"] == "code"][-1]
+    assert code["command"] == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select actor --state-dict --to cpu"
+    takes(run(found["remedy"]))
+
+
+def test_a_module_whose_tensors_need_code_has_no_command() -> None:
+    """A tensor subclass stays what it is in a state dict, so its class would still be in the way."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
+    torch.save(net, "m.pt")
+    assert all(f["command"] is None for f in look("m.pt")["findings"] if f["kind"] == "code")
+    torch.save([Unknown()], "n.pt")
+    assert only(look("n.pt"), "code")["text"].endswith("load it where that code is installed, and save its tensors")
+
+
+def test_nothing_mends_it_all_where_something_stays() -> None:
+    """A whole model beside wrappers' names, and modules that give nothing: no command is said to mend more than it does."""
+    zoo.save({"model": zoo.module(), "ema": linear("module.")}, "m.pt", ["cuda:0"])
+    assert look("m.pt")["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
+    assert loads(run(look("m.pt")["remedy"]))
+    zoo.save([Unknown(), [nn.ReLU(), zoo.Config(weight=torch.ones(1))]], "o.pt", ["cuda:0", "xpu:1"])
+    assert look("o.pt")["remedy"] is None
+
+
+def test_each_command_writes_a_file_of_its_own() -> None:
+    """Where two commands are different, so are the files that they write."""
+    training("cuda:3", rng_state=torch.get_rng_state(), model=linear("module."))
+    for machine in (TWO, Host(None), Host(0)):
+        commands = {f["command"] for f in look("m.pt", machine)["findings"] if f["command"]}
+        assert len({command.split()[3] for command in commands}) == len(commands)
+
+
+def test_tags_that_torch_does_not_restore() -> None:
+    """An index on the CPU, and devices that torch alone does not know, block whatever the machine has."""
+    for tag, words in (("cpu:0", "without an index"), ("foo:1", "does not know"), ("CUDA:0", "does not know")):
+        zoo.save({"a": torch.ones(1)}, "m.pt", [tag])
+        found = look("m.pt", TWO)
+        assert found["loads_here"] is False
+        assert words in only(found, "device")["text"]
+        with pytest.raises(RuntimeError):
+            torch.load("m.pt")
+        made = run(str(only(found, "device")["command"]))
+        assert torch.load(made)
+        Path(made).unlink()
+
+
+def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
+    """Five thousand unknown classes, each inside the next one's tuple, in an argument of a tensor: each is climbed from once."""
+    torch.save([torch.ones(1)], "m.pt")
+    reader, writer = torch._C.PyTorchFileReader("m.pt"), torch._C.PyTorchFileWriter("n.pt")
+    hooks, nested = b"ccollections\nOrderedDict\nq\t)Rq\n", b"N" + b"".join(b"cq\nA%d\n\x86" % i for i in range(5_000))
+    pickle = reader.get_record("data.pkl")
+    assert hooks in pickle
+    for name, record in (
+        ("data.pkl", pickle.replace(hooks, nested)),
+        ("byteorder", b"little"),
+        ("data/0", reader.get_record("data/0")),
+    ):
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    texts = [finding["text"] for finding in look("n.pt")["findings"]]
+    assert texts[-1].startswith("and 4,997 more like that")
+
+
+def test_places_inside_tensors_and_names() -> None:
+    """What stands in a tensor's arguments or in a key has the place of what holds it."""
+    torch.save({"w": zoo.subclass()["subclass"], zoo.Frozen(1, "b"): 1}, "m.pt")
+    texts = [f["text"] for f in look("m.pt")["findings"]]
+    assert any("zoo.AttributedTensor, at w" in text for text in texts)
+    assert any("zoo.Frozen, at /<1>" in text or "zoo.Frozen, at <1>" in text for text in texts), texts
+
+
+def test_protocol_4_is_written_again() -> None:
+    """Opcodes that the safe loader does not know are an obstacle, a newer protocol alone is none."""
+    state = {"a": linear(), "b": {1, 2}, "c": b"x"}
+    torch.save(state, "four.pt", pickle_protocol=4)
+    assert only(look("four.pt"), "opcodes")["blocks"]
+    assert not loads("four.pt")
+    assert loads(mended("four.pt", "opcodes"))
+    torch.save(linear(), "three.pt", pickle_protocol=3)
+    assert not only(look("three.pt"), "opcodes")["blocks"]
+    assert loads("three.pt")
+    mended("three.pt", "opcodes")
+    torch.save(linear(), "one.pt", pickle_protocol=1)
+    assert only(look("one.pt"), "opcodes")["text"].endswith("which pickle protocol 0 or 1 uses")
+    torch.save({"a": linear(), "b": Unknown()}, "both.pt", pickle_protocol=4)
+    assert kinds(look("both.pt")) == ["code"]
+    assert loads(mended("both.pt", "code"))
+
+
+def test_a_dangerous_file_has_no_command() -> None:
+    """Whatever else is wrong with it: do not load it."""
+    with zipfile.ZipFile("m.pt", "w") as archive:
+        archive.writestr("m/data.pkl", pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2))
+        archive.writestr("m/version", b"3\n")
+    found = look("m.pt")
+    assert kinds(found) == ["dangerous"]
+    assert "builtins.eval" in found["findings"][0]["text"]
+    assert (found["findings"][0]["command"], found["remedy"], found["loads_here"]) == (None, None, False)
+
+
+# Storages, optimizers, generators
+
+
+def test_views_of_large_storages() -> None:
+    """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
+    large = torch.zeros(1_000_000)
+    torch.save({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1}, "m.pt")
+    assert "3,999,960 of 4,000,012 stored bytes" in only(look("m.pt"), "views")["text"]
+    assert mended("m.pt", "views").stat().st_size < 5000
+    torch.save({"model": {"b": torch.ones(3)}, "batch": [large[:10]]}, "n.pt")
+    assert mended("n.pt", "views").stat().st_size < 5000
+    deflated = zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED)
+    with deflated, zipfile.ZipFile("n.pt") as stored:
+        for name in stored.namelist():
+            deflated.writestr(name, stored.read(name))
+    assert only(look("d.pt"), "views")["command"] is None
+    torch.save({"model": {"a": large[:10]}, "all": large}, "o.pt")
+    assert "views" not in kinds(look("o.pt"))
+    torch.save({"model": {"a": large[:10]}, "all": large._typed_storage()}, "p.pt")
+    assert "views" not in kinds(look("p.pt"))
+
+
+def test_ties_that_safetensors_refuses(fixtures: Path) -> None:
+    """The library refuses the state dict, the command's output has it; what shares a storage and no byte is no tie."""
+    torch.save({"a": (w := torch.ones(4)), "b": w, "c": torch.ones(8)[2:6], "d": w.view(2, 2)[1]}, "m.pt")
+    assert "(a and b, a and d)" in only(look("m.pt"), "ties")["text"]
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(torch.load("m.pt"), "x.safetensors")
+    assert set(load_file(mended("m.pt", "ties"))) == {"a", "c", "d"}
+    mended(fixtures / "tied.pt", "ties")
+    torch.save(dict(zip("ab", torch.ones(4).chunk(2), strict=True)), "n.pt")
+    assert look("n.pt")["findings"] == []
+    torch.save({"a": (z := torch.ones(4, dtype=torch.complex128)), "b": z}, "o.pt")
+    assert look("o.pt")["findings"] == []  # safetensors could not hold it anyway
+
+
+def training(tag: str, **more: Any) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    zoo.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, "m.pt", [tag])
+
+
+def test_an_optimizer_on_one_gpu() -> None:
+    """Every process would load it there; on the CPU, or spread over two GPUs, it is well."""
+    training("cuda:0")
+    finding = only(look("m.pt", TWO), "optimizer")
+    assert not finding["blocks"]
+    assert "the state of optimizer is on cuda:0" in finding["text"]
+    assert finding["command"] == "ckptconv convert m.pt m-resume.pt --map cuda:0=cpu"
+    mended("m.pt", "optimizer", TWO)
+    training("cpu")
+    assert look("m.pt")["findings"] == []
+    zoo.save({"state": {0: torch.ones(1), 1: torch.ones(2)}, "param_groups": []}, "n.pt", ["cuda:0", "cuda:1"])
+    assert look("n.pt", TWO)["findings"] == []
+
+
+def test_states_of_generators_on_a_gpu() -> None:
+    """torch.set_rng_state refuses them; the command brings them to the CPU."""
+    zoo.save({"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, "m.pt", ["cuda:0"])
+    assert "(rng_state)" in only(look("m.pt", TWO), "rng")["text"]
+    torch.set_rng_state(torch.load(mended("m.pt", "rng", TWO))["rng_state"])
+
+
+# Commands and the remedy
+
+
+def test_one_remedy_for_several_complaints() -> None:
+    """What each of several commands does, in one; what the part that is taken has not is not asked for."""
+    net = {f"module.{name}": tensor for name, tensor in linear().items()}
+    training("cuda:0", args=Unknown(), state_dict=net, rng_state=torch.get_rng_state())
+    found = look("m.pt")
+    assert kinds(found) == ["device", "code", "prefix", "optimizer", "rng"]
+    assert found["findings"][1]["command"] == "ckptconv convert m.pt m-part.pt --select state_dict"
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select state_dict --strip-prefix module. --to cpu"
+    made = run(found["remedy"])
+    assert look(made)["findings"] == []
+    assert loads(made)
+    training("cuda:3", rng_state=torch.get_rng_state())
+    assert look("m.pt", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --to cpu"
+    training("cuda:3")
+    assert look("m.pt", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --map cuda:3=cpu"
+    torch.save({"model": linear(), "ema": net, "args": Unknown()}, "o.pt")
+    assert kinds(look("o.pt")) == ["code", "prefix"]
+    assert look("o.pt")["remedy"] is None
+    torch.save(linear("module."), "n.pt", pickle_protocol=4)
+    assert look(run(look("n.pt")["remedy"]))["findings"] == []
+
+
+def pickled(obj: Any, tag: str) -> None:
+    with zoo.tagging([tag]), Path("m.pkl").open("wb") as file:
+        pickle.dump(obj, file)
+
+
+def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
+    """A container or opcodes: the command for the device, or the one for all, mends them too. They have one of their own where no other writes the whole file, or nobody knows whether it is needed."""
+    torch.save(linear(), "four.pt", pickle_protocol=4)
+    zoo.save(linear(), "four_cuda.pt", ["cuda:0"], pickle_protocol=4)
+    zoo.save(
+        {"a": torch.ones(2, dtype=torch.float8_e5m2)}, "old_cuda.pt", ["cuda:0"], _use_new_zipfile_serialization=False
+    )
+    pickled(linear(), "cuda:0")
+    for name, kind in (("m.pkl", "pickle"), ("four_cuda.pt", "opcodes"), ("old_cuda.pt", "legacy")):
+        found = look(name)
+        assert (only(found, kind)["blocks"], only(found, kind)["command"], found["remedy"]) == (True, None, None)
+        assert kind not in kinds(look(made := mended(name, "device")))
+        assert loads(made)
+        assert only(look(name, TWO), kind)["command"].split()[4:] == []  # type: ignore[union-attr]
+    pickled(linear("module."), "cpu")
+    found = look("m.pkl")
+    assert only(found, "pickle")["command"] is None
+    assert look(run(found["remedy"]))["findings"] == []
+    pickled(linear(), "xpu:1")
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    net = fresh()
+    net.body = nn.DataParallel(net.body)
+    pickled(net.state_dict(), "cpu")
+    assert kinds(look("m.pkl")) == ["pickle", "inner-prefix"]
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    pickled({"model": linear(), "args": Unknown()}, "cpu")
+    assert only(look("m.pkl"), "code")["command"] == "ckptconv convert m.pkl m-weights.pt --state-dict"
+    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+
+
+def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
+    assert look(fixtures / "cuda0.pt")["remedy"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("m.pth.tar", "m-cpu.pth.tar"), ("pytorch_model.bin", "pytorch_model-cpu.bin"), ("m", "m-cpu.pt"), ("epoch=3.x", "epoch=3.x-cpu.pt"), ("M.PT", "M-cpu.PT"),
+        ("-m.pt", "./-m-cpu.pt"), ("it's a $HOME;.pt", "it's a $HOME;-cpu.pt"), ("m.safetensors", "m-cpu.pt"), ("~.pt", "~-cpu.pt"), ("m-cpu.pt", "m-cpu-cpu.pt"),
+    ],
+)  # fmt: skip
+def test_commands_run_as_typed(name: str, target: str) -> None:
+    """Whatever the file is called; the output has a name of its own and the source's suffix."""
+    zoo.save({"a": torch.ones(1)}, Path(name), ["cuda:0"])
+    command = look(f"./{name}" if name.startswith("-") else name)["findings"][0]["command"]
+    assert shlex.split(str(command))[3] == target
+    assert run(command).name == Path(target).name
+
+
+def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
+    """In the shell's own escapes: bash gives the words back."""
+    zoo.save({"a": torch.ones(1)}, Path("a\nb.pt"), ["cuda:0"])
+    command = str(look("a\nb.pt")["findings"][0]["command"])
+    assert command.isprintable()
+    out = subprocess.run(["bash", "-c", f'printf "%s\\0" {command}'], capture_output=True, text=True, check=True).stdout
+    words = out.split("\0")[:-1]
+    assert words[:4] == ["ckptconv", "convert", "a\nb.pt", "a\nb-cpu.pt"]
+    assert main(words[1:]) == 0
+
+
+def test_torch_is_not_imported(fixtures: Path) -> None:
+    """Nor by the diagnosis of the file that has most to say."""
+    code = f"import sys, ckptconv; print(len(ckptconv.inspect({str(fixtures / 'training.pt')!r})['findings']), 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split()[1] == "False"
+    assert int(out.split()[0]) >= 2
+
+
+# Everything that people save, and strangers' files
+
+
+def check_every_command(path: Path | str) -> Summary:
+    """Each command of PATH runs, and nobody complains so any more; what it says of loading is what torch does."""
+    found = look(path)
+    if not torch.cuda.is_available():
+        assert found["loads_here"] == loads(path), (path, found["findings"])
+    for finding in found["findings"]:
+        if finding["command"]:
+            made = run(finding["command"])
+            left = look(made)
+            assert finding["kind"] not in kinds(left), (finding, left["findings"])
+            if finding["kind"] == "code" and "device" not in kinds(left):
+                assert loads(made), finding
+            made.unlink()
+    if found["remedy"]:
+        made = run(found["remedy"])
+        gone = {f["kind"] for f in found["findings"] if f["command"]} - {"inner-prefix", "views", "ties"}
+        assert gone.isdisjoint(kinds(look(made))), found["remedy"]
+        made.unlink()
+    return found
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> None:
+    """Objects of every kind with tags of every kind that a machine without a GPU can judge."""
+    if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
+        pytest.skip("needs a newer protocol")
+    for tags in (["cpu"], ["cpu", "cuda:0", "cuda:1"]):
+        zoo.save(zoo.ZOO[name](), "zoo.pt", tags, pickle_protocol=protocol)
+        check_every_command("zoo.pt")
+
+
+def test_every_command_mends_strangers_files(corpus: Path) -> None:
+    """All zips and safetensors files of the corpus: commands run, complaints go, and the verdict is torch's."""
+    with (corpus / "manifest.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["container"] in ("zip-pt", "safetensors")]
+    assert len(rows) > 30
+    seen: set[str] = set()
+    for row in rows:
+        path = corpus / row["path"]
+        if row["container"] == "safetensors":
+            assert look(path)["loads_here"]
+        else:
+            seen.update(kinds(check_every_command(path)))
+    assert seen == {"device", "code", "prefix", "optimizer", "ties"}

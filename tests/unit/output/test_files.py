@@ -1,0 +1,611 @@
+"""The writer: the target is the old file or the new one, whole, whatever happens; and the bytes are those of the plan, however they are moved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptconv import convert
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.spans import ByteRange, Inflate, OutFile
+from ckptconv.errors import (
+    CkptconvError,
+    InputChangedError,
+    InputError,
+    MalformedError,
+    OutputError,
+    RefusedError,
+    TargetExistsError,
+    UsageError,
+)
+from ckptconv.output import files as output_files
+from ckptconv.output import linux
+from ckptconv.output.transfer import Transfer
+from tests.support.judge import assert_same
+
+OLD = b"the old output"
+FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    """Five blocks and a bit of bytes, no two blocks alike."""
+    path = tmp_path / "src"
+    path.write_bytes(b"".join(i.to_bytes(3, "big") for i in range(7000)))
+    with Source(path) as source:
+        yield source
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """An old output, alone in its folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "dst").write_bytes(OLD)
+    return folder / "dst"
+
+
+def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
+    """Literals and ranges, one whose blocks lie in the target as in the source and one whose do not; and the bytes that they are."""
+    data = source.path.read_bytes()
+    pieces = (data[:100], ByteRange(source, 100, 15_000), b"between", ByteRange(source, 4096, 8192), b"end")
+    written = data[:15_100] + b"between" + data[4096:12_288] + b"end"
+    return OutFile(target, pieces, len(written)), written
+
+
+def write(source: Source, target: Path, **options: Any) -> bytes:
+    """Write the plan; what the target should then hold."""
+    file, written = plan(source, target)
+    output_files.write(file, source, **{"replace": True, "verify": False, **options})
+    return written
+
+
+def assert_untouched(target: Path) -> None:
+    assert target.read_bytes() == OLD
+    assert os.listdir(target.parent) == [target.name]
+
+
+def assert_one_line(error: Exception) -> None:
+    assert str(error).isprintable()
+
+
+# What is there already
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_pieces_become_the_file(source: Source, target: Path, replace: bool) -> None:
+    """The file is its pieces, progress counts its bytes, and nothing else is left in the folder."""
+    target.unlink()
+    counts: list[int] = []
+    written = write(source, target, replace=replace, progress=counts.append)
+    assert target.read_bytes() == written
+    assert sum(counts) == len(written)
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_existing_target_stays(source: Source, target: Path) -> None:
+    """Without leave to replace it, a file that is there stays as it is."""
+    with pytest.raises(TargetExistsError, match="--force"):
+        write(source, target, replace=False)
+    assert_untouched(target)
+
+
+def test_target_that_appears_meanwhile_stays(source: Source, target: Path) -> None:
+    """A file that somebody else puts at the target while we write wins over us."""
+    target.unlink()
+    with pytest.raises(TargetExistsError, match="by now"):
+        write(source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
+    assert_untouched(target)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_without_hard_links(source: Source, target: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the filesystem has no hard links, renaming to a free name does it, and still replaces nothing."""
+    target.unlink()
+    monkeypatch.setattr(os, "link", failing(code))
+    monkeypatch.setattr(linux, "rename_if_absent", rename_if_absent)
+    with pytest.raises(TargetExistsError):
+        write(source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
+    assert_untouched(target)
+    target.unlink()
+    assert write(source, target, replace=False) == target.read_bytes()
+
+
+def rename_if_absent(old: str, new: str) -> bool:
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)
+    return True
+
+
+def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can create the target without the risk of replacing one, it is refused, and --force named."""
+    target.unlink()
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(linux, "rename_if_absent", lambda old, new: False)
+    with pytest.raises(RefusedError, match="--force"):
+        write(source, target, replace=False)
+    assert os.listdir(target.parent) == []
+
+
+@pytest.mark.parametrize("dangling", [True, False])
+def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dangling: bool) -> None:
+    """A link at the target's place is in the way without leave, and replaced with it; what it names is never written."""
+    link = target.with_name("link")
+    link.symlink_to("nowhere" if dangling else target.name)
+    target.chmod(0o604)
+    fresh = source.path.with_name("fresh")
+    fresh.touch()
+    with pytest.raises(TargetExistsError, match="exists; --force"):
+        write(source, link, replace=False)
+    assert write(source, link) == link.read_bytes()
+    assert not link.is_symlink()
+    assert link.stat().st_mode == fresh.stat().st_mode
+    assert target.read_bytes() == OLD
+    assert sorted(os.listdir(target.parent)) == ["dst", "link"]
+
+
+def test_symlink_to_a_folder_is_the_folder(tmp_path: Path, fixtures: Path) -> None:
+    """A folder, or a link to one, takes the output under the source's name."""
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to("folder")
+    assert convert(fixtures / "cuda0.pt", link, map_location="cpu").dst == str(link / "cuda0.pt")
+    assert link.is_symlink()
+    assert (folder / "cuda0.pt").is_file()
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "link to a device"])
+def test_other_things_are_refused(source: Source, tmp_path: Path, kind: str) -> None:
+    """A folder, FIFO or device is not replaced, not even with leave, and a link to a device neither."""
+    path = Path("/dev/null") if kind == "device" else tmp_path / "thing"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/null")
+    with pytest.raises(RefusedError, match="no regular file"):
+        write(source, path)
+    assert sorted(os.listdir(tmp_path)) == sorted({"src", "thing"} if path.name == "thing" else {"src"})
+
+
+def test_impossible_places(source: Source, target: Path) -> None:
+    """A folder that is missing is a mistake in the command, a file in a folder's place an error of the system; one line each."""
+    with pytest.raises(UsageError, match="folder does not exist") as missing:
+        write(source, target.parent / "nowhere" / "dst")
+    with pytest.raises(OutputError, match="Not a directory") as inside:
+        write(source, target / "dst")
+    assert_one_line(missing.value)
+    assert_one_line(inside.value)
+
+
+# The input as the output
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, fixtures: Path) -> Path:
+    """A copy of a fixture that was saved on a GPU."""
+    return Path(shutil.copy(fixtures / "cuda0.pt", tmp_path / "model.pt"))
+
+
+@pytest.mark.parametrize("how", ["same path", "other spelling", "symlink", "hard link"])
+def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
+    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and a SRC that has a name of its own stays."""
+    dst = checkpoint.with_name("other.pt")
+    if how == "same path":
+        dst = checkpoint
+    elif how == "other spelling":
+        dst = checkpoint.parent / "." / ".." / checkpoint.parent.name / checkpoint.name
+    elif how == "symlink":
+        dst.symlink_to(checkpoint)
+    else:
+        dst.hardlink_to(checkpoint)
+    before = checkpoint.read_bytes()
+    expected = torch.load(checkpoint, map_location="cpu")
+    with pytest.raises(RefusedError, match="force=True"):
+        convert(checkpoint, dst, map_location="cpu")
+    assert checkpoint.read_bytes() == before
+    convert(checkpoint, dst, map_location="cpu", force=True)
+    assert_same(torch.load(dst), expected)
+    assert (checkpoint.read_bytes() == before) == (how in ("symlink", "hard link"))
+    assert not dst.is_symlink()
+
+
+# Modes
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_new_file_follows_the_umask(source: Source, target: Path, replace: bool) -> None:
+    """The mode is what any program's new file has, not the temporary's private business."""
+    target.unlink()
+    before = os.umask(0o027)
+    try:
+        write(source, target, replace=replace)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_a_replaced_file_hands_on_its_mode(source: Source, target: Path) -> None:
+    """Whoever could read the old output can read the new one, and nobody else."""
+    target.chmod(0o604)
+    write(source, target)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o604
+
+
+def test_a_long_name_leaves_room_for_the_temporary(source: Source, target: Path) -> None:
+    """A name of 255 bytes, the most there is, can be written."""
+    path = target.with_name("ü" * 127 + "x")
+    assert write(source, path, replace=False) == path.read_bytes()
+
+
+# Faults
+
+
+def failing(code: int, when: Any = lambda *args: True, real: Any = None) -> Any:
+    """A stand-in for a system call that fails WHEN its arguments say so, and else is the REAL one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    return call
+
+
+def is_temporary(path: object, *_: object) -> bool:
+    return ".ckptconv-" in str(path)
+
+
+@pytest.mark.parametrize("code", FAULTS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "call", ["open", "fchmod", "fallocate", "pwrite", "copy_file_range", "fsync", "close", "replace", "link"]
+)
+def test_a_failing_call_costs_nothing(
+    source: Source, target: Path, call: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call fails, for whichever reason: one line that says why, the old output intact, the temporary gone."""
+    if call == "link":
+        target.unlink()
+    if call == "fallocate":
+        monkeypatch.setattr(linux, "fallocate", failing(code))
+    elif call == "open":
+        monkeypatch.setattr(os, "open", failing(code, is_temporary, os.open))
+    else:
+        monkeypatch.setattr(os, call, failing(code), raising=False)
+    with pytest.raises(OutputError) as caught:
+        write(source, target, replace=call != "link")
+    monkeypatch.undo()
+    assert_one_line(caught.value)
+    if (call, code) == ("fallocate", errno.ENOSPC):
+        assert "too little free space" in str(caught.value)
+    else:
+        assert caught.value.got == errno.errorcode[code]
+        assert os.strerror(code) in str(caught.value)
+    if call == "link":
+        assert os.listdir(target.parent) == []
+    else:
+        assert_untouched(target)
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_a_folder_that_cannot_be_synced(
+    source: Source, target: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all is done but the folder's sync, it is an error, and the message says that the new file is in place."""
+
+    def is_folder(file: int | Path, *_: object) -> bool:
+        return stat.S_ISDIR(os.stat(file).st_mode) if isinstance(file, int) or file.exists() else False
+
+    monkeypatch.setattr(os, call, failing(errno.EIO, is_folder, getattr(os, call)))
+    with pytest.raises(OutputError, match="in place") as caught:
+        write(source, target)
+    monkeypatch.undo()
+    assert_one_line(caught.value)
+    assert target.read_bytes() == plan(source, target)[1]
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the temporary cannot be removed either, the message is still about what failed first."""
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
+    monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
+    with pytest.raises(OutputError, match="No space"):
+        write(source, target)
+    monkeypatch.undo()
+    assert target.read_bytes() == OLD
+
+
+@pytest.mark.parametrize("how", ["fallocate fails", "fallocate is not offered"])
+def test_too_little_space_is_said_before_the_first_byte(
+    source: Source, target: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free space is checked by reserving it or, where that cannot be done, by asking; both numbers are told and nothing is written."""
+    counts: list[int] = []
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=2, f_frsize=4096))
+    if how == "fallocate fails":
+        monkeypatch.setattr(linux, "fallocate", failing(errno.ENOSPC))
+    else:
+        monkeypatch.setattr(linux, "fallocate", lambda fd, size: False)
+    with pytest.raises(OutputError, match="too little free space") as caught:
+        write(source, target, progress=counts.append)
+    monkeypatch.undo()
+    assert (caught.value.expected, caught.value.got) == ("23,302 bytes", "8,192 bytes")
+    assert counts == []
+    assert_untouched(target)
+
+
+def test_enough_space_where_it_cannot_be_reserved(
+    source: Source, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system without fallocate writes all the same."""
+    monkeypatch.setattr(linux, "fallocate", lambda fd, size: False)
+    assert write(source, target) == target.read_bytes()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_ctrl_c(source: Source, target: Path, verify: bool) -> None:
+    """Ctrl-C in the middle leaves the old output and nothing else."""
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(source, target, verify=verify, progress=interrupt)
+    assert_untouched(target)
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import nullcontext
+from ckptconv.conversion.convert import run
+from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import Edits
+run(*sys.argv[1:], Edits(to_devices("cpu")), force=True, progress=lambda size: nullcontext(lambda n: os.kill(os.getpid(), signal.SIGKILL)))
+"""
+
+
+def test_kill_9(target: Path, fixtures: Path) -> None:
+    """A process that is killed while it writes leaves the old output, and a temporary that tells what it is."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(fixtures / "cuda0.pt"), str(target)])
+    assert done.returncode == -signal.SIGKILL
+    assert target.read_bytes() == OLD
+    (temporary,) = set(os.listdir(target.parent)) - {target.name}
+    assert re.fullmatch(r"\.dst\.ckptconv-[0-9a-f]{6}\.tmp", temporary)
+
+
+@pytest.mark.parametrize("how", ["touched", "longer", "shorter"])
+def test_an_input_that_changes_meanwhile(source: Source, target: Path, how: str) -> None:
+    """What was read cannot be trusted if the input changed while it was read: no output."""
+
+    def change(_: int) -> None:
+        if how == "touched":
+            os.utime(source.path, ns=(1, 1))
+        elif how == "longer":
+            with source.path.open("ab") as file:
+                file.write(b"more")
+        else:
+            os.truncate(source.path, 5000)
+
+    with pytest.raises(InputChangedError) as caught:
+        write(source, target, progress=change)
+    assert_one_line(caught.value)
+    assert_untouched(target)
+
+
+# How bytes move
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, None])
+def test_where_the_kernel_cannot_copy(
+    source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in small buffers too."""
+    monkeypatch.setattr(reading, "BUFFER", 1000)
+    monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
+    assert write(source, target) == target.read_bytes()
+    monkeypatch.delattr(os, "copy_file_range")
+    assert write(source, target) == target.read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="this system has no copy_file_range")
+def test_short_copies_and_failure_in_the_middle(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that copies less than it was asked for, and then no more, loses nothing."""
+    real = os.copy_file_range
+    calls: list[int] = []
+
+    def copy(src: int, dst: int, count: int, *offsets: int) -> int:
+        calls.append(count)
+        if len(calls) > 5:
+            raise OSError(errno.EXDEV, "no more")
+        return real(src, dst, min(count, 700), *offsets)
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    assert write(source, target) == target.read_bytes()
+    assert len(calls) == 7  # five of the first range, its failure, and the failure of the second one
+
+
+def test_whole_blocks_are_copied_whole(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is cut where its blocks begin and end, so that a filesystem which can share blocks does."""
+    calls: list[tuple[int, int]] = []
+
+    def copy(src: int, dst: int, count: int, offset: int, at: int) -> int:
+        calls.append((offset, count))
+        return os.pwrite(dst, os.pread(src, count, offset), at)
+
+    monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
+    assert write(source, target) == target.read_bytes()
+    assert calls == [(100, 3996), (4096, 8192), (12_288, 2812), (4096, 8192)]
+
+
+def test_short_writes(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that writes seven bytes at a time loses nothing."""
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
+    assert write(source, target) == target.read_bytes()
+
+
+def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks are shared, no space is reserved, and what the probe shared is overwritten."""
+
+    def share(src: int, dst: int, block: int) -> bool:
+        return os.pwrite(dst, os.pread(src, block, 0), 0) == block
+
+    monkeypatch.setattr(linux, "share_block", share)
+    monkeypatch.setattr(linux, "fallocate", failing(errno.ENOSPC))
+    assert write(source, target) == target.read_bytes()
+    monkeypatch.undo()
+    monkeypatch.setattr(linux, "share_block", share)
+    output_files.write(OutFile(target, (b"short",), 5), source, replace=True, verify=False)
+    assert target.read_bytes() == b"short"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_only_the_cache_of_what_goes_is_given_back(
+    source: Source, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file to be replaced leaves the memory, but not when it is the input."""
+    forgotten: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: forgotten.append(os.fstat(fd).st_ino))
+    replaced = target.stat().st_ino
+    write(source, target)
+    assert forgotten == [replaced]
+    write(source, source.path)
+    assert forgotten == [replaced]
+
+
+def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
+    """A plan whose pieces are not its size is a bug of ours, and costs the user nothing."""
+    with pytest.raises(OutputError, match="bug in ckptconv"):
+        output_files.write(OutFile(target, (b"1234",), 5), source, replace=True, verify=False)
+    assert_untouched(target)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "copy_file_range"])
+def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not give back what it was given is found before the target appears, with the place."""
+    assert write(source, target, verify=True) == target.read_bytes()
+    target.write_bytes(OLD)
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        return real(fd, bytes(data[:-1]) + bytes([data[-1] ^ 1]), at)
+
+    def copy(src: int, dst: int, count: int, offset: int, at: int) -> int:
+        return pwrite(dst, os.pread(src, count, offset), at)
+
+    monkeypatch.setattr(os, call, pwrite if call == "pwrite" else copy, raising=False)
+    with pytest.raises(OutputError, match="reads back differently") as caught:
+        write(source, target, verify=True)
+    monkeypatch.undo()
+    assert "at byte 0" in str(caught.value) if call == "pwrite" else "at byte 100" in str(caught.value)
+    assert_untouched(target)
+
+
+# Inflating
+
+
+def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
+    """DATA, deflated, as what SOURCE holds from byte 10 on."""
+    deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
+    stream = deflater.compress(data) + deflater.flush(end)
+    with source.path.open("r+b") as file:
+        file.write(bytes(10) + stream)
+    return Inflate(ByteRange(source, 10, len(stream)), len(data), zlib.crc32(data))
+
+
+def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any) -> None:
+    with Source(source.path) as now:
+        file = OutFile(target, (b"head", piece, b"end"), piece.length + 7)
+        output_files.write(file, now, replace=True, verify=True, **options)
+
+
+def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and still holds bytes."""
+    monkeypatch.setattr(reading, "BUFFER", 1000)
+    noise = source.path.read_bytes()
+    for size in range(1, 6000, 7):
+        for data in (bytes(size), noise[:size]):
+            assert b"".join(reading.inflated(deflated(source, data))) == data
+
+
+def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
+    """A deflated record stands in the output as its bytes, and reads back as them."""
+    data = source.path.read_bytes() * 3
+    write_inflated(source, target, deflated(source, data))
+    assert target.read_bytes() == b"head" + data + b"end"
+
+
+@pytest.mark.parametrize("wrong", ["longer", "shorter", "checksum", "truncated", "trailing", "trailing far", "damaged"])
+def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is not what the archive promises, however that is, is no output."""
+    monkeypatch.setattr(reading, "BUFFER", 1000)
+    data = bytes(5000)
+    good = deflated(source, data)
+    span, size = good.of, good.of.length
+    pieces = {
+        "longer": Inflate(span, 4999, None),
+        "shorter": Inflate(span, 5001, None),
+        "checksum": Inflate(span, 5000, zlib.crc32(data) ^ 1),
+        "truncated": Inflate(ByteRange(source, 10, size - 3), 5000, None),
+        "trailing": Inflate(ByteRange(source, 10, size + 1), 5000, None),
+        "trailing far": Inflate(ByteRange(source, 10, 3000), 5000, None),
+        "damaged": Inflate(ByteRange(source, 9, size), 5000, None),
+    }
+    counts: list[int] = []
+    with pytest.raises(MalformedError) as caught:
+        write_inflated(source, target, pieces[wrong], progress=counts.append)
+    assert sum(counts) <= len(b"head") + pieces[wrong].length  # a bomb is not written out before it is found
+    assert "at byte" in str(caught.value)
+    assert_one_line(caught.value)
+    assert_untouched(target)
+
+
+def test_a_deflated_record_without_an_end(source: Source, target: Path) -> None:
+    """A record that gives all its bytes, but does not say that they are all, is damaged."""
+    with pytest.raises(MalformedError, match="another size"):
+        write_inflated(source, target, deflated(source, bytes(5000), end=zlib.Z_SYNC_FLUSH))
+    assert_untouched(target)
+
+
+def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that fails is the input's fault and says so; the old output is intact."""
+    monkeypatch.delattr(os, "copy_file_range", raising=False)
+    monkeypatch.setattr(os, "pread", failing(errno.EIO))
+    with pytest.raises(InputError, match="src at byte 100: cannot be read") as caught:
+        write(source, target)
+    monkeypatch.undo()
+    assert isinstance(caught.value, CkptconvError)
+    assert_untouched(target)
+
+
+def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each of the headers that wait for them, when they are written or read back: of 60,000 that took minutes."""
+    calls: list[int] = []
+    original = Transfer._sums
+
+    def counted(self: Transfer) -> Any:
+        calls.append(len(self.file.sums))
+        return original(self)
+
+    monkeypatch.setattr(Transfer, "_sums", counted)
+    save_file({f"w{i}": torch.full((3,), float(i)) for i in range(40)}, tmp_path / "src.safetensors")
+    convert(tmp_path / "src.safetensors", tmp_path / "dst.pt", dtype="w7=fp16", verify=True)
+    assert calls == [40]

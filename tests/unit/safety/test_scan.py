@@ -1,0 +1,650 @@
+"""What loading a checkpoint would run is found wherever the file names it, each with its path; nothing else is called a danger, and no conversion carries one unasked."""
+
+from __future__ import annotations
+
+import csv
+import io
+import pickle
+import pickletools
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptconv
+from ckptconv.cli.main import main
+from ckptconv.errors import CkptconvError, DangerousError, InputError, UnsupportedError
+from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
+from ckptconv.limits import Limits
+from ckptconv.pickles.parser import parse
+from ckptconv.safety import nested_pickles, scan
+from ckptconv.safety.scan import Concern, concerns, level_of
+from tests.support import global_calls as ways
+from tests.support.hostile_bytes import dict_of, integer, storage, tensor, text, torch_zip_of, zip_of
+from tests.support.legacy_files import Old
+
+ARGS = text("x") + b"\x85"
+CALL = ways.NAMINGS["REDUCE"]("os", "system", ARGS)
+INNER = b"\x80\x02" + CALL + b"."
+LOADS, REFUSED = "loads with weights_only=True", "refused by weights_only=True, needs no code"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes bytes to a file."""
+
+    def write(data: bytes, name: str = "m.pt") -> Path:
+        path = tmp_path / name
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+Write = Callable[..., Path]
+
+
+def judged(path: Path) -> tuple[list[Concern], str]:
+    """The concerns of the checkpoint at PATH, and its level."""
+    with open_input(path) as source:
+        checkpoint = opening.read(source)
+        found = concerns(checkpoint)
+        return found, level_of(checkpoint, found)
+
+
+def names(path: Path) -> list[str]:
+    return [f"{concern.name} at {concern.path}" for concern in judged(path)[0]]
+
+
+# Where globals are named
+
+
+@pytest.mark.parametrize("naming", ways.NAMINGS)
+def test_every_way_to_name_a_global(write: Write, naming: str) -> None:
+    """Each opcode that names, calls or builds; dangerous and unknown ones, at the path where they stand, in each container with a pickle."""
+    for module, name, dangerous in (("os", "system", True), ("unknown", "Thing", False)):
+        code = ways.NAMINGS[naming](module, name, ARGS)
+        for data in (
+            ways.checkpoint(code),
+            ways.checkpoint(code, protocol=2),
+            ways.legacy_with(code),
+            ways.plain_of(code),
+        ):
+            (found,), level = judged(write(data))
+            assert (found.name, found.dangerous) == (f"{module}.{name}", dangerous)
+            assert found.path.startswith("x") and level == ("dangerous" if dangerous else "needs code")
+
+
+@pytest.mark.parametrize("place", ways.PLACES)
+def test_every_place(write: Write, place: str) -> None:
+    """Wherever it stands, thrown away too."""
+    (found,), level = judged(write(ways.checkpoint(ways.PLACES[place](CALL))))
+    assert found.name == "os.system" and level == "dangerous"
+    thrown_away = found.path == "what is made and thrown away"
+    assert thrown_away == place.startswith("POP") and (thrown_away or found.path.startswith("x"))
+
+
+@pytest.mark.parametrize("extension", ways.EXTENSIONS)
+def test_extension_codes(write: Write, extension: str) -> None:
+    """A code of the copyreg registry names a global that only the reading process knows; popped, too."""
+    for code, path in (
+        (ways.EXTENSIONS[extension], "x"),
+        (ways.EXTENSIONS[extension] + b"0N", "what is made and thrown away"),
+    ):
+        (found,), level = judged(write(ways.checkpoint(code)))
+        assert found.name.startswith("extension code ") and found.path == path and level == "needs code"
+
+
+def test_a_global_is_listed_once(write: Write) -> None:
+    """With its first path, and how often it stands elsewhere; the dangerous come first."""
+    thing = ways.NAMINGS["REDUCE"]("unknown", "Thing", ARGS)
+    (first, second), _ = judged(write(ways.checkpoint(b"](" + thing + thing + CALL + thing + b"e")))
+    assert first == Concern("os.system", "x[2]", "dangerous", more=0)
+    assert second == Concern("unknown.Thing", "x[0]", "needs code", more=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript(write: Write) -> None:
+    """The constants of a program are a pickle of its own, and both count."""
+    assert "os.system at constants.pkl: [0]" in names(write(ways.program_of(CALL)))
+    assert "os.system at [0]" in names(write(ways.program_of(CALL, "data.pkl")))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is d")
+def test_parts(tmp_path: Path) -> None:
+    """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of torch.distributed.checkpoint is."""
+    assert names(ways.shards_in(tmp_path / "shards", CALL)) == ["os.system at what is made and thrown away"]
+    nest = ways.NESTS["BINBYTES8"](INNER)
+    assert names(ways.shards_in(tmp_path / "nested", nest)) == [
+        "os.system at what is made and thrown away (pickle inside)"
+    ]
+    assert names(ways.shards_in(tmp_path / "long", ways.NESTS["long bytes"](INNER)))
+    assert names(ways.dcp_in(tmp_path / "dcp", Old(print, ("x",)))) == ["builtins.print at x"]
+    assert names(ways.dcp_in(tmp_path / "run", {"a": INNER})) == ["os.system at x/a (pickle inside)"]
+
+
+def test_modules_of_the_older_format(tmp_path: Path) -> None:
+    """A class that a file before torch 1.6 names by a persistent id is one class, at the module."""
+    path = tmp_path / "m.pt"
+    torch.save([torch.nn.Linear(1, 1)], path, _use_new_zipfile_serialization=False)
+    assert judged(path)[0] == [Concern("torch.nn.modules.linear.Linear", "[0]", "needs code")]
+
+
+# Pickles inside
+
+
+def torch_loads(path: Path) -> bool:
+    """Whether torch's safe loader takes the file at PATH."""
+    try:
+        torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, UnicodeDecodeError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("nest", ways.NESTS)
+def test_pickles_inside(write: Write, nest: str) -> None:
+    """In every kind of byte string, of each protocol, and whatever stands behind its end; in a whole file of torch; popped. Loading the file is what it is without them."""
+    for data in (ways.checkpoint, ways.legacy_with, ways.plain_of):
+        for protocol in range(6):
+            inner = pickle.dumps({"a": [Old(print, ("x",))]}, protocol)
+            path = write(data(ways.NESTS[nest](inner)))
+            (found,), level = judged(path)
+            assert found.name in ("builtins.print", "__builtin__.print") and found.kind == "needs code"
+            assert level == (LOADS if torch_loads(path) else REFUSED)
+            assert " inside)/a[0]" in found.path
+            assert found.path.startswith("what is made" if nest == "popped" else "x ")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(),
+            st.binary().map(lambda data: b"c" + data),
+            st.sampled_from([b".", b"N.", b"}.", b"config\nname\nmore", b"(lp0\n.", b"PK\x03\x04" + bytes(100)]),
+        )
+    )
+)
+def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: list[bytes]) -> None:
+    """Random bytes, pickles of plain values and texts are no pickles with anything in them. (Empty bytes, which only a call of ``bytes`` makes in protocol 2, need code.)"""
+    path = tmp_path_factory.mktemp("bytes") / "m.pt"
+    torch.save({"w": torch.ones(1), "x": values}, path)
+    known = ("an archive that cannot be read", "builtins.bytes")
+    assert all(concern.name in known and " inside)" not in concern.path for concern in judged(path)[0])
+
+
+def test_a_file_of_weights_inside(tmp_path: Path) -> None:
+    """A pickle of tensors inside a byte string needs no code."""
+    for zipped in (True, False):
+        inner = io.BytesIO()
+        torch.save({"w": torch.ones(2)}, inner, _use_new_zipfile_serialization=zipped)
+        torch.save({"x": inner.getvalue()}, tmp_path / "m.pt")
+        assert judged(tmp_path / "m.pt") == ([], LOADS)
+
+
+ran: list[str] = []
+
+
+def runs(*_: object) -> str:
+    """What the pickles below call: whether they are run, it knows."""
+    ran.append("ran")
+    return "os"
+
+
+RUNS = ways.NAMINGS["REDUCE"](__name__, "runs", ARGS)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        RUNS + b"\xff",
+        RUNS,
+        b"\x80\x02\x80\x04" + RUNS + b".",
+        b"N" + RUNS + b".",
+        b"(" + RUNS + b".",
+        b"I010\n0" + RUNS + b".",
+        b"L 7\n0" + RUNS + b".",
+        b"\x80\x04\x95\x08\0\0\0\0\0\0\0\x95\x02\0\0\0\0\0\0\0" + RUNS + b".",
+        b"\x8b\x01\x12\x01\0" + bytes(0x11201) + b"0" + RUNS + b".",
+        b"C\x01x\x98" + RUNS + b".",
+        b"Np 7\n0g 7\n0" + RUNS + b".",
+        b"U%c%sU\x04runs\x93" % (len(__name__), __name__.encode()) + ARGS + b"R.",
+        b"}Nb" + RUNS + b".",
+    ],
+)  # fmt: skip
+def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
+    """A pickle that our parser refuses and Python runs, or breaks off after the call: inside a byte string nobody refuses it, so it is found."""
+    ran.clear()
+    with pytest.raises(InputError):
+        parse(lambda offset, length: inner[offset : offset + length], len(inner), where="here")
+    try:
+        pickle.loads(inner)
+    except Exception:
+        assert ran
+    assert ran
+    assert names(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))[0].startswith(
+        f"{__name__}.runs at x (pickle inside)"
+    )
+
+
+def test_computed_names_inside(write: Write) -> None:
+    """STACK_GLOBAL of what a call gives: the parser refuses it, inside it is dangerous."""
+    inner = RUNS + short("system") + b"\x93" + ARGS + b"R."
+    found, level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))
+    assert level == "dangerous" and found[0].name == "builtins.__import__.system"
+
+
+def short(word: str) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word.encode()
+
+
+def test_depth(write: Write) -> None:
+    """Pickles inside pickles are looked into eight deep; what is deeper is unknown."""
+    data = INNER
+    for depth in range(1, 11):
+        data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
+        (found,), level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](data))))
+        assert found.name == ("os.system" if depth < 8 else "pickles nested too deeply"), depth
+        assert (found.kind, level) == (("dangerous",) * 2 if depth < 8 else ("unknown", "needs code"))
+
+
+def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle with more opcodes than are looked at, and an archive of pickles that cannot be read, are said, and need code."""
+    archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
+    assert names(write(ways.checkpoint(archive))) == ["an archive that cannot be read at x"]
+    bomb = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": bytes(10_000_000)}, 8))
+    assert names(write(ways.checkpoint(bomb))) == ["a pickle too long to look into at x"]
+    monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
+    long = ways.NESTS["BINBYTES"](b"N0" * 100 + INNER)
+    assert names(write(ways.checkpoint(long))) == ["a pickle too long to look into at x"]
+
+
+def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand are looked into; that there are more is said."""
+    monkeypatch.setattr(scan, "LIMITS", Limits(pickles_inside=10))
+    found, level = judged(write(ways.checkpoint(b"(" + ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.") * 12 + b"t")))
+    assert found == [
+        Concern("more pickles inside than are looked into", "x[10]", "unknown", inside=True),
+        Concern("mine.Thing", "x[0] (pickle inside)", "needs code", more=9, inside=True),
+    ]
+    assert level == "needs code"
+
+
+def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
+    """It is no damage and no danger that is known: verify fails for it, and convert carries it only if it is told to, or leaves it out."""
+    data = INNER
+    for _ in range(9):
+        data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
+    code = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + ways.NESTS["BINBYTES"](data) + b"u"
+    path = write(torch_zip_of(dict_of(text("x"), code, protocol=4)))
+    verdict = ckptconv.verify(path)
+    assert not verdict.ok and verdict.findings[0].level == "unknown"
+    with pytest.raises(DangerousError, match="cannot be judged"):
+        ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu")
+    ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu", allow_unsafe=True)
+    ckptconv.convert(path, tmp_path / "part.pt", select="x/a")
+    assert judged(tmp_path / "part.pt") == ([], LOADS)
+
+
+def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
+    """A thousand strange names do not hide what cannot be judged."""
+    strange = [f"cmodule{i}\nname\n".encode() for i in range(1001)]
+    archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
+    found, _ = judged(write(ways.checkpoint(b"(" + b"".join(strange) + archive + b"t")))
+    assert (found[0].name, found[0].kind) == ("an archive that cannot be read", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("codec", "errors"),
+    [(codec, None) for codec in ("utf-8", "U8", "utf_16_le", "UTF-16LE", "utf 16 be", "utf-32-le", "utf-32-be", "utf-7", "ascii", "646", "iso-8859-1", "utf-16" + "-" * 50 + "le", "raw_unicode_escape")] + [("ascii", "ignore")],
+)  # fmt: skip
+def test_codecs(write: Write, codec: str, errors: str | None) -> None:
+    """A text is what its own codec makes of it, however that is spelled, in memory and as a range of the file. Python is the judge."""
+    for length in (0, 70_000):
+        data = b"cos\nsystem\n(S'" + b"x" * length + b"'\ntR."
+        data += b"." * (-len(data) % 4)
+        try:
+            said = data.decode(codec, "surrogatepass") if codec != "ascii" else data.decode() + "\xff"
+        except UnicodeDecodeError:
+            continue
+        if errors is None and codec == "ascii":
+            said = said[:-1]
+        assert (
+            said.encode(codec, errors or "surrogatepass" if errors or "16" in codec or "32" in codec else "strict")[:6]
+            == b"cos\nsy"
+        )
+        how = text(errors) + b"\x87R" if errors else b"\x86R"
+        how = text("surrogatepass") + b"\x87R" if errors is None and "16" in codec else how
+        raw = said.encode("utf-8", "surrogatepass")
+        code = b"c_codecs\nencode\nX" + len(raw).to_bytes(4, "little") + raw + text(codec) + how
+        assert names(write(ways.checkpoint(code))) == ["os.system at x (pickle inside)"]
+
+
+def test_a_codec_of_none(write: Write) -> None:
+    """``_codecs.encode`` of a text alone is UTF-8."""
+    code = b"c_codecs\nencode\n" + text("cos\nsystem\n(S'\u20ac'\ntR.") + b"\x85R"
+    assert names(write(ways.checkpoint(code))) == ["os.system at x (pickle inside)"]
+
+
+@pytest.mark.parametrize("nest", ["BINBYTES", "long bytes"])
+def test_pickles_one_behind_another(write: Write, nest: str) -> None:
+    """All are looked into, for a file of them can be read on; more than ten thousand are not."""
+    for before in (1, 6, 5_000):
+        assert names(write(ways.checkpoint(ways.NESTS[nest](b"N." * before + INNER)))) == [
+            "os.system at x (pickle inside)"
+        ]
+    (found,), _ = judged(write(ways.checkpoint(ways.NESTS[nest](b"N." * 10_001 + INNER))))
+    assert (found.name, found.kind) == ("more pickles inside than are looked into", "unknown")
+
+
+def test_members_of_archives_inside(write: Write) -> None:
+    """A pickle's name counts in any case, as torch's reader has it."""
+    for name in ("a/data.PKL", "a/x.Pickle"):
+        assert names(write(ways.checkpoint(ways.NESTS["BINBYTES"](zip_of({name: INNER}))))) == [
+            f"os.system at x ({name} inside)"
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("method", [0, 8])
+def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) -> None:
+    """Pickles that are other records of the archive are looked into; what carries the records carries none of them unasked."""
+    with zipfile.ZipFile(io.BytesIO(ways.checkpoint(b"N"))) as old:
+        members = {each: old.read(each) for each in old.namelist()}
+    root = next(iter(members)).split("/")[0]
+    path = write(zip_of({**members, f"{root}/extra/x.pkl": b"N." + INNER}, method))
+    (found,), level = judged(path)
+    assert (found.name, found.path, level) == ("os.system", "extra/x.pkl: .", "dangerous")
+    with pytest.raises(DangerousError):
+        ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu")
+    ckptconv.convert(path, tmp_path / "out.bin", map_location="cpu", format="legacy")
+    assert judged(tmp_path / "out.bin") == ([], LOADS)
+    with zipfile.ZipFile(io.BytesIO(ways.program_of(CALL))) as old:
+        members = {each: old.read(each) for each in old.namelist() if not each.endswith("constants.pkl")}
+        constants = {each: b"\x80\x02)." for each in old.namelist() if each.endswith("constants.pkl")}
+    root = next(iter(members)).split("/")[0]
+    assert "os.system at code/x.pkl: ." in names(write(zip_of({**members, **constants, f"{root}/code/x.pkl": INNER})))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_pickles_around_the_object(write: Write, tmp_path: Path, number: int) -> None:
+    """The four others of a file before torch 1.6: what their byte strings hold is found, and torch says whether it loads. No conversion carries it."""
+    whole = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, whole, _use_new_zipfile_serialization=False)
+    data, ends = whole.getvalue(), [0]
+    for _ in range(5):
+        ends.append(len(data) - len(_behind_pickle(data[ends[-1] :])))
+    for nest in ("SHORT_BINSTRING", "BINBYTES"):
+        at = ends[number] + 2
+        path = write(data[:at] + ways.NESTS[nest](INNER) + b"0" + data[at:])
+        if number == 0:
+            with pytest.raises(InputError):  # nobody knows it for such a file
+                judged(path)
+            continue
+        (found,), level = judged(path)
+        assert found.name == "os.system" and level == "dangerous"
+        assert ("around the object: " in found.path) == (number != 3)
+        if number != 3:
+            ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu", format="legacy", force=True)
+            assert judged(tmp_path / "out.pt") == ([], LOADS)
+        path = write(data[:at] + ways.NESTS[nest](b"harmless") + b"0" + data[at:])
+        assert judged(path) == ([], LOADS if torch_loads(path) else REFUSED)
+
+
+def _behind_pickle(data: bytes) -> bytes:
+    file = io.BytesIO(data)
+    for _ in pickletools.genops(file):
+        pass
+    return file.read()
+
+
+def test_what_stands_in_sys_info(write: Write, tmp_path: Path) -> None:
+    """A byte string there that torch loads is found, and left behind by every conversion."""
+    data = ways.legacy_with(b"N")
+    at = data.index(b"\x80\x02}") + 3
+    path = write(data[:at] + ways.NESTS["SHORT_BINSTRING"](b"cos\nsystem\n.") + b"Ns" + data[at:])
+    (found,), _ = judged(path)
+    assert (found.name, torch_loads(path)) == ("os.system", True)
+    ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu", format="legacy")
+    assert judged(tmp_path / "out.pt") == ([], LOADS)
+
+
+def test_extensions_around_the_object(write: Write) -> None:
+    """A code of the copyreg registry there is code."""
+    data = ways.legacy_with(b"N")
+    at = data.index(b"\x80\x02}")
+    with pytest.raises(InputError, match="code in the pickles around"):
+        judged(write(data[: at + 2] + b"\x82\x070" + data[at + 2 :]))
+
+
+def test_a_pickled_module_inside(write: Write) -> None:
+    """Its storages are loaded out of byte strings, which are looked into; that needs the module's code and is no danger. Loading anything else that way is."""
+    for protocol in (2, 4):
+        inner = pickle.dumps(torch.nn.Linear(1, 1), protocol)
+        found, level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))
+        assert {concern.kind for concern in found} == {"needs code"} and level == REFUSED
+        assert not any("_load_from_bytes" in concern.name for concern in found)
+    load = b"ctorch.storage\n_load_from_bytes\n"
+    evil = load + ways.NESTS["BINBYTES"](ways.legacy_of(INNER)) + b"\x85R."
+    assert "os.system" in names(write(ways.checkpoint(ways.NESTS["BINBYTES"](evil))))[0]
+    for code in (load + b".", load + RUNS + b"\x85R.", load + b"h\x00" + b"\x85R."):
+        (first, *_), level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](b"Nq\x000" + code))))
+        assert (first.name, level) == ("torch.storage._load_from_bytes", "dangerous")
+
+
+def test_each_byte_string_is_looked_into_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the memo gives it, and however many calls encode one text: cost grows with the file."""
+    seen: list[int] = []
+    scan_lenient = nested_pickles.scan_lenient
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return scan_lenient(*args, **kwargs)
+
+    monkeypatch.setattr(nested_pickles, "scan_lenient", counted)
+    again = ways.NESTS["BINBYTES"](INNER) + b"r\xf5\0\0\0" + b"j\xf5\0\0\0" * 1000
+    assert names(write(ways.checkpoint(b"(" + again + b"t"))) and len(seen) == 1
+    encoded = text(INNER.decode("latin-1")) + b"r\xf6\0\0\x000"
+    calls = b"c_codecs\nencode\nj\xf6\0\0\0" + text("latin1") + b"\x86R"
+    seen.clear()
+    assert names(write(ways.checkpoint(encoded + b"(" + calls * 1000 + b"t"))) and len(seen) == 1
+
+
+def test_memory(write: Write) -> None:
+    """A byte string of 40 MB, as it stands and as a text, is not held, though a pickle fills it."""
+    for nest in ("BINBYTES", "_codecs.encode"):
+        inner = b"\x80\x04" + ways.NESTS["BINBYTES"](bytes(40_000_000)) + b"0" + CALL + b"."
+        path = write(ways.checkpoint(ways.NESTS[nest](inner)))
+        with open_input(path) as source:
+            checkpoint = opening.read(source)
+            tracemalloc.start()
+            found = concerns(checkpoint)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert [concern.name for concern in found] == ["os.system"]
+        assert peak < 16_000_000
+
+
+# Levels
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_levels(tmp_path: Path) -> None:
+    """What loads, what torch's safe loader refuses without a need of code, what needs code, what is dangerous; safetensors holds none. torch says the same."""
+    path = tmp_path / "m.pt"
+    for obj, protocol, level in (
+        ({"w": torch.ones(1)}, 2, LOADS),
+        ({"w": torch.ones(1), "s": {1, 2}}, 4, REFUSED),
+        ({"w": torch.ones(1), "s": frozenset([1])}, 4, REFUSED),
+        ({"w": torch.ones(1), "b": INNER}, 2, "dangerous"),
+        ({"w": torch.ones(1), "b": b"cmine\nThing\n."}, 2, LOADS),
+        (torch.nn.Linear(1, 1), 2, "needs code"),
+        ([Old(eval, ("1",))], 2, "dangerous"),
+    ):
+        torch.save(obj, path, pickle_protocol=protocol)
+        assert judged(path)[1] == level
+        shown = ckptconv.inspect(path)
+        assert shown["safety"] == level and (bool(shown["concerns"]) or level in (LOADS, REFUSED))
+        assert torch_loads(path) == (level == LOADS or (isinstance(obj, dict) and "b" in obj))
+    path.write_bytes(pickle.dumps({"w": torch.ones(1)}))
+    assert judged(path) == ([], REFUSED)
+    ckptconv.save({"w": torch.ones(1)}, tmp_path / "m.safetensors")
+    assert judged(tmp_path / "m.safetensors") == ([], "holds no code")
+
+
+def test_strangers(corpus: Path) -> None:
+    """Nothing in the strangers' files is dangerous, nothing is taken for a pickle inside, and each needs code only if torch's safe loader refused it."""
+    rows = list(csv.DictReader((corpus / "manifest.csv").read_text().splitlines()))
+    judgements = 0
+    for row in rows:
+        path = corpus / row["path"]
+        try:
+            found, level = judged(path)
+        except CkptconvError:
+            continue
+        judgements += 1
+        assert not any(concern.dangerous or " inside)" in concern.path for concern in found), path
+        assert (level == LOADS) == (row["weights_only_ok"] == "yes"), path
+    assert judgements > len(rows) / 2
+
+
+# What is carried
+
+
+HIDDEN = {"call": CALL, "bytes": ways.NESTS["BINBYTES8"](INNER), "long": ways.NESTS["long bytes"](INNER), "text": ways.NESTS["_codecs.encode"](INNER), "popped call": CALL + b"0N"}  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("target", ["out.pt", "out.pkl", "legacy.pt"])
+def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden: str, target: str) -> None:
+    """The error says what it is and where; --allow-unsafe carries it, and then it is there as before."""
+    out = tmp_path / target
+    format_: Any = "legacy" if target == "legacy.pt" else None
+    path = write(ways.checkpoint(HIDDEN[hidden]))
+    where = names(path)[0]
+    with pytest.raises(DangerousError) as error:
+        ckptconv.convert(path, out, map_location="cpu", format=format_)
+    assert where in str(error.value) and not out.exists()
+    ckptconv.convert(path, out, map_location="cpu", format=format_, allow_unsafe=True)
+    assert names(out)[0].replace("posix.", "os.") == where
+
+
+def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
+    """What is left out of the output is no reason to refuse it, be it selected away or excluded."""
+    code = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + HIDDEN["bytes"] + b"u"
+    path = write(torch_zip_of(dict_of(text("x"), code, protocol=4)))
+    with pytest.raises(DangerousError):
+        ckptconv.convert(path, tmp_path / "out.pt")
+    ckptconv.convert(path, tmp_path / "out.pt", select="x/a")
+    assert judged(tmp_path / "out.pt") == ([], LOADS)
+
+
+@pytest.mark.parametrize("way", [*ways.NAMINGS, *ways.PLACES, *ways.NESTS])
+def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> None:
+    """The weights of a hostile file come out as numbers: the state dict's bytes, names and texts, and no byte of the call."""
+    code = ways.NAMINGS[way]("os", "system", ARGS) if way in ways.NAMINGS else ways.PLACES[way](CALL) if way in ways.PLACES else ways.NESTS[way](INNER)  # fmt: skip
+    state = b"}" + text("w") + tensor() + b"s"
+    path = write(torch_zip_of(dict_of(text("state_dict"), state, text("x"), code, protocol=4)))
+    out = tmp_path / "m.safetensors"
+    ckptconv.convert(path, out)
+    assert b"os\nsystem" not in out.read_bytes() and b"system" not in out.read_bytes()
+    assert judged(out) == ([], "holds no code")
+    assert list(ckptconv.inspect(out)["metadata"]) == ["format"]
+
+
+def test_said(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """``inspect`` names what is dangerous with its path, first of all, and ``verify`` fails for it."""
+    path = write(ways.checkpoint(HIDDEN["bytes"]))
+    shown = ckptconv.inspect(path)
+    assert shown["dangerous"] == ["os.system"]
+    assert shown["concerns"] == [{"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0}]
+    assert "os.system (at x (pickle inside))" in shown["findings"][0]["text"]
+    assert main(["inspect", str(path)]) == 0
+    assert "os.system at x (pickle inside)" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 1
+    assert "x (pickle inside)" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is d")
+def test_metadata_of_a_run(tmp_path: Path) -> None:
+    """What torch loads without its safe loader may name its own classes alone, and reach nothing from them."""
+    folder = ways.dcp_in(tmp_path / "run", {"a": 1})
+    known = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for code in (
+        CALL,
+        b"cbuiltins\ngetattr\n" + known + text("__init__") + b"\x86R",
+        b"cbuiltins\ngetattr\n" + known + text("__subclasses__") + b"\x86R",
+    ):
+        (folder / ".metadata").write_bytes(b"\x80\x02" + known + b")\x81}" + text("storage_meta") + code + b"sb.")
+        if b"__init__" in code:
+            assert "getattr" not in str(error_of(folder))
+        else:
+            assert "metadata does not have" in str(error_of(folder))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is d")
+def test_chunks_of_a_run(tmp_path: Path) -> None:
+    """A chunk's file that names what its tensor does not need is refused by name: the whole would show nothing of it."""
+    for code, kind in (
+        (CALL, DangerousError),
+        (ways.NAMINGS["REDUCE"]("unknown", "Thing", ARGS), UnsupportedError),
+        (b"\x82\x07", UnsupportedError),
+    ):
+        folder = ways.dcp_in(tmp_path / f"run{len(code)}", {"a": 1})
+        _with_chunk(folder, code + b"0")
+        error = error_of(folder)
+        assert type(error) is kind and "names what no tensor needs" in str(error)
+
+
+def _with_chunk(folder: Path, code: bytes) -> None:
+    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind the others, and .metadata says where."""
+    (path,) = folder.glob("*.distcp")
+    data = path.read_bytes()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    pickled = b"\x80\x02" + code + tensor(stored("0"), (2,)) + b"."
+    chunk = torch_zip_of(pickled, {"data/0": bytes(8)})
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "w":
+            place.offset, place.length = len(data), len(chunk)
+    path.write_bytes(data + chunk)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, 2))
+
+
+def stored(key: str) -> bytes:
+    return storage(key, integer(2))
+
+
+def error_of(path: Path) -> CkptconvError:
+    with pytest.raises(CkptconvError) as error:
+        judged(path)
+    return error.value
+
+
+def test_the_list_ends(write: Write) -> None:
+    """A thousand names are listed, the rest counted; what is dangerous stands in the list nevertheless."""
+    strange = [f"cmodule{i}\nname\n".encode() for i in range(1500)]
+    found, level = judged(write(ways.checkpoint(b"(" + b"".join(strange) + CALL + b"t")))
+    assert (len(found), level) == (1002, "dangerous") and found[0].name == "os.system"
+    assert [concern.more for concern in found if concern.name == "others that are not listed"] == [499]
+    inside, _ = judged(
+        write(ways.checkpoint(b"(" + b"".join(ways.NESTS["SHORT_BINBYTES"](each + b".") for each in strange) + b"t"))
+    )
+    assert len(inside) == 1001 and inside[-1] == Concern(
+        "others that are not listed", "x[1000] (pickle inside)", "needs code", more=499, inside=True
+    )
+
+
+def test_storages_of_plain_pickles_are_not_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are files of torch inside byte strings, and were read as such."""
+    monkeypatch.setattr(nested_pickles, "scan_lenient", lambda *args, **kwargs: pytest.fail("it was"))
+    for protocol in (2, 4):
+        path = write(pickle.dumps({"w": torch.ones(2), "v": torch.ones(40_000)}, protocol))
+        assert judged(path) == ([], REFUSED)

@@ -1,0 +1,688 @@
+"""Files from Python: ``load`` gives what torch's safe loader gives, ``open`` single tensors, ``save`` what ``torch.save`` would have written."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptconv
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.sources import Source
+from ckptconv.errors import (
+    DeviceUnavailable,
+    InputChangedError,
+    InputError,
+    MalformedError,
+    NoMatchError,
+    OutputError,
+    RefusedError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptconv.formats import opening, torch_zip
+from ckptconv.output.virtual_file import VirtualFile
+from ckptconv.pickles.paths import parse_path
+from ckptconv.tensors import loading
+from tests.support import zoo
+from tests.support.judge import assert_same, tags_of
+
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+
+
+def outcome(load: Callable[[], Any]) -> Any:
+    """What LOAD gives, or the exception."""
+    try:
+        return load()
+    except Exception as error:
+        return error
+
+
+def loadable() -> Any:
+    """Model, optimizer and numbers, which torch's safe loader takes."""
+    return {key: value for key, value in zoo.training().items() if key not in ("args", "rng")}
+
+
+@pytest.fixture
+def training(fixtures: Path) -> Path:
+    """A checkpoint of model, EMA, optimizer and generator states, all on GPUs."""
+    return fixtures / "training.pt"
+
+
+# load
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_load_gives_what_torchs_safe_loader_gives(name: str, tmp_path: Path) -> None:
+    """Everything that people save: the same object where torch's safe loader takes the file, our own error where it does not."""
+    path = tmp_path / "a.pt"
+    zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
+    wanted = outcome(lambda: torch.load(path, map_location="cpu", weights_only=True))
+    found = outcome(lambda: ckptconv.load(path, "cpu"))
+    if isinstance(wanted, Exception):
+        assert isinstance(found, UnsupportedError), found
+    else:
+        assert_same(wanted, found)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_load_takes_what_is_refused_for_its_protocol_alone(protocol: int, tmp_path: Path) -> None:
+    """A pickle of protocol 4, which torch's safe loader refuses, loads."""
+    path = tmp_path / "a.pt"
+    torch.save(loadable(), path, pickle_protocol=protocol)
+    assert_same(torch.load(path, weights_only=False), ckptconv.load(path))
+
+
+LOCATIONS: dict[str, Any] = {
+    "device": "cpu",
+    "torch.device": torch.device("cpu"),
+    "meta": "meta",
+    "mapping": {"cuda:0": "cpu", "cuda:1": "cpu", "mps": "cpu", "xpu:1": "cpu"},
+    "storage and tag": lambda storage, tag: storage,
+    "storage and tag, or nothing": lambda storage, tag: None if tag == "cpu" else storage,
+    "any arguments": lambda *args: args[0],
+}
+
+
+@pytest.mark.parametrize("kind", LOCATIONS)
+def test_every_kind_of_map_location_that_torch_takes(kind: str, tmp_path: Path) -> None:
+    """A device, a torch.device, meta, a mapping, a function of storage and tag: what torch makes of it."""
+    for name in ("state_dict", "views", "quantized", "sparse", "conj_neg", "subclass"):
+        path = tmp_path / f"{name}.pt"
+        zoo.save(zoo.ZOO[name](), path)
+        wanted = outcome(lambda path=path: torch.load(path, map_location=LOCATIONS[kind], weights_only=True))
+        found = outcome(lambda path=path: ckptconv.load(path, LOCATIONS[kind]))
+        if isinstance(wanted, Exception):
+            assert isinstance(found, Exception), (name, wanted)
+        else:
+            assert_same(wanted, found)
+
+
+@pytest.mark.parametrize(
+    "location", [{"any": "cpu"}, {"gpu": "cpu"}, {"cuda": "cpu", "mps": "cpu", "xpu": "cpu"}, lambda tag: "cpu", "any=cpu", "auto"]
+)  # fmt: skip
+def test_every_kind_of_map_location_that_convert_takes(location: Any, tmp_path: Path) -> None:
+    """Families, ``any``, a rule as text, a function of the tag, and ``auto`` on a machine without a GPU."""
+    if location == "auto" and torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    path = tmp_path / "a.pt"
+    zoo.save(loadable(), path)
+    assert_same(torch.load(path, map_location="cpu", weights_only=True), ckptconv.load(path, location))
+
+
+def test_a_mapping_reaches_the_device_of_a_wrapper(tmp_path: Path) -> None:
+    """The device that a wrapper subclass says for itself is mapped as tags are."""
+    seen: list[str] = []
+    zoo.save([torch.ones(2)], tmp_path / "a.pt", tags=["xpu:1"])
+
+    def remember(tag: str) -> str:
+        seen.append(tag)
+        return "cpu"
+
+    ckptconv.load(tmp_path / "a.pt", remember)
+    assert seen == ["xpu:1"]
+
+
+@pytest.mark.parametrize("function", [lambda: "cpu", lambda a, b, c: "cpu"])
+def test_a_function_of_another_shape_is_a_type_error(function: Any, training: Path) -> None:
+    """Neither torch's kind of function nor ours."""
+    with pytest.raises(TypeError, match="map_location must be a function"):
+        ckptconv.load(training, function)
+
+
+@pytest.mark.parametrize(
+    "location", [None, "cuda:7", "gpu:99", {"cuda:0": "cuda:99"}, lambda tag: "cuda:98", "any=cuda:97", "hpu"]
+)
+def test_devices_that_are_not_here_are_named_before_torch_is_asked(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """DeviceUnavailable says which, and which argument helps; nothing was loaded."""
+    zoo.save(zoo.state_dict(), tmp_path / "a.pt", tags=["cuda:0", "cuda:111"])
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(DeviceUnavailable, match=r"(cuda:(7|9[789]|111)|hpu).*map_location='cpu'"):
+        ckptconv.load(tmp_path / "a.pt", location)
+
+
+@pytest.mark.parametrize("location", ["cuda:300", "cpu:x", "xla:0", "", {"cuda:0": "meta"}])
+def test_what_is_no_device_is_a_usage_error(location: Any, training: Path) -> None:
+    """torch would take ``cuda:300`` for ``cuda:44``."""
+    with pytest.raises(UsageError):
+        ckptconv.load(training, location)
+
+
+def test_parts_load(training: Path, fixtures: Path) -> None:
+    """The state dict, a path, and names without their prefix."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        whole = torch.load(training, map_location="cpu", weights_only=True)
+    assert_same(whole["optimizer"], ckptconv.load(training, "cpu", select="optimizer"))
+    ddp = fixtures / "dataparallel.pt"
+    names = torch.load(ddp, map_location="cpu", weights_only=True)
+    found = ckptconv.load(ddp, "cpu", state_dict=True, strip_prefix="module")
+    assert list(found) == [name.removeprefix("module.") for name in names]
+    assert all(torch.equal(a, b) for a, b in zip(names.values(), found.values(), strict=True))
+
+
+class Config:
+    """A class that torch's safe loader does not know."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+def test_of_a_file_with_unknown_classes_the_rest_loads(tmp_path: Path) -> None:
+    """The error names the class and what to ask for; that loads."""
+    path = tmp_path / "a.pt"
+    model = nn.Linear(2, 3).state_dict()
+    torch.save({"config": Config(), "state_dict": model, "best": [torch.ones(3)]}, path)
+    with pytest.raises(UnsupportedError, match=r"Config.*at config.*state_dict=True"):
+        ckptconv.load(path)
+    assert_same(model, ckptconv.load(path, state_dict=True))
+    assert_same([torch.ones(3)], ckptconv.load(path, select="best"))
+    torch.save({"a": Config(), "b": {"c": [1], "d": torch.ones(3)}}, path)
+    with pytest.raises(UnsupportedError, match="select='b'"):
+        ckptconv.load(path)
+    torch.save([Config()], path)
+    with pytest.raises(UnsupportedError, match="Config") as caught:
+        ckptconv.load(path)
+    assert "select" not in str(caught.value) and "state_dict=" not in str(caught.value)
+    torch.save([[Config(), torch.ones(1)], [Config(), torch.ones(1)]], path)
+    with pytest.raises(UnsupportedError, match=r"ckptconv\.open\(path\)\.load"):
+        ckptconv.load(path)
+    with ckptconv.open(path) as file:
+        assert [file.load(each).shape for each in file.tensors] == [(1,), (1,)]
+
+
+def test_of_a_whole_model_the_state_dict_loads(tmp_path: Path) -> None:
+    """The error says how, where there are two as well, and single tensors load by their paths."""
+    path, net, other = tmp_path / "a.pt", nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 2)
+    torch.save(net, path)
+    with pytest.raises(UnsupportedError, match=r"; state_dict=True loads a part without it"):
+        ckptconv.load(path)
+    loaded = ckptconv.load(path, state_dict=True)
+    assert list(loaded) == list(net.state_dict())
+    nn.Sequential(nn.Linear(2, 1)).load_state_dict(loaded, strict=True)
+    with ckptconv.open(path) as file:
+        assert [file.load(each).shape for each in file.tensors] == [(1, 2), (1,)]
+    torch.save({"a": net, "b": other}, path)
+    with pytest.raises(UnsupportedError, match=r"select='b', state_dict=True loads a part without it"):
+        ckptconv.load(path)
+    assert torch.equal(ckptconv.load(path, select="b", state_dict=True)["weight"], other.weight)
+
+
+def test_classes_that_the_program_trusts_load(tmp_path: Path) -> None:
+    """What torch was told of by ``safe_globals`` loads; what it was not told of is our error."""
+    torch.save({"config": Config()}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([Config]):
+        assert ckptconv.load(tmp_path / "a.pt")["config"].lr == 0.1
+    with torch.serialization.safe_globals([nn.Linear]), pytest.raises(UnsupportedError, match="Config"):
+        ckptconv.load(tmp_path / "a.pt")
+
+
+def test_safetensors_files_load(tmp_path: Path) -> None:
+    """A dict of tensors, equal to the library's; ties that the metadata records are ties."""
+    head = torch.arange(6.0).view(2, 3)
+    ckptconv.save({"embed": head, "head": head, "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
+    found = ckptconv.load(tmp_path / "a.safetensors")
+    assert found["head"].data_ptr() == found["embed"].data_ptr()
+    wanted = load_file(tmp_path / "a.safetensors")
+    assert_same(wanted, {name: found[name] for name in wanted})
+
+
+def test_deflated_files_load(fixtures: Path, tmp_path: Path) -> None:
+    """Storages and pickle that somebody's zip program has compressed; a damaged one is our error."""
+    path = tmp_path / "a.pt"
+    state = {"a": torch.randn(100_000), "b": torch.zeros(1000, 1000), "c": torch.arange(5)}
+    torch.save(state, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert_same(state, ckptconv.load(path))
+    with ckptconv.open(path) as file:
+        assert torch.equal(file.load("b"), state["b"])
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of two files is handed to nobody."""
+    path, fixture = tmp_path / "a.pt", fixtures / "two_gpus.pt"
+    path.write_bytes(fixture.read_bytes())
+    load = loading.load_checkpoint
+
+    def and_change(*args: Any, **options: Any) -> Any:
+        loaded = load(*args, **options)
+        os.utime(path, (1, 1))
+        return loaded
+
+    monkeypatch.setattr(loading, "load_checkpoint", and_change)
+    with pytest.raises(InputChangedError):
+        ckptconv.load(path, "cpu")
+    path.write_bytes(fixture.read_bytes())
+    with ckptconv.open(path) as file, pytest.raises(InputChangedError):
+        file.load(next(iter(file.tensors)))
+
+
+def with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Write PATH, a checkpoint of one tensor, with another pickle."""
+    torch.save([torch.ones(2)], path)
+    reader, writer = torch._C.PyTorchFileReader(str(path)), torch._C.PyTorchFileWriter(str(path) + ".new")
+    for name in ("data.pkl", "byteorder", "data/0"):
+        record = change(reader.get_record(name)) if name == "data.pkl" else reader.get_record(name)
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    os.replace(str(path) + ".new", path)
+
+
+def test_why_reading_failed_is_not_forgotten(tmp_path: Path) -> None:
+    """torch says only that it could not read: of a file that became shorter, and of a damaged deflate stream, the error is ours."""
+    path = tmp_path / "a.pt"
+    torch.save({str(i): torch.ones(1000) for i in range(100)}, path)
+    with ckptconv.open(path) as file:
+        os.truncate(path, 5000)
+        with pytest.raises(InputChangedError, match="shorter"):
+            file.load("99")
+    torch.save({"a": torch.randn(100_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    data = bytearray(path.read_bytes())
+    data[200_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(MalformedError):
+        ckptconv.load(path)
+
+
+@pytest.mark.parametrize(
+    "word", [b"ctorch\ndevice\n(X\x05\0\0\0bogustR", b"cbuiltins\ncomplex\n(X\x02\0\0\0zztR", b"}]K\x01s"]
+)
+def test_what_torch_cannot_make_is_our_error(word: bytes, tmp_path: Path) -> None:
+    """A device of no name, a number that is none, a list as a key: not torch's or Python's own exceptions, of which there are a dozen kinds."""
+    with_pickle(tmp_path / "a.pt", lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
+    with pytest.raises(MalformedError, match="torch cannot make"):
+        ckptconv.load(tmp_path / "a.pt")
+
+
+def test_too_little_memory_is_not_the_files_fault(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises then comes out as it is, for whoever catches it to try again with less."""
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")):
+
+        def fail(*args: Any, error: Exception = error, **options: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(torch, "load", fail)
+        with pytest.raises(type(error)):
+            ckptconv.load(fixtures / "cpu.pt")
+
+
+def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) -> None:
+    """What a map_location of the user's raises comes out as it is."""
+
+    def fail(storage: Any, tag: str) -> Any:
+        raise ZeroDivisionError(tag)
+
+    with pytest.raises(ZeroDivisionError, match="cuda:0"):
+        ckptconv.load(fixtures / "cuda0.pt", fail)
+
+
+def test_trusted_builtins_load(tmp_path: Path) -> None:
+    """Whatever Python 2 called them."""
+    torch.save({"r": range(3), "f": frozenset([1])}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([range, frozenset]):
+        assert ckptconv.load(tmp_path / "a.pt") == {"r": range(3), "f": frozenset([1])}
+    with torch.serialization.safe_globals([range]), pytest.raises(UnsupportedError, match="frozenset at f"):
+        ckptconv.load(tmp_path / "a.pt")
+
+
+def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
+    """Mapping files into memory is for paths; a stream is read."""
+    from torch.utils.serialization import config
+
+    with config.patch({"load.mmap": True}):
+        assert ckptconv.load(fixtures / "cpu.pt")
+
+
+def test_tags_and_dtypes_that_torch_has_not(tmp_path: Path) -> None:
+    """``cpu:0`` is no tag; F6_E2M3 is no dtype of torch's; a path may be bytes."""
+    zoo.save([torch.ones(2)], tmp_path / "a.pt", tags=["cpu:0"])
+    with pytest.raises(DeviceUnavailable, match="cpu:0"):
+        ckptconv.load(tmp_path / "a.pt")
+    assert ckptconv.load(os.fsencode(tmp_path / "a.pt"), "cpu")[0].tolist() == [1, 1]  # type: ignore[arg-type]
+    ckptconv.save([1], os.fsencode(tmp_path / "b.pt"))  # type: ignore[arg-type]
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "c.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    with pytest.raises(UnsupportedError, match="F6_E2M3"):
+        ckptconv.load(tmp_path / "c.safetensors")
+
+
+@pytest.mark.cuda
+def test_auto_is_the_gpu(training: Path) -> None:
+    """Where there is one."""
+    tensors = ckptconv.load(training, "auto", state_dict=True).values()
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+
+
+# open
+
+
+def at_path(value: Any, path: str) -> Any:
+    """The tensor that stands at PATH, made of string keys and indices alone; None elsewhere."""
+    for segment in parse_path(path):
+        key: Any = (
+            re.sub(r"\\(.)", r"\1", segment[1:])
+            if segment.startswith("/")
+            else int(segment[1:-1])
+            if segment[1:-1].isdecimal()
+            else None
+        )
+        if isinstance(value, dict) or (isinstance(value, (list, tuple)) and isinstance(key, int)):
+            if key is None or (isinstance(value, dict) and key not in value):
+                return None
+            value = value[key]
+        else:
+            return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_single_tensors_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Each tensor of each object of the zoo, loaded alone and twice, is what it is in the whole: kind, layout, values, Parameter."""
+    path = tmp_path / "a.pt"
+    zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
+    whole = torch.load(path, map_location="cpu", weights_only=False)
+    compared = 0
+    with ckptconv.open(path) as file:
+        for at, info in file.tensors.items():
+            wanted = at_path(whole, at)
+            if wanted is None or wanted.is_meta:
+                continue
+            try:
+                found = file.load(at)
+            except UnsupportedError:  # of a class of its own
+                assert type(wanted) not in (torch.Tensor, nn.Parameter) or wanted.__dict__
+                continue
+            assert_same(wanted, found)
+            assert_same(found, file.load(at))
+            assert found.dtype == getattr(torch, info.dtype)
+            assert info.kind == "nested" or tuple(found.shape) == info.shape
+            compared += 1
+    tensors = [
+        each
+        for key, each in (whole.items() if isinstance(whole, dict) else [])
+        if isinstance(key, str) and type(each) is torch.Tensor and not each.is_meta
+    ]
+    assert compared >= len(tensors)
+
+
+def test_a_tensor_that_was_made_out_of_turn(tmp_path: Path) -> None:
+    """One whose attribute stood in an earlier tensor first, and one beside a call that the pickle throws away: neither is in the way."""
+    first, second = torch.ones(2), torch.zeros(3)
+    first.info = second.info = {"k": OrderedDict(a=1)}  # type: ignore[attr-defined]
+    torch.save([first, second], tmp_path / "a.pt")
+    with ckptconv.open(tmp_path / "a.pt") as file:
+        found = file.load("[1]")
+    assert torch.equal(found, second) and found.info == second.info  # type: ignore[attr-defined]
+    reader, writer = (
+        torch._C.PyTorchFileReader(str(tmp_path / "a.pt")),
+        torch._C.PyTorchFileWriter(str(tmp_path / "b.pt")),
+    )
+    for name in ("data.pkl", "byteorder", "data/0", "data/1"):
+        record = reader.get_record(name)
+        if name == "data.pkl":
+            record = record[:2] + b"cos\ngetcwd\n)R0" + record[2:]
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    with pytest.raises(UnsupportedError):
+        ckptconv.load(tmp_path / "b.pt")
+    with ckptconv.open(tmp_path / "b.pt") as file:
+        assert torch.equal(file.load("[0]"), first)
+
+
+def test_only_the_tensor_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file of 40 MB, a tensor of 40 KB costs about that."""
+    torch.save({f"w{i}": torch.full((10_000,), float(i)) for i in range(1000)}, tmp_path / "a.pt")
+    with ckptconv.open(tmp_path / "a.pt") as file:
+        read: list[int] = []
+        preadv = os.preadv
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, buffers, at: (read.append(len(buffers[0])), preadv(fd, buffers, at))[1]
+        )
+        assert file.load("w7")[0] == 7
+        assert 40_000 <= sum(read) < 50_000
+
+
+def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
+    """Path, container, tensors with their facts, the metadata of a safetensors file; nothing of it can be changed."""
+    with ckptconv.open(training) as file:
+        assert (file.path, file.format, dict(file.metadata)) == (training, "torch zip", {})
+        summary = ckptconv.inspect(training)
+        assert list(file.tensors) == [tensor["path"] for tensor in summary["tensors"]]
+        first = next(iter(file.tensors.values()))
+        assert (first.path, first.device, list(first.shape)) == tuple(
+            summary["tensors"][0][key] for key in ("path", "device", "shape")
+        )  # type: ignore[literal-required]
+        with pytest.raises(TypeError):
+            file.tensors["x"] = first  # type: ignore[index]
+    ckptconv.convert(training, tmp_path / "a.safetensors", state_dict=True)
+    with ckptconv.open(tmp_path / "a.safetensors") as file:
+        assert file.metadata["format"] == "pt"
+        assert file.format == "safetensors"
+        for path in file.tensors:
+            assert torch.equal(file.load(path), load_file(tmp_path / "a.safetensors")[path])
+
+
+def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
+    """A path that is nearly right is answered with the right one; after closing there is nothing to load; no file stays open after an error."""
+    with ckptconv.open(training) as file:
+        assert repr(file) == f"<CheckpointFile {str(training)!r}: torch zip, 37 tensors>"
+        path = next(iter(file.tensors))
+        with pytest.raises(TypeError, match="by its path"):
+            file.load(3)  # type: ignore[arg-type]
+        with pytest.raises(NoMatchError, match=path.replace(".", r"\.")):
+            file.load(path.rpartition("/")[2])
+        with pytest.raises(NoMatchError):
+            file.load("optimizer")
+    with pytest.raises(UsageError, match="closed"):
+        file.load(path)
+    file.close()
+    (tmp_path / "a.pt").write_bytes(b"PK\x03\x04 and nothing else")
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with pytest.raises(InputError):
+        ckptconv.open(tmp_path / "a.pt")
+    assert before in (0, len(os.listdir("/proc/self/fd")))
+
+
+def test_threads_load_from_one_file(tmp_path: Path) -> None:
+    """Tensors read at the same time are those that were asked for."""
+    torch.save({f"w{i}": torch.full((1000,), float(i)) for i in range(64)}, tmp_path / "a.pt")
+    wrong: list[int] = []
+    with ckptconv.open(tmp_path / "a.pt") as file:
+
+        def load(start: int) -> None:
+            for i in range(start, 64, 4):
+                if file.load(f"w{i}").unique().tolist() != [i]:
+                    wrong.append(i)
+
+        threads = [threading.Thread(target=load, args=(start,)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+# save
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that people save: ``torch.load`` gives the same object from both files, tags too."""
+    made = zoo.ZOO[name]()
+    with zoo.tagging():
+        wanted = outcome(lambda: torch.save(made, tmp_path / "torch.pt"))
+    with zoo.tagging():
+        found = outcome(lambda: ckptconv.save(made, tmp_path / "ours.pt"))
+    if isinstance(wanted, Exception):
+        assert isinstance(found, type(wanted)), (wanted, found)
+        return
+    assert isinstance(found, ckptconv.Report), found
+    (theirs, tags), (ours, our_tags) = tags_of(tmp_path / "torch.pt"), tags_of(tmp_path / "ours.pt")
+    assert_same(theirs, ours)
+    assert tags == our_tags
+
+
+def test_the_edits_of_convert(tmp_path: Path) -> None:
+    """Saved with keywords, or saved by torch and converted with them: the same bytes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    obj = {"model": nn.DataParallel(model).state_dict(), "rng": torch.get_rng_state(), "epoch": 3}
+    torch.save(obj, tmp_path / "torch.pt")
+    for i, edits in enumerate(
+        (
+            {"map_location": "cuda:1"},
+            {"strip_prefix": "module.", "add_prefix": ["net."], "map_location": {"cpu": "mps"}},
+            {"select": "model", "rename": [("weight$", "w")]},
+            {"state_dict": True, "exclude": "*bias", "map_location": lambda tag: "xpu:0"},
+        )
+    ):
+        ours, theirs = tmp_path / f"{i}.ours.pt", tmp_path / f"{i}.theirs.pt"
+        saved = ckptconv.save(obj, ours, **edits)  # type: ignore[arg-type]
+        converted = ckptconv.convert(tmp_path / "torch.pt", theirs, **edits)  # type: ignore[arg-type]
+        (a, tags), (b, their_tags) = tags_of(ours, weights_only=True), tags_of(theirs, weights_only=True)
+        assert_same(a, b)
+        assert tags == their_tags
+        assert saved.changes == converted.changes
+
+
+def test_safetensors_by_the_suffix(tmp_path: Path) -> None:
+    """The state dict of what is saved, views written out, as the library reads it."""
+    weight = torch.arange(12.0).view(3, 4)
+    report = ckptconv.save({"net": {"a": weight.T, "b": weight[1:]}, "epoch": 1}, tmp_path / "a.safetensors")
+    found = load_file(tmp_path / "a.safetensors")
+    assert torch.equal(found["a"], weight.T) and torch.equal(found["b"], weight[1:])
+    assert report.formats == ("memory", "safetensors")
+    assert [left.path for left in report.left_behind] == ["epoch"]
+
+
+def test_large_storages_and_long_texts(tmp_path: Path) -> None:
+    """Several buffers of bytes, and a text that the graph leaves where it is."""
+    obj = {"w": torch.randn(5_000_000), "text": "long " * 50_000, "bytes": b"\x00\xff" * 60_000}
+    ckptconv.save(obj, tmp_path / "a.pt", verify=True)
+    assert_same(obj, torch.load(tmp_path / "a.pt", weights_only=False))
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
+    """torch's format has one dtype for each storage; torch itself refuses too."""
+    weight = torch.ones(4)
+    for save in (torch.save, ckptconv.save):
+        with pytest.raises((RuntimeError, RefusedError), match="view"):
+            save({"a": weight, "b": weight.view(torch.int32)}, tmp_path / "a.pt")
+    assert ckptconv.save({"a": torch.ones(4, dtype=torch.uint8), "b": torch.from_numpy(np.ones(3))}, tmp_path / "b.pt")
+
+
+def test_saving_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old file is replaced, unless that was forbidden; an object that cannot be saved leaves it as it was, and so does a fault while writing."""
+    path = tmp_path / "a.pt"
+    ckptconv.save([1], path)
+    ckptconv.save([2], path)
+    with pytest.raises(TargetExistsError):
+        ckptconv.save(lambda: "no pickle takes this", path, force=False)
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        ckptconv.save(lambda: 1, path)
+    with pytest.raises(UsageError, match="folder"):
+        ckptconv.save([1], tmp_path)
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OutputError):
+            ckptconv.save([4], path)
+    assert torch.load(path) == [2]
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_objects_with_attributes_and_metadata(tmp_path: Path) -> None:
+    """``_metadata`` of a state dict is there and follows the names."""
+    state = nn.DataParallel(nn.BatchNorm1d(3)).state_dict()
+    ckptconv.save(state, tmp_path / "a.pt", strip_prefix="module.")
+    found = torch.load(tmp_path / "a.pt")
+    assert isinstance(found, OrderedDict)
+    assert found._metadata == nn.BatchNorm1d(3).state_dict()._metadata  # type: ignore[attr-defined]
+    nn.BatchNorm1d(3).load_state_dict(found, strict=True)
+
+
+@pytest.mark.cuda
+def test_tensors_on_the_gpu_are_saved(tmp_path: Path) -> None:
+    """Their bytes and tags are those that torch writes."""
+    state = {"a": torch.randn(3_000_000, device="cuda"), "b": torch.randn(5, 7, device="cuda").T, "c": torch.ones(3)}
+    torch.save(state, tmp_path / "torch.pt")
+    ckptconv.save(state, tmp_path / "ours.pt", verify=True)
+    assert_same(*(torch.load(tmp_path / f"{name}.pt", map_location="cpu") for name in ("torch", "ours")))
+    assert tags_of(tmp_path / "torch.pt")[1] == tags_of(tmp_path / "ours.pt")[1]
+    ckptconv.save(state, tmp_path / "cpu.pt", map_location="cpu")
+    assert tags_of(tmp_path / "cpu.pt")[1] == ["cpu"] * 3
+
+
+def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
+    """Dtypes that only meta tensors have; what has no state dict where one is wanted. Of a module it is taken."""
+    with pytest.raises(RefusedError, match="uint4"):
+        ckptconv.save(torch.ones(2, dtype=torch.uint8).view(torch.uint4), tmp_path / "a.pt")
+    with pytest.raises(RefusedError, match=r"state_dict\(\)"):
+        ckptconv.save([1], tmp_path / "a.safetensors")
+    net = nn.Linear(1, 1)
+    ckptconv.save(net, tmp_path / "a.safetensors")
+    nn.Linear(1, 1).load_state_dict(ckptconv.load(tmp_path / "a.safetensors"), strict=True)
+
+
+# the stream
+
+
+def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
+    """Seek and read at every place give what the file made of the same pieces has."""
+    with Source(fixtures / "two_gpus.pt") as source:
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
+        whole = stream.read()
+        assert stream.read() == b""
+        assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
+        with zipfile.ZipFile(stream) as archive:  # type: ignore[arg-type]
+            assert any(name.endswith("data.pkl") for name in archive.namelist())
+        assert stream.failure is None
+        for at in range(0, len(whole), 7):
+            for length in (0, 1, 64, 5000):
+                stream.seek(at)
+                assert stream.read(length) == whole[at : at + length]
+                assert stream.seek(0, io.SEEK_CUR) == min(at + length, len(whole))
+
+
+def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.randn(10_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    monkeypatch.setattr(reading, "BUFFER", 1000)
+    with Source(path) as source:
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
+        whole = stream.read()
+        for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
+            stream.seek(at)
+            assert stream.read(3000) == whole[at : at + 3000]
+            assert len(stream._streaming[2]) <= 1000

@@ -1,0 +1,368 @@
+"""Each bound on input: a file that is as large as it may be is read, and with the bound one lower it is not. The bounds are made small; a file at the real ones would be gigabytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import pickletools
+import re
+import struct
+import sys
+import tarfile
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptconv
+from ckptconv.errors import CkptconvError, LimitError, MalformedError, RefusedError, UnsupportedError
+from ckptconv.limits import LIMITS, Limits
+from ckptconv.pickles import paths
+from tests.support.hostile_bytes import dict_of, storage, tensor, text, torch_zip_of
+from tests.support.legacy_files import Old, legacy_file, storage_id
+
+
+class Case(NamedTuple):
+    """A file with SIZE of what the bound is on; KIND and WHAT of the error where it is one lower. RUN reads it. MODULES: where the bound is made small, by default everywhere; OTHERS are set beside it."""
+
+    make: Callable[[Path], Path]
+    size: int
+    kind: type[CkptconvError]
+    what: str
+    run: Callable[[Path], object] = ckptconv.inspect
+    modules: tuple[str, ...] = ()
+    others: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
+
+
+def file(data: bytes, name: str = "m.pt") -> Callable[[Path], Path]:
+    """What writes DATA to a file of that NAME."""
+
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def checkpoint(*items: bytes) -> bytes:
+    """A pickle of one tensor, and ITEMS under keys of their own."""
+    return dict_of(text("w"), tensor(), *(each for i, item in enumerate(items) for each in (text(f"x{i}"), item)))
+
+
+def opcodes(data: bytes) -> int:
+    return sum(1 for _ in pickletools.genops(data))
+
+
+def nested(levels: int) -> bytes:
+    """Lists in lists, LEVELS of them."""
+    return b"]" * levels + b"a" * (levels - 1)
+
+
+def parameters(levels: int) -> bytes:
+    """LEVELS calls around each other that make one tensor."""
+    out = tensor()
+    for _ in range(levels - 1):
+        out = b"ctorch._utils\n_rebuild_parameter\n(" + out + b"\x89ccollections\nOrderedDict\n)RtR"
+    return out
+
+
+def lengths_of_paths(path: Path) -> int:
+    """All paths of a checkpoint together, in characters."""
+    found = 0
+    real = paths.find_places
+
+    def counted(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        nonlocal found
+        for place in real(*args, **kwargs):
+            found += len(place.segment) + (place.parent.length if place.parent else 0)
+            yield place
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptconv.checkpoint.index.find_places", counted)
+        from ckptconv.byteranges.sources import Source
+        from ckptconv.formats import opening
+
+        with Source(path) as source:
+            opening.read(source)
+    return found
+
+
+GOOD = checkpoint()
+LONG = checkpoint(b"N0" * 200 + b"N")
+DEFLATED = torch_zip_of(checkpoint(text("a" * 5000)), method=zipfile.ZIP_DEFLATED)
+
+
+def deflated_size(data: bytes) -> tuple[int, int]:
+    info = zipfile.ZipFile(io.BytesIO(data)).getinfo("made/data.pkl")
+    return info.file_size, info.compress_size
+
+
+def commented() -> bytes:
+    """An archive in whose directory the first entry has a comment."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as made:
+        for name, data in {"m/data.pkl": GOOD, "m/data/0": bytes(16), "m/version": b"3\n"}.items():
+            info = zipfile.ZipInfo(name)
+            info.comment = (
+                b"c" * (3 * 100 * 3 - len("m/data.pkl" + "m/data/0" + "m/version")) if name == "m/data.pkl" else b""
+            )
+            made.writestr(info, data)
+    return stream.getvalue()
+
+
+def older(key: str, protocol: int = 2) -> bytes:
+    """A file in the older format, with one storage that has this KEY."""
+    parts = storage_id(torch.FloatStorage, key, "cpu", 4), 0, (4,), (1,), False, OrderedDict()
+    made = Old(torch._utils._rebuild_tensor_v2, parts)
+    return legacy_file({"w": made}, {key: (4, bytes(16))}, protocol=protocol)
+
+
+HEADER = {
+    "__metadata__": {"a,b": "c"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "v": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
+}  # fmt: skip
+HEADER_TEXT = json.dumps(HEADER).encode()
+SAFETENSORS = struct.pack("<Q", len(HEADER_TEXT)) + HEADER_TEXT + bytes(16)
+
+
+def index(metadata: dict[str, Any], shards: int = 3) -> Callable[[Path], Path]:
+    """A set of so many SHARDS."""
+
+    def make(folder: Path) -> Path:
+        torch.save({str(i): torch.ones(2) for i in range(shards)}, folder / "s.pt")
+        ckptconv.convert(folder / "s.pt", folder / "set", format="safetensors", max_shard_size=8)
+        (path,) = (folder / "set").glob("*.json")
+        content = json.loads(path.read_bytes())
+        content["metadata"].update(metadata)
+        path.write_text(json.dumps(content))
+        return path
+
+    return make
+
+
+def archived(*names: str) -> bytes:
+    """A tar archive of empty files with these NAMES."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
+    return stream.getvalue()
+
+
+def to_safetensors(path: Path) -> None:
+    ckptconv.convert(path, path.with_name("out.safetensors"), dry_run=True)
+
+
+def said(what: str) -> Callable[[Path], None]:
+    """What reads a file that is no checkpoint: it is to be said of it that it is WHAT; the error is raised where it says something else."""
+
+    def run(path: Path) -> None:
+        try:
+            ckptconv.inspect(path)
+        except CkptconvError as error:
+            if what not in error.what:
+                raise
+
+    return run
+
+
+EXPANDED = checkpoint(tensor(None, (10, 4), (0, 1)))  # 160 bytes on 16
+
+CASES: dict[str, Case] = {
+    "pickle_bytes": Case(file(torch_zip_of(LONG)), len(LONG), LimitError, "the pickle is too large"),
+    "pickle_opcodes": Case(file(torch_zip_of(LONG)), opcodes(LONG), LimitError, "too many pickle opcodes"),
+    "inline_bytes": Case(file(torch_zip_of(checkpoint(b"\x8b" + struct.pack("<i", 300) + b"1" * 300))), 300, LimitError, "an integer in the pickle is too long"),
+    "pickle_line": Case(file(torch_zip_of(checkpoint(b"V" + b"a" * 300 + b"\n"))), 300, LimitError, "a line of the pickle is too long"),
+    "nesting": Case(file(torch_zip_of(checkpoint(nested(50)))), 51, LimitError, "nested too deeply"),
+    "rank": Case(file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"),
+    "elements": Case(file(torch_zip_of(checkpoint())), 5, MalformedError, "parts of wrong types"),
+    "nested_calls": Case(file(torch_zip_of(checkpoint(parameters(9)))), 9, LimitError, "too many calls around each other"),
+    "zip_members": Case(file(torch_zip_of(GOOD)), 3, LimitError, "too many zip members"),
+    "member_name": Case(file(commented()), 100, MalformedError, "too large for its members"),
+    "note_bytes": Case(file(torch_zip_of(GOOD, {"data/0": bytes(16), "version": b"3" * 40})), 40, MalformedError, "the record is too long"),
+    "unmarked_pickle_bytes": Case(file(pickle.dumps("a" * 100, 0)), len(pickle.dumps("a" * 100, 0)), UnsupportedError, "a text file", said("a pickle")),
+    "id_text": Case(file(older("k" * 30, protocol=0)), 30, UnsupportedError, "names no storage"),
+    "pickle_inflate_ratio": Case(
+        file(DEFLATED), -(-deflated_size(DEFLATED)[0] // deflated_size(DEFLATED)[1]), LimitError, "a deflated record is too large",
+        modules=("ckptconv.formats.torch_zip",), others={"inline_bytes": 0},
+    ),
+    "safetensors_header": Case(file(SAFETENSORS, "m.safetensors"), len(HEADER_TEXT), MalformedError, "it is too long"),
+    "header_brackets": Case(file(SAFETENSORS, "m.safetensors"), 8, LimitError, "more than a million tensors"),
+    "header_quotes": Case(file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b'"'), LimitError, "more than a million tensors"),
+    "header_commas": Case(file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b","), LimitError, "more than a million tensors", modules=("ckptconv.formats.safetensors_header",), others={"rank": 0}),
+    "header_number": Case(file(SAFETENSORS, "m.safetensors"), 65, MalformedError, "too many elements"),
+    "shards": Case(index({}), 3, LimitError, "too many shards"),
+    "index_digits": Case(index({"total_parameters": 10**20}), 21, MalformedError, "a number in the index is too long"),
+    "stranger_json": Case(file(b'{"error": "no"}' + b" " * 85), 100, UnsupportedError, "a text file", said("a server's answer")),
+    "stranger_index": Case(file(b'{"weight_map": {}}' + b" " * 82), 100, UnsupportedError, "a text file", said("a JSON file")),
+    "stranger_zeros": Case(file(bytes(10_000)), 10_000, MalformedError, "at least its first 9,999 bytes are zeros", said("nothing but zeros")),
+    "stranger_members": Case(file(archived("a", "b", "model.pt")), 3, UnsupportedError, "a tar archive of a, b", said("of model.pt")),
+    "gathered_bytes": Case(file(torch_zip_of(EXPANDED)), 160, RefusedError, "more than the limit", to_safetensors, others={"gathered_ratio": 1}),
+    "gathered_ratio": Case(file(torch_zip_of(EXPANDED)), 10, RefusedError, "more than the limit", to_safetensors, others={"gathered_bytes": 1}),
+}  # fmt: skip
+
+#: Bounds whose tests stand with what they are on, each by the test's name.
+ELSEWHERE = {
+    "path_characters": "test_limits.py::test_paths_cost_what_they_say",
+    "path_characters_each": "test_limits.py::test_paths_cost_what_they_say",
+    "script_words": "formats/test_torchscript.py::test_code_that_says_too_much_is_refused",
+    "script_bytes": "formats/test_torchscript.py::test_a_bomb_of_code_is_refused_before_it_is_inflated",
+    "list_holes": "test_limits.py::test_bounds_of_distributed_metadata",
+    "metadata_state": "test_limits.py::test_bounds_of_distributed_metadata",
+    "opcodes_of_a_chunk": "test_limits.py::test_bounds_of_distributed_metadata",
+    "nested_pickles": "safety/test_scan.py::test_depth",
+    "nested_opcodes": "safety/test_scan.py::test_what_cannot_be_looked_into",
+    "pickles_inside": "safety/test_scan.py::test_many_pickles_inside",
+    "concerns": "safety/test_scan.py::test_the_list_ends",
+    "config_bytes": "test_limits.py::test_a_configuration",
+    "folder_names": "formats/foreign/test_folders.py::test_a_bounded_number_of_names_is_looked_at",
+    "findings": "inspection/test_verification.py::test_lines_beyond_the_limit_are_counted",
+}
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, limits: Limits, modules: tuple[str, ...] = ()) -> None:
+    """Make LIMITS those of MODULES, or of all."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ckptconv") and hasattr(module, "LIMITS") and (not modules or name in modules):
+            monkeypatch.setattr(module, "LIMITS", limits)
+
+
+def test_every_bound_has_a_test() -> None:
+    """None is added without one, and each stands in the table under its own name."""
+    fields = {field.name for field in dataclasses.fields(Limits)}
+    assert fields == CASES.keys() | ELSEWHERE.keys() and not CASES.keys() & ELSEWHERE.keys()
+    for where in ELSEWHERE.values():
+        name, _, test = where.partition("::")
+        assert f"def {test}(" in (Path(__file__).parent / name).read_text()
+
+
+def test_every_bound_has_a_reason() -> None:
+    """A comment stands before each, or before a group of them."""
+    lines = Path(sys.modules[Limits.__module__].__file__ or "").read_text().splitlines()
+    numbers = [i for i, line in enumerate(lines) if re.match(r"    \w+: int = ", line)]
+    assert len(numbers) == len(dataclasses.fields(Limits))
+    assert all(lines[i - 1].startswith("    #: ") or i - 1 in numbers for i in numbers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_the_bound_and_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What is as large as the bound is read; one less of the bound, and it is a typed error that says so."""
+    case = CASES[name]
+    path = case.make(tmp_path)
+    case.run(path)  # and whatever is imported is
+    small = dataclasses.replace(LIMITS, **case.others)
+    set_limits(monkeypatch, dataclasses.replace(small, **{name: case.size}), case.modules)
+    case.run(path)
+    set_limits(monkeypatch, dataclasses.replace(small, **{name: case.size - 1}), case.modules)
+    with pytest.raises(case.kind, match=re.escape(case.what)):
+        case.run(path)
+
+
+def test_paths_cost_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All paths together have so many characters, and so many more for each opcode."""
+    data = checkpoint(nested(5), text("a"), b"]")
+    path = file(torch_zip_of(data))(tmp_path)
+    length, count = lengths_of_paths(path), opcodes(data)
+    each = length // count
+    for limits in ({"path_characters": length, "path_characters_each": 0}, {"path_characters": length - each * count, "path_characters_each": each}):  # fmt: skip
+        set_limits(monkeypatch, dataclasses.replace(LIMITS, **limits))
+        ckptconv.inspect(path)
+        set_limits(monkeypatch, dataclasses.replace(LIMITS, **{**limits, "path_characters": limits["path_characters"] - 1}))  # fmt: skip
+        with pytest.raises(LimitError, match="paths of what is in the checkpoint are too long"):
+            ckptconv.inspect(path)
+
+
+def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a longer one no dtype is taken; a FIFO in its place is not waited for."""
+    index({})(tmp_path)
+    folder = tmp_path / "set"
+    content = json.dumps({"dtype": "float32", "x": "a" * 100})
+    (folder / "config.json").write_text(content)
+
+    def notes() -> str:
+        return " ".join(ckptconv.convert(folder, tmp_path / "out", dtype="bf16", dry_run=True).notes)
+
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content)))
+    assert "config.json says dtype float32" in notes()
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content) - 1))
+    assert "config.json says" not in notes()
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert "config.json says" not in notes()
+
+
+def test_bounds_of_distributed_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few bytes of it could ask for: places in lists, fields of an object, one list of chunks for many tensors."""
+    state = {"x": torch.ones(4), "list": [torch.ones(1)]}
+    path = tmp_path / "dcp" / ".metadata"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=path.parent, no_dist=True)
+    written = path.read_bytes()
+
+    def holds(field: str, size: int, what: str) -> None:
+        for smaller in (0, 1):
+            set_limits(monkeypatch, dataclasses.replace(LIMITS, **{field: size - smaller}))
+            if smaller:
+                with pytest.raises(MalformedError, match=what):
+                    ckptconv.inspect(path.parent)
+            else:
+                ckptconv.inspect(path.parent)
+        set_limits(monkeypatch, LIMITS)
+
+    metadata = pickle.loads(written)
+    (name,) = [name for name, place in metadata.planner_data.items() if place == ("list", 0)]
+    metadata.planner_data[name] = ("list", 7)
+    path.write_bytes(pickle.dumps(metadata))
+    holds("list_holes", 7, "places that nothing belongs to")
+    path.write_bytes(written)
+    most = max(
+        2 * len(vars(each)) + 1
+        for each in (metadata, *metadata.storage_data, *metadata.storage_data.values(), *metadata.state_dict_metadata.values())
+    )  # fmt: skip
+    holds("metadata_state", most, "too many fields")
+    chunks = 1 + len(metadata.state_dict_metadata[name].chunks) + 1 + len(metadata.state_dict_metadata["x"].chunks)
+    each = opcodes(written) // chunks
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, opcodes_of_a_chunk=each))
+    ckptconv.inspect(path.parent)
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, opcodes_of_a_chunk=opcodes(written) // (chunks - 1) + 1))
+    with pytest.raises(MalformedError, match="more chunks than"):
+        ckptconv.inspect(path.parent)
+
+
+def test_a_key_of_a_storage_is_at_most_as_long_as_what_is_held(tmp_path: Path) -> None:
+    """64 KiB: a zip cannot have such a name, and the older format, which could, is bound by the same number."""
+    for length in (LIMITS.inline_bytes, LIMITS.inline_bytes + 1):
+        path = tmp_path / "m.pt"
+        key = "k" * length
+        path.write_bytes(older(key))
+        if length > LIMITS.inline_bytes:
+            with pytest.raises(MalformedError, match="parts of wrong types"):
+                ckptconv.inspect(path)
+        else:
+            assert ckptconv.inspect(path)["storages"] == 1
+        zipped = tmp_path / "z.pt"
+        zipped.write_bytes(torch_zip_of(dict_of(text("w"), tensor(storage(key)))))
+        with pytest.raises(MalformedError, match=r"no such storage|parts of wrong types"):
+            ckptconv.inspect(zipped)
+
+
+def test_the_real_bounds_are_those_of_the_page() -> None:
+    """What the documentation promises: 256 MiB and 20 million opcodes of pickle, 1,000 levels, 64 dimensions, a million members, 64 KiB of a key, a hundredfold inflated, 16 times or 1 GiB written out."""
+    assert (LIMITS.pickle_bytes, LIMITS.pickle_opcodes, LIMITS.nesting, LIMITS.rank) == (
+        256 << 20,
+        20_000_000,
+        1_000,
+        64,
+    )
+    assert (LIMITS.zip_members, LIMITS.member_name, LIMITS.inline_bytes) == (1_000_000, 64 << 10, 64 << 10)
+    assert LIMITS.pickle_inflate_ratio == 100
+    assert LIMITS.gathered(0) == 1 << 30 and LIMITS.gathered(1 << 30) == 16 << 30
