@@ -116,9 +116,12 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
     """Raise MalformedError unless a checksum is what it should be, where that is known."""
     if expected is not None and found != expected:
         raise MalformedError(
-            "the record is damaged: its checksum is wrong", where=where, expected=f"{expected:08x}", got=f"{found:08x}",
+            "the record is damaged: its checksum is wrong",
+            where=where,
+            expected=f"{expected:08x}",
+            got=f"{found:08x}",
             hint="download or copy it again",
-        )  # fmt: skip
+        )
 
 
 # CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.

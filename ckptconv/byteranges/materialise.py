@@ -128,7 +128,9 @@ class Pieces:
                     for chunk in reading.inflated(data):
                         file.write(chunk)
             except OSError as error:
-                raise self._no_room(f"a deflated part of {spool.path} cannot be inflated there", data.length, error.strerror or error) from error  # fmt: skip
+                raise self._no_room(
+                    f"a deflated part of {spool.path} cannot be inflated there", data.length, error.strerror or error
+                ) from error
         return self._inflated[id(data)]
 
     def check_space(self) -> None:
@@ -137,7 +139,9 @@ class Pieces:
             try:
                 space = os.statvfs(self._spool_folder())
             except OSError as error:
-                raise self._no_room("what is deflated cannot be inflated there", self.spooled_bytes, error.strerror or error) from error  # fmt: skip
+                raise self._no_room(
+                    "what is deflated cannot be inflated there", self.spooled_bytes, error.strerror or error
+                ) from error
             free = space.f_bavail * space.f_frsize
             if free < self.spooled_bytes:
                 raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")

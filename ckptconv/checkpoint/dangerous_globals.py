@@ -25,165 +25,104 @@ _DEEPEST = 20  # attributes of attributes
 _MODULES = frozenset(
     [
         # processes, the system
-        "asyncio", "commands", "multiprocessing", "nt", "os", "pexpect", "posix", "psutil", "pty", "shutil", "subprocess", "sys",
-        "_aix_support", "_asyncio", "_osx_support", "_posixsubprocess", "_pyrepl", "_thread", "_winapi",
+        "asyncio", "commands", "multiprocessing", "nt", "os", "pexpect", "posix", "psutil", "pty", "shutil",
+        "subprocess", "sys", "_aix_support", "_asyncio", "_osx_support", "_posixsubprocess", "_pyrepl", "_thread",
+        "_winapi",
         # the network
-        "aiohttp", "ftplib", "httplib", "imaplib", "nntplib", "paramiko", "poplib", "requests", "smtplib", "socket", "socketserver", "ssl",
-        "telnetlib", "urllib", "urllib2", "urllib3", "webbrowser", "xmlrpc", "_socket", "_ssl",
+        "aiohttp", "ftplib", "httplib", "imaplib", "nntplib", "paramiko", "poplib", "requests", "smtplib", "socket",
+        "socketserver", "ssl", "telnetlib", "urllib", "urllib2", "urllib3", "webbrowser", "xmlrpc", "_socket", "_ssl",
         # code, and what finds or runs it
-        "bdb", "cProfile", "cffi", "codeop", "compileall", "ctypes", "distutils", "doctest", "ensurepip", "gc", "idlelib", "imp", "importlib",
-        "lib2to3", "marshal", "modulefinder", "pdb", "pip", "pkgutil", "py_compile", "pydoc", "rlcompleter", "runpy", "timeit", "tkinter",
-        "venv", "zipapp", "zipimport",
-        "_cffi_backend", "_ctypes", "_frozen_importlib", "_frozen_importlib_external", "_imp", "_interpreters", "_lsprof", "_testcapi",
+        "bdb", "cProfile", "cffi", "codeop", "compileall", "ctypes", "distutils", "doctest", "ensurepip", "gc",
+        "idlelib", "imp", "importlib", "lib2to3", "marshal", "modulefinder", "pdb", "pip", "pkgutil", "py_compile",
+        "pydoc", "rlcompleter", "runpy", "timeit", "tkinter", "venv", "zipapp", "zipimport", "_cffi_backend",
+        "_ctypes", "_frozen_importlib", "_frozen_importlib_external", "_imp", "_interpreters", "_lsprof", "_testcapi",
         "_testinternalcapi", "_tkinter", "_xxsubinterpreters",
         # files
         "dbm", "fileinput", "shelve", "sqlite3", "tarfile", "zipfile", "_pyio",
     ]
-)  # fmt: skip
+)  # a table  # fmt: skip
 
 #: Functions and classes elsewhere, and all below them. Modules stand here in full where their name alone can be anybody's.
 _NAMES = frozenset(
     [
         "__builtin__.apply",
-        *(f"builtins.{name}" for name in (
-            "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals", "help", "input", "locals", "open", "reload", "setattr", "vars",
-        )),
-        "atexit.register",
-        "bz2._builtin_open",
-        "code.InteractiveConsole",
-        "code.InteractiveInterpreter",
-        "code.compile_command",
-        "code.interact",
-        "copyreg.add_extension",
-        "copyreg.pickle",
-        "functools.reduce",
-        "http.client",
-        "http.server",
-        "_functools.reduce",
-        "logging.FileHandler",
-        "logging.config",
-        "logging.handlers",
-        "operator.__call__",
-        "operator.call",
-        "_operator.call",
-        "platform.popen",
-        "platform._syscmd_file",
-        "platform._syscmd_ver",
-        *(f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in (
-            "chmod", "hardlink_to", "mkdir", "open", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink", "write_bytes", "write_text",
-        )),
-        "profile.Profile",
-        "profile.run",
-        "profile.runctx",
-        "signal.pthread_kill",
-        "signal.raise_signal",
-        "signal.signal",
-        *(f"_signal.{name}" for name in ("pthread_kill", "raise_signal", "signal")),
-        "site.addsitedir",
-        "site.main",
-        "tempfile.TemporaryDirectory",
-        "test.support",
-        "tokenize._builtin_open",
-        "trace.Trace",
-        "types.CodeType",
-        "turtle.TK",
-        "turtle.simpledialog",
-        "types.FunctionType",
-        "types.LambdaType",
-        "unittest.mock._dot_lookup",
-        "unittest.mock._get_target",
-        "unittest.mock._importer",
-        "uuid._get_command_stdout",
-        "uuid._popen",
+        *(f"builtins.{name}" for name in ("__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals", "help", "input", "locals", "open", "reload", "setattr", "vars") ),
+        "atexit.register", "bz2._builtin_open", "code.InteractiveConsole", "code.InteractiveInterpreter",
+        "code.compile_command", "code.interact", "copyreg.add_extension", "copyreg.pickle", "functools.reduce",
+        "http.client", "http.server", "_functools.reduce", "logging.FileHandler", "logging.config",
+        "logging.handlers", "operator.__call__", "operator.call", "_operator.call", "platform.popen",
+        "platform._syscmd_file", "platform._syscmd_ver",
+        *(f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in ("chmod", "hardlink_to", "mkdir", "open", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink", "write_bytes", "write_text") ),
+        "profile.Profile", "profile.run", "profile.runctx", "signal.pthread_kill", "signal.raise_signal",
+        "signal.signal", *(f"_signal.{name}" for name in ("pthread_kill", "raise_signal", "signal")),
+        "site.addsitedir", "site.main", "tempfile.TemporaryDirectory", "test.support", "tokenize._builtin_open",
+        "trace.Trace", "types.CodeType", "turtle.TK", "turtle.simpledialog", "types.FunctionType", "types.LambdaType",
+        "unittest.mock._dot_lookup", "unittest.mock._get_target", "unittest.mock._importer",
+        "uuid._get_command_stdout", "uuid._popen",
         # files
-        *(f"{module}.open" for module in ("_io", "bz2", "codecs", "gzip", "io", "lzma")),
-        "io.FileIO",
-        "_io.FileIO",
+        *(f"{module}.open" for module in ("_io", "bz2", "codecs", "gzip", "io", "lzma")), "io.FileIO", "_io.FileIO",
         # pickles, and files with pickles or code in them, read by readers that run them
-        *(f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in (
-            "Unpickler", "load", "loads",
-        )),
-        "pickle._Unpickler",
-        "pickle._load",
-        "pickle._loads",
-        "joblib.load",
-        "joblib.numpy_pickle.load",
-        "pandas.eval",
-        "pandas.io.pickle.read_pickle",
-        "pandas.read_pickle",
-        "yaml.full_load",
-        "yaml.load",
-        "yaml.unsafe_load",
-        "numpy.ctypeslib",
-        "numpy.distutils",
-        "numpy.f2py",
-        "numpy.lib._datasource",
-        "numpy.lib._npyio_impl",
-        "numpy.lib.npyio",
-        *(f"numpy.{name}" for name in ("load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed")),
-        "numpy.testing._private",
-        "torch._dynamo.guards.GuardBuilder.get",
-        "torch._inductor.codecache",
-        "torch._inductor.cpp_builder",
-        "torch._dynamo.convert_frame.original_forward_from_src",
-        "torch.classes.load_library",
-        "torch.cuda.amp.common.find_spec",
-        "torch.cuda.tunable.mp",
-        "torch.distributed.distributed_c10d._unpickler",
-        "torch.distributed.rpc.internal._unpickler",
+
+        *(f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in ("Unpickler", "load", "loads") ),
+        "pickle._Unpickler", "pickle._load", "pickle._loads", "joblib.load", "joblib.numpy_pickle.load",
+        "pandas.eval", "pandas.io.pickle.read_pickle", "pandas.read_pickle", "yaml.full_load", "yaml.load",
+        "yaml.unsafe_load", "numpy.ctypeslib", "numpy.distutils", "numpy.f2py", "numpy.lib._datasource",
+        "numpy.lib._npyio_impl", "numpy.lib.npyio",
+        *(f"numpy.{name}" for name in ("load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed") ),
+        "numpy.testing._private", "torch._dynamo.guards.GuardBuilder.get", "torch._inductor.codecache",
+        "torch._inductor.cpp_builder", "torch._dynamo.convert_frame.original_forward_from_src",
+        "torch.classes.load_library", "torch.cuda.amp.common.find_spec", "torch.cuda.tunable.mp",
+        "torch.distributed.distributed_c10d._unpickler", "torch.distributed.rpc.internal._unpickler",
         "torch.from_file",
         *(f"torch.fx.graph_module.{name}" for name in ("_exec_with_source", "_forward_from_src", "_method_from_src")),
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
-        "torch.hub",
-        "torch.jit._serialization",
-        "torch.jit.load",
-        "torch.jit.save",
-        "torch.jit.unsupported_tensor_ops",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression", "torch.hub",
+        "torch.jit._serialization", "torch.jit.load", "torch.jit.save", "torch.jit.unsupported_tensor_ops",
         "torch.load",
-        *(f"torch.multiprocessing.{name}" for name in ("reducer", "reductions.reduction", "reductions.register_after_fork", "spawn")),
-        "torch.ops.load_library",
-        "torch.package",
-        "torch.save",
-        "torch.serialization.load",
+        *(f"torch.multiprocessing.{name}" for name in ("reducer", "reductions.reduction", "reductions.register_after_fork", "spawn") ),
+        "torch.ops.load_library", "torch.package", "torch.save", "torch.serialization.load",
         "torch.serialization.save",
         "torch.storage._load_from_bytes",  # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
-        "torch.utils._osp",
-        "torch.utils._config_module.ConfigModule.load_config",
-        "torch.utils.bottleneck",
-        "torch.utils.collect_env",
-        "torch.utils.cpp_extension",
-        "torch.utils.data.dataloader.python_multiprocessing",
+        "torch.utils._osp", "torch.utils._config_module.ConfigModule.load_config", "torch.utils.bottleneck",
+        "torch.utils.collect_env", "torch.utils.cpp_extension", "torch.utils.data.dataloader.python_multiprocessing",
         "torch.utils.data.datapipes.iter.routeddecoder.decoder_basichandlers",
         "torch.utils.data.datapipes.utils.decoder.basichandlers",
         *(f"torch.xpu.{name}" for name in ("byref", "cast", "pointer")),
     ]
-)  # fmt: skip
+)  # a table  # fmt: skip
 #: Whose modules lend what they import.
 _LENDERS = sys.stdlib_module_names | {"numpy", "torch"}
 _MOST_PARTS = max(name.count(".") for name in _NAMES) + 1
 
 #: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there, or are elsewhere.
-_LENT = frozenset(
-    ["bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType", "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread"]
-)  # fmt: skip
+_LENT = frozenset([
+    "bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType",
+    "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread",
+])  # a table  # fmt: skip
 
 #: Plain values of modules on the list, and what is called like a function on it.
 _HARMLESS = frozenset(
     [
-        *(f"{module}.{name}" for module in ("nt", "os", "posix") for name in ("PathLike", "stat_result", "terminal_size")),
+        *(
+            f"{module}.{name}"
+            for module in ("nt", "os", "posix")
+            for name in ("PathLike", "stat_result", "terminal_size")
+        ),
         "torch.distributed.distributed_c10d.reduce",
         "torch.distributed.reduce",
     ]
-)  # fmt: skip
+)
 
 #: Classes of arrays that open the file that they are called with. numpy names them to rebuild what was one.
 _MAPPED = frozenset(["numpy.memmap", "numpy._core.memmap.memmap", "numpy.core.memmap.memmap"])
 _REBUILDERS = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core"))
 
 #: Attributes that lead from anything to everything: to the module that something was made in, to all classes, to what runs code.
-_INNARDS = frozenset(
-    ["__base__", "__bases__", "__builtins__", "__closure__", "__code__", "__dict__", "__getattribute__", "__globals__", "__import__", "__loader__", "__mro__", "__reduce__", "__reduce_ex__", "__self__", "__setattr__", "__spec__", "__subclasses__", "ag_frame", "cr_frame", "f_back", "f_builtins", "f_globals", "f_locals", "func_code", "func_globals", "gi_code", "gi_frame", "mro", "tb_frame"]
-)  # fmt: skip
+_INNARDS = frozenset([
+    "__base__", "__bases__", "__builtins__", "__closure__", "__code__", "__dict__", "__getattribute__",
+    "__globals__", "__import__", "__loader__", "__mro__", "__reduce__", "__reduce_ex__", "__self__", "__setattr__",
+    "__spec__", "__subclasses__", "ag_frame", "cr_frame", "f_back", "f_builtins", "f_globals", "f_locals",
+    "func_code", "func_globals", "gi_code", "gi_frame", "mro", "tb_frame",
+])  # a table  # fmt: skip
 
 #: What looks attributes up by names that it is given.
 _LOOK_UP = frozenset(

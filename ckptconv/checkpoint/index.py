@@ -61,7 +61,7 @@ def checkpoint_of(
     notes = partial_notes(tensors)
     return Checkpoint(
         name, source, graph, container, storages, references, arguments, places, tensors, nodes, notes=notes
-    )  # fmt: skip
+    )
 
 
 def restrict(checkpoint: Checkpoint, root: Place) -> None:
@@ -84,8 +84,11 @@ def restrict(checkpoint: Checkpoint, root: Place) -> None:
 def index_again(checkpoint: Checkpoint) -> None:
     """Give what is in CHECKPOINT the paths that edits left it: from its own root on, with its new names."""
     checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
-        Place(None, "", checkpoint.graph.root, 0), checkpoint.references, str(checkpoint.source.path), checkpoint.graph.opcodes
-    )  # fmt: skip
+        Place(None, "", checkpoint.graph.root, 0),
+        checkpoint.references,
+        str(checkpoint.source.path),
+        checkpoint.graph.opcodes,
+    )
 
 
 def _index(
@@ -192,7 +195,9 @@ def _storage(
         known = storages[key] = Storage(key, tag, nbytes, data)
     elif (known.nbytes, known.device) != (nbytes, tag):
         raise MalformedError(
-            f"storage {key} is described in two ways", where=where,
-            expected=f"{known.nbytes} bytes on {known.device}", got=f"{nbytes} bytes on {tag}",
-        )  # fmt: skip
+            f"storage {key} is described in two ways",
+            where=where,
+            expected=f"{known.nbytes} bytes on {known.device}",
+            got=f"{nbytes} bytes on {tag}",
+        )
     return known

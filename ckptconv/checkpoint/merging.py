@@ -44,9 +44,11 @@ class Merger:
         """PART's root, which belongs to the whole from now on. IN_ORDER: it will stand behind all that was taken before, so the order of its effects can stay."""
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
-                "the parts of one checkpoint have numbers in different byte orders", where=part.source.path,
-                expected=f"{self._parts[0].byteorder}-endian, as in {self._parts[0].source.path}", got=f"{part.byteorder}-endian",
-            )  # fmt: skip
+                "the parts of one checkpoint have numbers in different byte orders",
+                where=part.source.path,
+                expected=f"{self._parts[0].byteorder}-endian, as in {self._parts[0].source.path}",
+                got=f"{part.byteorder}-endian",
+            )
         prefix = f"{len(self._parts)}/"
         self._parts.append(part)
         for reference in part.references:
@@ -117,10 +119,19 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
         if like is not None:
             _own_keys(references)
         part = replace(
-            checkpoint, graph=graph, references=references, container=like.container if like else None, source=like.source if like else checkpoint.source,
-            blobs=checkpoint.blobs or checkpoint.source, storages={each.storage.key: each.storage for each in references},
-            device_arguments=[], unused=[], notes=[], format=like.format if like else checkpoint.format, is_state_dict=True,
-        )  # fmt: skip
+            checkpoint,
+            graph=graph,
+            references=references,
+            container=like.container if like else None,
+            source=like.source if like else checkpoint.source,
+            blobs=checkpoint.blobs or checkpoint.source,
+            storages={each.storage.key: each.storage for each in references},
+            device_arguments=[],
+            unused=[],
+            notes=[],
+            format=like.format if like else checkpoint.format,
+            is_state_dict=True,
+        )
         index_again(part)
         yield part
 

@@ -38,14 +38,20 @@ class TensorCalls:
     ) -> Call:
         """A tensor that is all of the storage KEY, of NBYTES, in row-major order. CONJ, NEG: its numbers are still to be conjugated, negated."""
         typed = dtype.storage_class is not None
-        storage_class = self._word("torch", dtype.storage_class) if dtype.storage_class else self._word("torch.storage", "UntypedStorage")  # fmt: skip
+        storage_class = (
+            self._word("torch", dtype.storage_class)
+            if dtype.storage_class
+            else self._word("torch.storage", "UntypedStorage")
+        )
         storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", prod(shape) if typed else nbytes]))
         self._graph.references.append(storage)
         stride = row_major(shape)
         hooks = Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))
         args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
         if not typed:
-            args.append(self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name))  # fmt: skip
+            args.append(
+                self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name)
+            )
         if conj or neg:
             put_off = Dict()
             set_items(put_off, [each for bit, there in (("conj", conj), ("neg", neg)) if there for each in (bit, True)])

@@ -51,10 +51,11 @@ _CONV_LENGTH = 15
 _NOT_PERSISTENT = "_non_persistent_buffers_set"
 #: What torch gives every module for its own use: the attributes of ``Module.__init__``, torch 0.1 to 2.13.
 _BOOKKEEPING = {
-    _NOT_PERSISTENT, "training", "_backend", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-}  # fmt: skip
+    _NOT_PERSISTENT, "training", "_backend", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks",
+}  # a table  # fmt: skip
 #: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a third twice, and so on.
 _ROOM, _ROOM_EACH = 1_000_000, 100
 

@@ -71,10 +71,15 @@ _SHOWN = 3  # paths in a note
 _PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
     {
-        *_DEVICE_ARGUMENT, *FROM_TYPE, *PARAMETER, *STRIDED,
-        "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_meta_tensor_no_storage",
+        *_DEVICE_ARGUMENT,
+        *FROM_TYPE,
+        *PARAMETER,
+        *STRIDED,
+        "torch._utils._rebuild_sparse_tensor",
+        "torch._utils._rebuild_nested_tensor",
+        "torch._utils._rebuild_meta_tensor_no_storage",
     }
-)  # fmt: skip
+)
 
 
 class OtherDType(Global):
@@ -253,10 +258,22 @@ class TensorReader:
         quantized = function.endswith("_rebuild_qtensor")
         _check_bounds(storage, dtype, offset, shape, stride)
         return TensorInfo(
-            "", None, "quantized" if quantized else "strided", dtype.name, shape, stride, offset, storage.device,
-            dtype.bytes_of(prod(shape)), storage, _at(args, 5 if quantized else 4) is True, False, _is_contiguous(shape, stride),
-            conj=_has_bit(metadata, "conj"), neg=_has_bit(metadata, "neg"),
-        )  # fmt: skip
+            "",
+            None,
+            "quantized" if quantized else "strided",
+            dtype.name,
+            shape,
+            stride,
+            offset,
+            storage.device,
+            dtype.bytes_of(prod(shape)),
+            storage,
+            _at(args, 5 if quantized else 4) is True,
+            False,
+            _is_contiguous(shape, stride),
+            conj=_has_bit(metadata, "conj"),
+            neg=_has_bit(metadata, "neg"),
+        )
 
     def strided_or_none(self, function: str, args: list[Value]) -> TensorInfo | None:
         """The strided tensor, None where there is none to be had."""
@@ -272,9 +289,20 @@ class TensorReader:
         shape, strides = _sizes(_at(args, size), _at(args, stride))
         name = _dtype(_at(args, dtype)).name
         return TensorInfo(
-            "", None, kind, name, shape, strides, 0, device, 0, None,
-            _at(args, requires_grad) is True, False, _is_contiguous(shape, strides),
-        )  # fmt: skip
+            "",
+            None,
+            kind,
+            name,
+            shape,
+            strides,
+            0,
+            device,
+            0,
+            None,
+            _at(args, requires_grad) is True,
+            False,
+            _is_contiguous(shape, strides),
+        )
 
     def sparse(self, args: list[Value]) -> TensorInfo | None:
         """``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values, size))``."""
@@ -287,9 +315,15 @@ class TensorReader:
         if len(inner) < 2 or shape is None:
             return None
         return replace(
-            inner[-1], kind="sparse", shape=shape, stride=(), offset=0, storage=None, contiguous=False,
+            inner[-1],
+            kind="sparse",
+            shape=shape,
+            stride=(),
+            offset=0,
+            storage=None,
+            contiguous=False,
             nbytes=sum(tensor.nbytes for tensor in inner),
-        )  # fmt: skip
+        )
 
     def sharded_object(self, call: Call) -> TensorInfo | None:
         """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata, ...)``. None where that is not so."""

@@ -36,30 +36,61 @@ _QUANTIZED = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage
 
 ALLOWED: frozenset[str] = frozenset(
     {
-        "collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
-        "torch.Size", "torch.Tensor", "torch.device", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex",
-        "torch._tensor._rebuild_from_type_v2", "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
+        "collections.OrderedDict",
+        "collections.Counter",
+        "torch.nn.parameter.Parameter",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "torch.Tensor",
+        "torch.device",
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.set",
+        "builtins.complex",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.storage.TypedStorage",
+        "torch.storage.UntypedStorage",
     }
     | {f"torch.{name}" for name in BY_NAME}
     | {f"torch.{name}" for name in _TYPED_STORAGES}
     | {f"torch.cuda.{name}" for name in _TYPED_STORAGES.difference(_QUANTIZED)}
     | {f"torch.{where}{name}Tensor" for name in _TENSOR_CLASSES for where in ("", "cuda.")}
     | {f"torch.{where}sparse.{name}Tensor" for name in _TENSOR_CLASSES if name != "Bool" for where in ("", "cuda.")}
-    | {f"torch.{name}" for name in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams")}
+    | {
+        f"torch.{name}"
+        for name in (
+            "per_tensor_affine",
+            "per_tensor_symmetric",
+            "per_channel_affine",
+            "per_channel_symmetric",
+            "per_channel_affine_float_qparams",
+        )
+    }
     | {
         f"torch._utils._rebuild_{name}"
         for name in (
-            "parameter", "parameter_with_state", "qtensor", "tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "meta_tensor_no_storage",
-            "nested_tensor", "wrapper_subclass", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor",
+            "parameter",
+            "parameter_with_state",
+            "qtensor",
+            "tensor",
+            "tensor_v2",
+            "tensor_v3",
+            "sparse_tensor",
+            "meta_tensor_no_storage",
+            "nested_tensor",
+            "wrapper_subclass",
+            "device_tensor_from_numpy",
+            "device_tensor_from_cpu_tensor",
         )
     }
-)  # fmt: skip
+)
 
 _OPCODES = (
-    "GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWFALSE", "NEWTRUE",
-    "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINPERSID", "BINGET",
+    "GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK", "TUPLE", "TUPLE1",
+    "TUPLE2", "TUPLE3", "NONE", "NEWFALSE", "NEWTRUE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET",
+    "BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINPERSID", "BINGET",
     "LONG_BINGET", "BINPUT", "LONG_BINPUT", "LONG1", "PROTO", "STOP",
-)  # fmt: skip
+)  # a table  # fmt: skip
 _TAKEN = {CODES[name][0] for name in _OPCODES}
 _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
 _BUILDABLE = (

@@ -110,8 +110,14 @@ def detect(checkpoint: Checkpoint) -> Detected:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
     return Detected(
-        reader.state_dicts, reader.optimizers, reader.optimizer_nodes, reader.rng_states, reader.rng_storages, checkpoint.root.path, reader.modules
-    )  # fmt: skip
+        reader.state_dicts,
+        reader.optimizers,
+        reader.optimizer_nodes,
+        reader.rng_states,
+        reader.rng_storages,
+        checkpoint.root.path,
+        reader.modules,
+    )
 
 
 class _Reader:

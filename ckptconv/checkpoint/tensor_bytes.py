@@ -44,4 +44,4 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
         return elements
     return Cast(
         elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
-    )  # fmt: skip
+    )

@@ -105,9 +105,13 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
             click.echo(render.skipped_line(str(item.dst), style_of(sys.stderr)), err=True)
         return 0
     report = run(
-        item.src, item.dst, edits_from(**edits), is_folder=item.is_folder, progress=partial(progress_bar, quiet=quiet),
+        item.src,
+        item.dst,
+        edits_from(**edits),
+        is_folder=item.is_folder,
+        progress=partial(progress_bar, quiet=quiet),
         **{name: flags[name] for name in CONVERSION_OPTIONS},
-    )  # fmt: skip
+    )
     report = replace(report, notes=(*report.notes, *item.notes))
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
@@ -120,7 +124,10 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
 
 def _edits(flags: dict[str, Any]) -> dict[str, Any]:
     """What FLAGS change in a checkpoint, as keywords of the function."""
-    names = ("select", "state_dict", "include", "exclude", "strip_prefix", "rename", "add_prefix", "unwrap", "dtype", "compact")  # fmt: skip
+    names = (
+        "select", "state_dict", "include", "exclude", "strip_prefix", "rename", "add_prefix", "unwrap", "dtype",
+        "compact",
+    )  # a table  # fmt: skip
     return {"map_location": _devices(flags), **{name: flags[name] for name in names}}
 
 

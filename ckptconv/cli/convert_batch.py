@@ -40,7 +40,10 @@ def convert_batch(
     jobs = [job_of(item, {**edits, **options}) for item in listing.items]
     why: dict[str, list[str]] = {}
     n = 0
-    with _says_how_far(listing, lambda: n), _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished):  # fmt: skip
+    with (
+        _says_how_far(listing, lambda: n),
+        _batch_progress(listing, quiet=quiet or flags["dry_run"]) as (tick, finished),
+    ):
 
         def done(outcome: Outcome) -> Outcome:
             nonlocal n
@@ -53,13 +56,17 @@ def convert_batch(
     reports = [outcome.report for outcome in outcomes if outcome.report]
     failed = [outcome for outcome in outcomes if outcome.error]
     if as_json:
-        click.echo(json.dumps({
-            "schema_version": SCHEMA_VERSION,
-            "items": [_outcome_as_dict(outcome) for outcome in outcomes],
-            "left": [str(path) for path in listing.other],
-            "unentered": [str(path) for path in listing.unentered],
-            "notes": [*listing.notes],
-        }))  # fmt: skip
+        click.echo(
+            json.dumps(
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    "items": [_outcome_as_dict(outcome) for outcome in outcomes],
+                    "left": [str(path) for path in listing.other],
+                    "unentered": [str(path) for path in listing.unentered],
+                    "notes": [*listing.notes],
+                }
+            )
+        )
     elif not quiet:
         sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
         for line in render.sum_lines(sum_, style):
@@ -75,9 +82,15 @@ def _sum_of(
     return render.Sum(
         [each.report for each in outcomes if each.report and not _is_copy(each)],
         [each.report for each in outcomes if each.report and _is_copy(each)],
-        sum(each.skipped for each in outcomes), sum(each.error is not None for each in outcomes), why, seconds,
-        listing.other, listing.unentered, listing.notes, in_full,
-    )  # fmt: skip
+        sum(each.skipped for each in outcomes),
+        sum(each.error is not None for each in outcomes),
+        why,
+        seconds,
+        listing.other,
+        listing.unentered,
+        listing.notes,
+        in_full,
+    )
 
 
 @contextmanager
@@ -137,8 +150,15 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         return {**{name: report[name] for name in of_copies}, "copied": True} if _is_copy(outcome) else report
     if error is None:
         return skipped_as_dict(str(outcome.job.src), os.fspath(Path(outcome.job.dst)))
-    facts = {name: None if (fact := getattr(error, name)) is None else str(fact) for name in ("what", "where", "expected", "got", "hint")}  # fmt: skip
-    return {"src": str(outcome.job.src), "dst": str(outcome.job.dst), "error": {"type": type(error).__name__, **facts, "text": str(error)}}  # fmt: skip
+    facts = {
+        name: None if (fact := getattr(error, name)) is None else str(fact)
+        for name in ("what", "where", "expected", "got", "hint")
+    }
+    return {
+        "src": str(outcome.job.src),
+        "dst": str(outcome.job.dst),
+        "error": {"type": type(error).__name__, **facts, "text": str(error)},
+    }
 
 
 @contextmanager

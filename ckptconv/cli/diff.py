@@ -43,14 +43,27 @@ def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debu
     """
     names_only = flags["names_only"]
     edits = Edits(
-        select=flags["select"], state_dict=flags["state_dict"], include=flags["include"], exclude=flags["exclude"],
-        strip_prefix=flags["strip_prefix"], rename=flags["rename"], add_prefix=flags["add_prefix"], unwrap=flags["unwrap"],
-    )  # fmt: skip
+        select=flags["select"],
+        state_dict=flags["state_dict"],
+        include=flags["include"],
+        exclude=flags["exclude"],
+        strip_prefix=flags["strip_prefix"],
+        rename=flags["rename"],
+        add_prefix=flags["add_prefix"],
+        unwrap=flags["unwrap"],
+    )
     style = style_of(sys.stdout)
     brief = style.width is not None and not (verbose or as_json)
     found = compare(
-        a, b, edits, rtol=flags["rtol"], atol=flags["atol"], names_only=names_only, brief=brief, progress=partial(progress_bar, quiet=quiet)
-    )  # fmt: skip
+        a,
+        b,
+        edits,
+        rtol=flags["rtol"],
+        atol=flags["atol"],
+        names_only=names_only,
+        brief=brief,
+        progress=partial(progress_bar, quiet=quiet),
+    )
     if as_json:
         click.echo(json.dumps(difference_as_dict(found)))
     elif not quiet:

@@ -62,9 +62,13 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
             if i:
                 click.echo()
             _show(
-                summary, selected, tree=view["tree"], limit=view["limit"], everything=view["everything"],
+                summary,
+                selected,
+                tree=view["tree"],
+                limit=view["limit"],
+                everything=view["everything"],
                 by_size=view["sort"] == "size",
-            )  # fmt: skip
+            )
     return status
 
 

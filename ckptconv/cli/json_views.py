@@ -83,8 +83,12 @@ def difference_as_dict(difference: Difference) -> dict[str, Any]:
 
 def _only_in(found: OnlyIn) -> dict[str, Any]:
     return {
-        "path": found.path, "dtype": found.dtype, "shape": list(found.shape), "nbytes": found.nbytes, "tied_to": found.tied_to
-    }  # fmt: skip
+        "path": found.path,
+        "dtype": found.dtype,
+        "shape": list(found.shape),
+        "nbytes": found.nbytes,
+        "tied_to": found.tied_to,
+    }
 
 
 def _differing(found: TensorDifference) -> dict[str, Any]:
@@ -95,12 +99,16 @@ def _differing(found: TensorDifference) -> dict[str, Any]:
             name: None if (pair := getattr(found, name)) is None else list(pair)
             for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
         },
-        "values": values and {
-            "elements": values.elements, "differing": values.differing, "not_finite": values.not_finite,
-            "largest": _in_json(values.largest), "largest_relative": _in_json(values.largest_relative),
+        "values": values
+        and {
+            "elements": values.elements,
+            "differing": values.differing,
+            "not_finite": values.not_finite,
+            "largest": _in_json(values.largest),
+            "largest_relative": _in_json(values.largest_relative),
         },
         "rng_state": found.rng_state,
-    }  # fmt: skip
+    }
 
 
 def _in_json(number: float | None) -> float | str | None:

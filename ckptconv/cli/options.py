@@ -73,5 +73,13 @@ def edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 #: The options of convert that a conversion takes beside the edits.
 CONVERSION_OPTIONS = (
-    "format", "copy_tied", "force", "dry_run", "verify", "allow_unsafe", "max_shard_size", "copy_others", "jobs",
-)  # fmt: skip
+    "format",
+    "copy_tied",
+    "force",
+    "dry_run",
+    "verify",
+    "allow_unsafe",
+    "max_shard_size",
+    "copy_others",
+    "jobs",
+)

@@ -59,8 +59,13 @@ def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
     from rich.progress import Progress as Bar
 
     with Bar(
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:  # fmt: skip
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         yield bar, bar.add_task("", total=size)
 
 

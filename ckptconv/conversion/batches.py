@@ -71,9 +71,12 @@ def jobs_in(
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     listing = list_items(
-        srcs, dst, format=edits.get("format"), in_shards=edits.get("max_shard_size") is not None,
+        srcs,
+        dst,
+        format=edits.get("format"),
+        in_shards=edits.get("max_shard_size") is not None,
         copy_others=edits.get("copy_others", False),
-    )  # fmt: skip
+    )
     return [job_of(item, edits) for item in listing.items]
 
 
@@ -269,6 +272,7 @@ def _loss(future: Future[Outcome]) -> BaseException | None:
 
 def _lost(job: Job, error: BaseException) -> CkptconvError:
     return OutputError(
-        f"it was not done in {_ATTEMPTS} attempts: what did it ended before ({type(error).__name__}: {error})", where=job.src,
+        f"it was not done in {_ATTEMPTS} attempts: what did it ended before ({type(error).__name__}: {error})",
+        where=job.src,
         hint="if memory ran out: fewer at a time",
-    )  # fmt: skip
+    )

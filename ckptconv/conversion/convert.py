@@ -77,13 +77,32 @@ def convert(
     """
     check_flags(state_dict=state_dict, copy_tied=copy_tied, force=force, dry_run=dry_run, copy_others=copy_others)
     edits = edits_from(
-        map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
-    )  # fmt: skip
+        map_location=map_location,
+        state_dict=state_dict,
+        select=select,
+        include=include,
+        exclude=exclude,
+        unwrap=unwrap,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        add_prefix=add_prefix,
+        dtype=dtype,
+        compact=compact,
+    )
     return run(
-        src, dst, edits, format=format, copy_tied=copy_tied, max_shard_size=max_shard_size, copy_others=copy_others,
-        force=force, dry_run=dry_run, verify=verify, allow_unsafe=allow_unsafe, jobs=jobs,
-    )  # fmt: skip
+        src,
+        dst,
+        edits,
+        format=format,
+        copy_tied=copy_tied,
+        max_shard_size=max_shard_size,
+        copy_others=copy_others,
+        force=force,
+        dry_run=dry_run,
+        verify=verify,
+        allow_unsafe=allow_unsafe,
+        jobs=jobs,
+    )
 
 
 def run(
@@ -117,9 +136,15 @@ def run(
         checkpoint = opening.read(source)
         usual = writing.format_of(checkpoint) if is_folder else usual_format(path.name, checkpoint.format)
         return make_plan(
-            checkpoint, path, edits, format=meant or usual, copy_tied=copy_tied, allow_unsafe=allow_unsafe,
-            is_folder=is_folder, max_shard_size=max_shard_size if is_folder else None,
-        )  # fmt: skip
+            checkpoint,
+            path,
+            edits,
+            format=meant or usual,
+            copy_tied=copy_tied,
+            allow_unsafe=allow_unsafe,
+            is_folder=is_folder,
+            max_shard_size=max_shard_size if is_folder else None,
+        )
 
     path = Path(dst)
     if is_folder and (
@@ -139,7 +164,7 @@ def run(
             if is_folder and isinstance(source, SourceFolder) and not is_dcp:
                 whole = plan_folder(
                     source, path, edits, plan_one, format=format, copy_others=copy_others, opened=opened
-                )  # fmt: skip
+                )
             else:
                 plan = plan_one(source, path, is_folder, edits)
                 whole = FolderPlan(plan, may_go=successor(plan)) if is_folder else FolderPlan(plan)
@@ -148,11 +173,23 @@ def run(
         if not dry_run:
             with progress(whole.plan.size) if progress else nullcontext() as tick:
                 overflowed = write(
-                    whole.plan, source, replace=force, verify=verify, jobs=jobs, progress=tick, may_go=whole.may_go, like=whole.like
-                )  # fmt: skip
+                    whole.plan,
+                    source,
+                    replace=force,
+                    verify=verify,
+                    jobs=jobs,
+                    progress=tick,
+                    may_go=whole.may_go,
+                    like=whole.like,
+                )
         return report_of(
-            whole.plan, source, seconds=time.monotonic() - started, written=not dry_run, overflowed=overflowed, failed=whole.failed
-        )  # fmt: skip
+            whole.plan,
+            source,
+            seconds=time.monotonic() - started,
+            written=not dry_run,
+            overflowed=overflowed,
+            failed=whole.failed,
+        )
 
 
 def write(
@@ -170,9 +207,17 @@ def write(
     if not plan.is_folder:
         return output_files.write(plan.files[0], source, replace=replace, verify=verify, progress=progress)
     return write_folder(
-        plan.target, plan.files, source, replace=replace, verify=verify, jobs=jobs, progress=progress, may_go=may_go,
-        others=plan.others, like=like,
-    )  # fmt: skip
+        plan.target,
+        plan.files,
+        source,
+        replace=replace,
+        verify=verify,
+        jobs=jobs,
+        progress=progress,
+        may_go=may_go,
+        others=plan.others,
+        like=like,
+    )
 
 
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:

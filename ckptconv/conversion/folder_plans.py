@@ -58,8 +58,15 @@ class _Part:
 
 
 def plan_folder(
-    source: SourceFolder, target: Path, edits: Edits, plan_one: PlanOne, *, format: str | None, copy_others: bool, opened: ExitStack
-) -> FolderPlan:  # fmt: skip
+    source: SourceFolder,
+    target: Path,
+    edits: Edits,
+    plan_one: PlanOne,
+    *,
+    format: str | None,
+    copy_others: bool,
+    opened: ExitStack,
+) -> FolderPlan:
     """What the folder SOURCE becomes at TARGET; of an index that set alone. What is opened is closed with OPENED, and becomes part of SOURCE.
 
     An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not converted stays as it is. Raises the error of the first set where none can be converted,
@@ -202,7 +209,11 @@ def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
         str(path.relative_to(plan.target)) for path in [*(f.path for f in plan.files), *(o.path for o in plan.others)]
     }
     gone = sorted(name for name in names_in(plan.target) if name not in new and may_go(name))
-    return [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone, _SHOWN)}"] if gone else []  # fmt: skip
+    return (
+        [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone, _SHOWN)}"]
+        if gone
+        else []
+    )
 
 
 def _refuse_one_name(parts: Iterable[_Part], plan: Plan) -> None:
@@ -233,10 +244,15 @@ def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
         notes += [f"{name}{note}" for note in part.plan.notes] if part.plan else []
         notes += [f"{name}{edit_flag(*edit)} means nothing there" for edit in part.unmatched]
     return Plan(
-        (old, new), target, True, tuple(file for _, plan in plans for file in plan.files), changes,
+        (old, new),
+        target,
+        True,
+        tuple(file for _, plan in plans for file in plan.files),
+        changes,
         tuple((prefix + a, prefix + b) for prefix, plan in plans for a, b in plan.ties),
-        tuple(each for prefix, plan in plans for each in _behind(plan.left_behind, prefix)), tuple(notes),
-    )  # fmt: skip
+        tuple(each for prefix, plan in plans for each in _behind(plan.left_behind, prefix)),
+        tuple(notes),
+    )
 
 
 def _prefix(part: _Part, folder: Path) -> str:

@@ -109,9 +109,10 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
         return Outcome(job, skipped=True)
     if task.stamp is not None and stamp_of(item.src) != task.stamp:
         raise InputChangedError(
-            "it is not what it was when the batch began", where=item.src,
+            "it is not what it was when the batch began",
+            where=item.src,
             hint="it was to be converted in place, and may have been: inspect it before it is converted again",
-        )  # fmt: skip
+        )
     try:
         return Outcome(job, report=_run(item, task, tick))
     except TargetExistsError as error:
@@ -156,9 +157,7 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
         if not dry_run:
             file = OutFile(dst, (ByteRange(source, 0, source.size),) if source.size else (), source.size)
             output_files.write(file, source, replace=force, verify=options.get("verify", False), progress=tick)
-        return Report(
-            str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run
-        )  # fmt: skip
+        return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run)
 
 
 def _done_before(item: Item, task: Task) -> Report | None:

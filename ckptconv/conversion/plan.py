@@ -78,17 +78,33 @@ _SHOWN = 5  # dangers in an error
 
 
 def report_of(
-    plan: Plan, source: Readable, *, seconds: float, written: bool, overflowed: Overflow,
+    plan: Plan,
+    source: Readable,
+    *,
+    seconds: float,
+    written: bool,
+    overflowed: Overflow,
     failed: tuple[tuple[Path, CkptconvError], ...] = (),
-) -> Report:  # fmt: skip
+) -> Report:
     """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
     others = [other for other in plan.others if other.kind == "file"]
     inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
     files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
     return Report(
-        str(source.path), str(plan.target), plan.formats, plan.size, plan.changes, plan.ties, plan.left_behind, plan.notes,
-        seconds, written, overflowed, files, tuple((str(path), error) for path, error in failed),
-    )  # fmt: skip
+        str(source.path),
+        str(plan.target),
+        plan.formats,
+        plan.size,
+        plan.changes,
+        plan.ties,
+        plan.left_behind,
+        plan.notes,
+        seconds,
+        written,
+        overflowed,
+        files,
+        tuple((str(path), error) for path, error in failed),
+    )
 
 
 def make_plan(
@@ -129,10 +145,15 @@ def make_plan(
     if len(layout.files) > 1:
         name = f"{sharded.NAME} {name}"
     return Plan(
-        (checkpoint.format, name), path, is_folder, layout.files, changes, layout.ties,
+        (checkpoint.format, name),
+        path,
+        is_folder,
+        layout.files,
+        changes,
+        layout.ties,
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
-    )  # fmt: skip
+    )
 
 
 def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
@@ -159,7 +180,12 @@ def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
     dangers = [concern for concern in found if concern.dangerous]
     if found:
         raise DangerousError(
-            "this file names what no checkpoint needs, and loading it may call that" if dangers else "there are pickles inside this file that cannot be judged",
-            where=checkpoint.source.path, got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
-            hint="do not load it; --allow-unsafe carries the call over, unrun" if dangers else "--allow-unsafe carries them over as they are",
-        )  # fmt: skip
+            "this file names what no checkpoint needs, and loading it may call that"
+            if dangers
+            else "there are pickles inside this file that cannot be judged",
+            where=checkpoint.source.path,
+            got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
+            hint="do not load it; --allow-unsafe carries the call over, unrun"
+            if dangers
+            else "--allow-unsafe carries them over as they are",
+        )

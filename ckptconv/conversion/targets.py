@@ -116,10 +116,12 @@ def list_items(
     else:
         parts = [_of_several(Path(src), path, format, in_shards=in_shards, copy_others=copy_others) for src in srcs]
         listing = Listing(
-            tuple(item for part in parts for item in part.items), True,
-            tuple(other for part in parts for other in part.other), tuple(each for part in parts for each in part.unentered),
+            tuple(item for part in parts for item in part.items),
+            True,
+            tuple(other for part in parts for other in part.other),
+            tuple(each for part in parts for each in part.unentered),
             _about_shards([Path(src) for src in srcs]),
-        )  # fmt: skip
+        )
     _refuse_one_name(listing.items)
     _refuse_among_parts(listing.items)
     return listing
@@ -137,9 +139,11 @@ def find_item(
     listing = list_items([src], dst, format=format, in_shards=in_shards, copy_others=copy_others)
     if len(listing.items) != 1:
         raise UsageError(
-            f"{len(listing.items):,} checkpoints are in it", where=src, expected="one",
+            f"{len(listing.items):,} checkpoints are in it",
+            where=src,
+            expected="one",
             hint="ckptconv.convert_many(ckptconv.jobs_in(src, dst)) converts all of them",
-        )  # fmt: skip
+        )
     return listing.items[0]
 
 
@@ -191,8 +195,10 @@ def _of_one(
     for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
         if not to_folder:
             raise UsageError(
-                f"{flag} writes a folder", where=path, expected="a folder, or a path without a suffix",
-            )  # fmt: skip
+                f"{flag} writes a folder",
+                where=path,
+                expected="a folder, or a path without a suffix",
+            )
     if not (index or os.path.isdir(src)):
         if in_shards:
             return Listing((Item(src, path, "file", is_folder=True),))
@@ -307,8 +313,10 @@ def _refuse_inside(path: Path, folder: Path) -> None:
     """Raise UsageError where PATH, a folder to be made, stands in FOLDER, which is read."""
     if _is_inside(path, folder):
         raise UsageError(
-            "the output is a folder within the input", where=path, hint="give one that stands elsewhere, or the input itself"
-        )  # fmt: skip
+            "the output is a folder within the input",
+            where=path,
+            hint="give one that stands elsewhere, or the input itself",
+        )
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -322,9 +330,11 @@ def _refuse_among_parts(items: Sequence[Item]) -> None:
         if item.kind == "dcp" and (_is_inside(item.dst, item.src) or _is_same(item.dst, item.src)):
             src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
             raise UsageError(
-                "the output would stand among the parts of the input", where=item.dst, expected="a path outside of it",
+                "the output would stand among the parts of the input",
+                where=item.dst,
+                expected="a path outside of it",
                 hint=None if item.is_folder else shell("ckptconv", "convert", src, src.with_name(f"{src.name}.pt")),
-            )  # fmt: skip
+            )
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -338,17 +348,19 @@ def _refuse_one_name(items: Sequence[Item]) -> None:
         other = by_place.setdefault(item.dst, item)
         if other is not item:
             raise RefusedError(
-                f"{other.src} and {item.src} would both become it", where=item.dst,
+                f"{other.src} and {item.src} would both become it",
+                where=item.dst,
                 hint="convert them to folders of their own",
-            )  # fmt: skip
+            )
     folders = {item.dst: item for item in items if item.is_folder}
     for item in items if folders else ():
         above = next((folders[parent] for parent in item.dst.parents if parent in folders), None)
         if above is not None:
             raise RefusedError(
-                f"{item.src} would go into the folder that {above.src} becomes", where=item.dst,
+                f"{item.src} would go into the folder that {above.src} becomes",
+                where=item.dst,
                 hint="convert them to folders of their own",
-            )  # fmt: skip
+            )
 
 
 def usual_format(name: str, source: str) -> str:

@@ -60,9 +60,10 @@ class _Tie:
             if rule.dtype != self.rule.dtype:
                 same = self.named[0] if self.named[0] == path else f"{self.named[0]} and {path}, which are one tensor"
                 raise UsageError(
-                    f"two rules say what becomes of {same}", got=f"{self.rule} and {rule}",
+                    f"two rules say what becomes of {same}",
+                    got=f"{self.rule} and {rule}",
                     hint="the more particular goes first: a whole name, then a glob that another one includes (layers.0.* in layers.*), then a bare dtype",
-                )  # fmt: skip
+                )
             self.named.append(path)
 
 
@@ -73,7 +74,11 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     new: dict[Storage, dict[View, str]] = {}
     paths: dict[View, list[str]] = {}
     for tie in ties:
-        found = [(view, place.path) for place in tie.places if isinstance(place.node, Node) and (view := views.at(place.node))]  # fmt: skip
+        found = [
+            (view, place.path)
+            for place in tie.places
+            if isinstance(place.node, Node) and (view := views.at(place.node))
+        ]
         for view, path in found:
             paths.setdefault(view, []).append(path)
         if tie.rule is None or tie.rule.dtype == tie.info.dtype:
@@ -87,7 +92,11 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
     if not (changes.dtypes or changes.not_cast):
-        changes.notes.append("all that was to be cast has its dtype already, so --dtype changed nothing" if any(tie.rule for tie in ties) else "there are no floating-point weights, so --dtype changed nothing")  # fmt: skip
+        changes.notes.append(
+            "all that was to be cast has its dtype already, so --dtype changed nothing"
+            if any(tie.rule for tie in ties)
+            else "there are no floating-point weights, so --dtype changed nothing"
+        )
 
 
 def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
@@ -148,7 +157,7 @@ def _cast_storage(
         sofar = changes.dtypes.get((old, dtype), CastCount(0, 0, 0))
         changes.dtypes[old, dtype] = CastCount(
             sofar.tensors + tensors[dtype], sofar.nbytes_before + was, sofar.nbytes_after + nbytes
-        )  # fmt: skip
+        )
 
 
 class _Chooser:
@@ -233,19 +242,34 @@ class _Chooser:
         found = next((place for place in places if self.rank(rule, place)), None)
         if found is not None:
             return NoMatchError(
-                f"{rule.glob!r} means no floating-point tensor", where=where, got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
-                hint="integers are cast where the whole path of a tensor names them, without a wildcard", unmatched=("dtypes", rule),
-            )  # fmt: skip
+                f"{rule.glob!r} means no floating-point tensor",
+                where=where,
+                got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
+                hint="integers are cast where the whole path of a tensor names them, without a wildcard",
+                unmatched=("dtypes", rule),
+            )
         glob = rule.glob or ""
         slash = "/" in glob
         known = [place for place in places if slash or self.names_at(place)]
-        as_path = next((each for each in (f"./{glob}", glob.replace(".", "/"), f"{glob}/*") if any(self.rank(replace(rule, glob=each), place) for place in places)), None)  # fmt: skip
+        as_path = next(
+            (
+                each
+                for each in (f"./{glob}", glob.replace(".", "/"), f"{glob}/*")
+                if any(self.rank(replace(rule, glob=each), place) for place in places)
+            ),
+            None,
+        )
         return NoMatchError(
-            f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}", where=where,
-            expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}" if known else "a path, with a slash",
-            hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}" if as_path and not slash else None,
+            f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}",
+            where=where,
+            expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}"
+            if known
+            else "a path, with a slash",
+            hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}"
+            if as_path and not slash
+            else None,
             unmatched=("dtypes", rule),
-        )  # fmt: skip
+        )
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:
         """Note what the rules did not name and goes all the same, and what of floating point they LEFT."""
@@ -256,7 +280,9 @@ class _Chooser:
                 along += [path for path in tie.paths if path not in named]
         if along:
             is_one = "it is" if len(along) == 1 else "each is"
-            self.changes.notes.append(f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what --dtype names")  # fmt: skip
+            self.changes.notes.append(
+                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what --dtype names"
+            )
         if left and self.bare:
             first, slash, _ = left[0].partition("/")
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"

@@ -27,9 +27,11 @@ _TARGETS = FLOATS - {"float8_e8m0fnu"}
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"})
 #: What people write beside torch's names and safetensors' words.
 _CALLED = {
-    "double": "float64", "float": "float32", "half": "float16", "bfloat": "bfloat16", "fp64": "float64", "fp32": "float32", "fp16": "float16",
-    "long": "int64", "int": "int32", "short": "int16", "f8_e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fn": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
-}  # fmt: skip
+    "double": "float64", "float": "float32", "half": "float16", "bfloat": "bfloat16", "fp64": "float64",
+    "fp32": "float32", "fp16": "float16", "long": "int64", "int": "int32", "short": "int16",
+    "f8_e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # a table  # fmt: skip
 _NAMES = {
     **{name: name for name in _TARGETS | INTEGERS},
     **{dtype.word.lower(): name for name, dtype in BY_NAME.items() if dtype.word and name in _TARGETS | INTEGERS},
@@ -47,8 +49,11 @@ class DTypeRule:
     def is_within(self, other: DTypeRule) -> bool:
         """Whether this glob means less than OTHER's, as far as their texts tell: OTHER's fits this one's, and not the other way round."""
         return (
-            self.glob is not None and other.glob is not None and fnmatchcase(self.glob, other.glob) and not fnmatchcase(other.glob, self.glob)
-        )  # fmt: skip
+            self.glob is not None
+            and other.glob is not None
+            and fnmatchcase(self.glob, other.glob)
+            and not fnmatchcase(other.glob, self.glob)
+        )
 
     def __str__(self) -> str:
         return self.dtype if self.glob is None else f"{self.glob}={self.dtype}"
@@ -102,5 +107,5 @@ def _rule(glob: str | None, word: str) -> DTypeRule:
         raise UsageError(
             f"{name} is no dtype for weights: rounded to integers they need scales, which no cast can find",
             expected=f"the whole path of a tensor of integers: 'PATH={name}'",
-        )  # fmt: skip
+        )
     return rule

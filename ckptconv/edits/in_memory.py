@@ -38,8 +38,10 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
         ]
         found = ", ".join(prefixes_of(names))
         raise NoMatchError(
-            f"no name starts with {prefix!r}", got=f"prefixes {found}" if found else "no name with a prefix", hint=f"pass the state dict: [{inside[0]!r}]" if inside else None
-        )  # fmt: skip
+            f"no name starts with {prefix!r}",
+            got=f"prefixes {found}" if found else "no name with a prefix",
+            hint=f"pass the state dict: [{inside[0]!r}]" if inside else None,
+        )
     renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -89,8 +91,11 @@ def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
 
 
 def _set_metadata(
-    state_dict: MutableMapping[str, Any], metadata: Mapping[str, Any], above: Mapping[str, Any], module: Callable[[str], str | None]
-) -> None:  # fmt: skip
+    state_dict: MutableMapping[str, Any],
+    metadata: Mapping[str, Any],
+    above: Mapping[str, Any],
+    module: Callable[[str], str | None],
+) -> None:
     """Give STATE_DICT the entries of METADATA, those ABOVE before them; of two that become one the first stays."""
     entries = dict(above)
     for path, entry in metadata.items():

@@ -55,9 +55,18 @@ def edits_from(
     """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
     check_flags(state_dict=state_dict, unwrap=unwrap, compact=compact)
     return Edits(
-        to_devices(map_location), select, state_dict, strings("include", include), strings("exclude", exclude),
-        strings("strip_prefix", strip_prefix), _pairs(rename), strings("add_prefix", add_prefix), unwrap, to_dtypes(dtype), compact,
-    )  # fmt: skip
+        to_devices(map_location),
+        select,
+        state_dict,
+        strings("include", include),
+        strings("exclude", exclude),
+        strings("strip_prefix", strip_prefix),
+        _pairs(rename),
+        strings("add_prefix", add_prefix),
+        unwrap,
+        to_dtypes(dtype),
+        compact,
+    )
 
 
 def check_flags(**flags: object) -> None:

@@ -97,9 +97,12 @@ class NameEditor:
         having = [name for name in every if name.startswith(prefix)]
         if not having:
             raise NoMatchError(
-                f"no name starts with {prefix!r}", where=self.where, got=_prefixes(every),
-                hint=_near(prefix, every) or self.detected.hint_of_modules(), unmatched=("strip_prefix", said),
-            )  # fmt: skip
+                f"no name starts with {prefix!r}",
+                where=self.where,
+                got=_prefixes(every),
+                hint=_near(prefix, every) or self.detected.hint_of_modules(),
+                unmatched=("strip_prefix", said),
+            )
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
@@ -142,9 +145,10 @@ class NameEditor:
                 raise NoMatchError("no state dict to add a prefix to", where=self.where, unmatched=("add_prefix", said))
             meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
-                f"several state dicts could be meant: {', '.join(meant)}", where=self.where,
+                f"several state dicts could be meant: {', '.join(meant)}",
+                where=self.where,
                 hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
-            )  # fmt: skip
+            )
         keys = set(main[0].names())
         served = [found for found in self.detected.state_dicts if set(found.names()) == keys]
         for metadata, _ in self.metadata(served):

@@ -110,13 +110,15 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
             where=checkpoint.source.path,
-            hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there" if tensors
+            hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there"
+            if tensors
             else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()",
-        )  # fmt: skip
+        )
     raise RefusedError(
-        f"it is not clear which state dict is meant: {_candidates(checkpoint)}", where=checkpoint.source.path,
+        f"it is not clear which state dict is meant: {_candidates(checkpoint)}",
+        where=checkpoint.source.path,
         hint=f"for the first: --select {shlex.quote(found[0].path)}",
-    )  # fmt: skip
+    )
 
 
 def _named_tensors(checkpoint: Checkpoint) -> int:
@@ -233,10 +235,12 @@ def _filter(
                 what = "tensor" if "/" in glob else "name in a state dict"
                 more = field == "include" and len(globs) == 1  # would be taken without it than is asked
                 raise NoMatchError(
-                    f"no {what} matches {glob!r}", where=checkpoint.source.path,
+                    f"no {what} matches {glob!r}",
+                    where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=None if "/" in glob else detected.hint_of_modules(), unmatched=None if more else (field, glob),
-                )  # fmt: skip
+                    hint=None if "/" in glob else detected.hint_of_modules(),
+                    unmatched=None if more else (field, glob),
+                )
             found |= hits
         return found
 

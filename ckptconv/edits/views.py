@@ -183,8 +183,11 @@ class Views:
                 continue
             for info in (known, checkpoint.tensors[place.path]):
                 info.dtype, info.offset, info.nbytes, info.storage = (
-                    view.info.dtype, view.info.offset, view.info.nbytes, view.storage
-                )  # fmt: skip
+                    view.info.dtype,
+                    view.info.offset,
+                    view.info.nbytes,
+                    view.storage,
+                )
 
 
 def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
@@ -194,7 +197,11 @@ def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPa
     as well: then it stands elsewhere too.
     """
     arguments = {id(part.args): part.args for part in parts.values()}
-    outer = {id(node.args): part.args for node in nodes if isinstance(node, Call) and (part := parts.get(id(node))) and part.nested}  # fmt: skip
+    outer = {
+        id(node.args): part.args
+        for node in nodes
+        if isinstance(node, Call) and (part := parts.get(id(node))) and part.nested
+    }
     yield from roots
     for node in nodes:
         for i, child in enumerate(children(node)):
@@ -271,9 +278,15 @@ def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]
     big = byteorder == "big"
     before, after = BY_NAME[old].itemsize, BY_NAME[new].itemsize
     return Cast(
-        data, old, new, data.length // before * after, swapped_in=big and before > 1, swapped_out=big and after > 1, paths=group.paths,
+        data,
+        old,
+        new,
+        data.length // before * after,
+        swapped_in=big and before > 1,
+        swapped_out=big and after > 1,
+        paths=group.paths,
         shown=tuple((start // before, stop // before) for start, stop in shown),
-    )  # fmt: skip
+    )
 
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:

@@ -111,6 +111,8 @@ def read_file(source: Source) -> Checkpoint:
     if source.path.suffix == ".safetensors":
         return safetensors.read(source)  # which says what is wrong with it
     raise UnsupportedError(
-        "no checkpoint that this version reads", where=source.path, expected="a file of torch.save, pickle.dump or safetensors",
+        "no checkpoint that this version reads",
+        where=source.path,
+        expected="a file of torch.save, pickle.dump or safetensors",
         got=f"a file that starts with the bytes {head[:8].hex(' ')}",
-    )  # fmt: skip
+    )

@@ -79,9 +79,15 @@ _LATIN_1 = ("latin1", "latin-1")
 _STEP = 1 << 20  # bytes of a text that are decoded at once
 #: How :mod:`struct` packs the numbers of those storages that were lists.
 _NUMBERS = {
-    "DoubleStorage": "d", "FloatStorage": "f", "HalfStorage": "e", "LongStorage": "q", "IntStorage": "i", "ShortStorage": "h",
-    "CharStorage": "b", "ByteStorage": "B",
-}  # fmt: skip
+    "DoubleStorage": "d",
+    "FloatStorage": "f",
+    "HalfStorage": "e",
+    "LongStorage": "q",
+    "IntStorage": "i",
+    "ShortStorage": "h",
+    "CharStorage": "b",
+    "ByteStorage": "B",
+}
 
 
 def looks_like(head: bytes) -> bool:
@@ -107,10 +113,13 @@ def read(source: Source) -> Checkpoint:
     if end != source.size:
         source.faults.found(
             MalformedError(
-                "bytes behind the end of the pickle", where=where, expected=f"{end} bytes", got=source.size,
+                "bytes behind the end of the pickle",
+                where=where,
+                expected=f"{end} bytes",
+                got=source.size,
                 hint="several pickles in one file must be taken apart with pickle.load, one after another",
             )
-        )  # fmt: skip
+        )
     reader = _Reader(source, graph)
     reader.read([*calls, *lists])
     modernize(graph)
@@ -366,7 +375,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 def _refuse_loader(checkpoint: Checkpoint) -> None:
     """Raise RefusedError where the source names what makes a storage here, and nobody could tell one from the other afterwards."""
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
-        raise RefusedError(f"a plain pickle cannot hold {LOADER} for anything but its storages", where=checkpoint.source.path, hint="--format pt writes it")  # fmt: skip
+        raise RefusedError(
+            f"a plain pickle cannot hold {LOADER} for anything but its storages",
+            where=checkpoint.source.path,
+            hint="--format pt writes it",
+        )
 
 
 def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
     """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
     named = {id(found.node) for found in detect(checkpoint).state_dicts} if places else set()
     return [
-        glob_of(place.path, place.key) if place.parent and id(place.parent.node) in named
+        glob_of(place.path, place.key)
+        if place.parent and id(place.parent.node) in named
         else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
         for place in places
-    ]  # fmt: skip
+    ]

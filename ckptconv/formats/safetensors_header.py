@@ -86,8 +86,10 @@ class _Reader:
         if data_offset > size:
             self.fail(
                 f"the file ends inside it: {data_offset - size:,} bytes of it are missing, and all tensors",
-                expected=f"{data_offset:,} bytes", got=f"{size:,}", hint=_AGAIN,
-            )  # fmt: skip
+                expected=f"{data_offset:,} bytes",
+                got=f"{size:,}",
+                hint=_AGAIN,
+            )
         top = self.parsed(self.source.read(_LENGTH, length))
         try:
             metadata = self.metadata(top.pop(METADATA, None))
@@ -121,8 +123,12 @@ class _Reader:
             self.fail("it is not UTF-8", got=f"byte {error.start}")
         try:
             top = json.loads(
-                text, object_pairs_hook=self.object, parse_int=self.count, parse_float=self.number, parse_constant=self.number
-            )  # fmt: skip
+                text,
+                object_pairs_hook=self.object,
+                parse_int=self.count,
+                parse_float=self.number,
+                parse_constant=self.number,
+            )
         except json.JSONDecodeError as error:
             self.fail(f"it is no JSON: {error.msg}", got=f"character {error.pos}")
         except RecursionError:
@@ -200,8 +206,10 @@ class _Reader:
         if whole > size:
             self.fail(
                 f"the file was cut short: {whole - size:,} bytes are missing of {whole:,}",
-                expected=f"{whole:,} bytes", got=f"{size:,}", hint=_AGAIN,
-            )  # fmt: skip
+                expected=f"{whole:,} bytes",
+                got=f"{size:,}",
+                hint=_AGAIN,
+            )
         if whole < size:
             found(
                 self.error(
@@ -233,6 +241,7 @@ def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: in
     if len(text) > LIMITS.safetensors_header:
         raise LimitError(
             "the names and shapes take more than a safetensors header holds",
-            expected=f"at most {LIMITS.safetensors_header:,} bytes", got=f"{len(text):,}",
-        )  # fmt: skip
+            expected=f"at most {LIMITS.safetensors_header:,} bytes",
+            got=f"{len(text):,}",
+        )
     return len(text).to_bytes(_LENGTH, "little") + text

@@ -255,9 +255,11 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
             ids.append(_read_id(node, items, texts, where))
         else:
             raise MalformedError(
-                "a persistent id names neither a storage nor a class", where=where,
-                expected="('storage', class, key, location, elements, view)", got=f"{kind!r}, {len(items)} parts",
-            )  # fmt: skip
+                "a persistent id names neither a storage nor a class",
+                where=where,
+                expected="('storage', class, key, location, elements, view)",
+                got=f"{kind!r}, {len(items)} parts",
+            )
     if classes:
         replace_nodes(graph, classes)
         in_use = set(walk([graph.root, *graph.discarded]))
@@ -325,9 +327,11 @@ def _read_sizes(
     if first.keys() != set(keys):
         missing, extra = first.keys() - set(keys), set(keys) - first.keys()
         raise MalformedError(
-            "the list of keys is not that of the storages that the object refers to", where=where,
-            expected=f"{len(first)} keys", got=f"{len(missing)} missing, {len(extra)} of nothing",
-        )  # fmt: skip
+            "the list of keys is not that of the storages that the object refers to",
+            where=where,
+            expected=f"{len(first)} keys",
+            got=f"{len(missing)} missing, {len(extra)} of nothing",
+        )
     whole = at + sum(_SIZE + first[key].numel * first[key].itemsize for key in keys)
     if whole > end:
         raise MalformedError(
@@ -338,18 +342,23 @@ def _read_sizes(
         numel = int.from_bytes(source.read(at, _SIZE), "little", signed=True)
         if numel != first[key].numel:
             raise MalformedError(
-                f"storage {key} has another size than its persistent id says", where=f"{where} at byte {at}",
-                expected=f"{first[key].numel:,} elements", got=f"{numel:,}",
-            )  # fmt: skip
+                f"storage {key} has another size than its persistent id says",
+                where=f"{where} at byte {at}",
+                expected=f"{first[key].numel:,} elements",
+                got=f"{numel:,}",
+            )
         spans[key] = ByteRange(source, at + _SIZE, numel * first[key].itemsize)
         at += _SIZE + spans[key].length
     if at != end:
         source.faults.found(
             MalformedError(
-                "bytes behind the last storage", where=f"{where} at byte {at}", expected="the end of the file",
-                got=f"{end - at:,} bytes", hint="several checkpoints in one file must be taken apart with torch.load, one after another",
+                "bytes behind the last storage",
+                where=f"{where} at byte {at}",
+                expected="the end of the file",
+                got=f"{end - at:,} bytes",
+                hint="several checkpoints in one file must be taken apart with torch.load, one after another",
             )
-        )  # fmt: skip
+        )
     return spans
 
 
@@ -415,8 +424,11 @@ def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> N
     end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
     if 0 not in shape and end > view.elements:
         raise MalformedError(
-            "a tensor reaches outside its part of a storage", where=where, expected=f"at most {view.elements:,} elements", got=f"{end:,}"
-        )  # fmt: skip
+            "a tensor reaches outside its part of a storage",
+            where=where,
+            expected=f"at most {view.elements:,} elements",
+            got=f"{end:,}",
+        )
 
 
 def _storage_of(call: Call) -> Node | None:
@@ -493,8 +505,10 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
     if early:
         raise RefusedError(
             f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights of quantized modules): torch finds whatever memory held",
-            where=checkpoint.source.path, got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors", hint="--format pt writes it",
-        )  # fmt: skip
+            where=checkpoint.source.path,
+            got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors",
+            hint="--format pt writes it",
+        )
 
 
 def _respell(checkpoint: Checkpoint) -> None:

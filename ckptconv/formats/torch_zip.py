@@ -169,9 +169,11 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
         raise LimitError(
-            "a deflated record is too large", where=where, expected=f"at most {most:,} bytes",
+            "a deflated record is too large",
+            where=where,
+            expected=f"at most {most:,} bytes",
             got=f"{member.size:,} from {member.stored_size:,}",
-        )  # fmt: skip
+        )
     return b"".join(
         inflated(
             Inflate(
@@ -219,8 +221,13 @@ def _check_version(source: Readable, note: bytes | None) -> None:
     """torch reads no archive without a number there; which one it is, is its own affair."""
     if note is None or not note.strip().isdigit():
         source.faults.found(
-            MalformedError("the record says no version, without which torch reads no archive", where=f"{source.path}: version", expected="a number", got=note)
-        )  # fmt: skip
+            MalformedError(
+                "the record says no version, without which torch reads no archive",
+                where=f"{source.path}: version",
+                expected="a number",
+                got=note,
+            )
+        )
 
 
 def _byteorder(source: Readable, note: bytes | None) -> str:
@@ -360,9 +367,7 @@ class _Writer:
                 if id(span) not in self.checked_parts:
                     self.checked_parts.add(id(span))
                     self.sums.append(span)
-        self.header(
-            name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT)
-        )  # fmt: skip
+        self.header(name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT))
         if data.length:
             self.add(data)
 

@@ -43,7 +43,12 @@ __all__ = ["NAME", "is_program", "read_program", "refuse"]
 NAME = "TorchScript"
 _CONSTANTS = "constants.pkl"
 #: What else there is, by the first part of its name, for who takes the weights alone.
-_PROGRAM = {"code": "the program", "bytecode": "the program", "constants": "constants of the program", "traced_inputs": "inputs of the program"}  # fmt: skip
+_PROGRAM = {
+    "code": "the program",
+    "bytecode": "the program",
+    "constants": "constants of the program",
+    "traced_inputs": "inputs of the program",
+}
 _EXTRA = "it belongs to the program"
 _SHOWN = 5  # devices in a note
 _STRING = rb'"((?:[^"\\\n]|\\.){0,1000})"'  # no attribute has a longer name
@@ -54,7 +59,7 @@ _CLASS_LINE = re.compile(
     rb"|  __annotations__\[" + _STRING.replace(b"(", b"(?P<quoted>", 1) + rb"\] = (?P<annotation>[^\n]+)"
     rb"|  (?P<name>\w+) : (?P<type>[^\n]+))$",
     re.MULTILINE,
-)  # fmt: skip
+)
 _Word = TypeVar("_Word")
 _DEVICE = re.compile(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
@@ -109,8 +114,11 @@ def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
     size = sum(max(member.size, member.stored_size) for _, member in files)
     if size > LIMITS.script_bytes:
         raise LimitError(
-            "a TorchScript archive has too much code", where=source.path, expected=f"at most {LIMITS.script_bytes:,} bytes", got=f"{size:,}"
-        )  # fmt: skip
+            "a TorchScript archive has too much code",
+            where=source.path,
+            expected=f"at most {LIMITS.script_bytes:,} bytes",
+            got=f"{size:,}",
+        )
     for name, member in files:
         yield name, record_bytes(source, member, f"{source.path}: {name}", checked=archive.has_checksums)
 
@@ -128,8 +136,10 @@ class _Words:
             self.left -= 1
             if self.left < 0:
                 raise LimitError(
-                    "the code of a TorchScript archive says too much", where=self.source.path, expected=f"at most {LIMITS.script_words:,} classes, attributes and devices"
-                )  # fmt: skip
+                    "the code of a TorchScript archive says too much",
+                    where=self.source.path,
+                    expected=f"at most {LIMITS.script_words:,} classes, attributes and devices",
+                )
             yield word
 
 
@@ -246,8 +256,9 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
     if not weights:
         load = f'torch.jit.load({literal(where)}, map_location="cpu")'
         raise RefusedError(
-            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be another one", where=where,
+            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be another one",
+            where=where,
             hint=f"--state-dict takes its weights alone; to have it on another device, load it there: {load}",
-        )  # fmt: skip
+        )
     if not _has_weights(checkpoint):
         raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")

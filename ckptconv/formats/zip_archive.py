@@ -116,7 +116,15 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
     for i, entry in enumerate(entries):
         following = entries[i + 1].header_offset if i + 1 < len(entries) else start
         if entry.header_offset != at:
-            found(_bad(source, entry.header_offset, "zip members overlap or leave a gap", f"{entry.name!r} at {at}", entry.header_offset))  # fmt: skip
+            found(
+                _bad(
+                    source,
+                    entry.header_offset,
+                    "zip members overlap or leave a gap",
+                    f"{entry.name!r} at {at}",
+                    entry.header_offset,
+                )
+            )
         try:
             members.append(_read_member(window, entry, following))
         except InputError as error:
@@ -184,9 +192,11 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     at = tail.rfind(END)  # as torch does, whatever the comment's length
     if at < 0 or len(tail) - at < _END.size:
         raise EndMissing(
-            "a zip archive without its end", where=source.path, expected="a central directory",
+            "a zip archive without its end",
+            where=source.path,
+            expected="a central directory",
             hint="the file was cut short: download or copy it again",
-        )  # fmt: skip
+        )
     offset = tail_offset + at
     if not _reaches_end(tail, at):
         raise _bad(source, offset, f"the zip archive's end is not the end of the file{_difference(tail, at)}")
@@ -474,10 +484,29 @@ def central_directory(entries: list[NewEntry], start: int) -> bytes:
         wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
         extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
         shown = min(entry.size, _ONES32)
-        out += _CENTRAL.pack(
-            CENTRAL, 0, 45 if wide else 20, entry.flags, STORED, 0, 0, entry.crc32, shown, shown,
-            len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header_offset, _ONES32),
-        ) + entry.name + extra  # fmt: skip
+        out += (
+            _CENTRAL.pack(
+                CENTRAL,
+                0,
+                45 if wide else 20,
+                entry.flags,
+                STORED,
+                0,
+                0,
+                entry.crc32,
+                shown,
+                shown,
+                len(entry.name),
+                len(extra),
+                0,
+                0,
+                0,
+                0,
+                min(entry.header_offset, _ONES32),
+            )
+            + entry.name
+            + extra
+        )
     count, size, end = len(entries), len(out), start + len(out)
     if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
         out += _ZIP64_END.pack(ZIP64_END, _ZIP64_END.size - 12, 45, 45, 0, 0, count, count, size, start)

@@ -267,10 +267,20 @@ def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
 
 def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool) -> TensorSummary:
     return TensorSummary(
-        path=info.path, name=name, module=module, kind=info.kind, dtype=info.dtype, shape=list(info.shape), stride=list(info.stride),
-        offset=info.offset, device=info.device if stores_device else None, nbytes=info.nbytes,
-        storage_nbytes=info.storage.nbytes if info.storage else None, requires_grad=info.requires_grad, tied_to=info.tied_to,
-    )  # fmt: skip
+        path=info.path,
+        name=name,
+        module=module,
+        kind=info.kind,
+        dtype=info.dtype,
+        shape=list(info.shape),
+        stride=list(info.stride),
+        offset=info.offset,
+        device=info.device if stores_device else None,
+        nbytes=info.nbytes,
+        storage_nbytes=info.storage.nbytes if info.storage else None,
+        requires_grad=info.requires_grad,
+        tied_to=info.tied_to,
+    )
 
 
 # What is no tensor

@@ -119,9 +119,15 @@ def verify(
         findings = _findings(checkpoint, found, faults, source.path)
         safety = _safety(checkpoint, found, findings)
     return Verdict(
-        str(source.path), checkpoint.format if checkpoint else None, safety, len(records), _length_of(records),
-        tuple(findings), faults.more, strict,
-    )  # fmt: skip
+        str(source.path),
+        checkpoint.format if checkpoint else None,
+        safety,
+        len(records),
+        _length_of(records),
+        tuple(findings),
+        faults.more,
+        strict,
+    )
 
 
 def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
@@ -185,7 +191,12 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
     """What is neither damage nor danger."""
     path = checkpoint.source.path
     if not records and not any("checksum" in note for note in checkpoint.notes):
-        yield Finding("note", "it has no checksums, so damage to the tensors' bytes cannot be seen", str(path), hint="--expect-sha256 compares the whole file")  # fmt: skip
+        yield Finding(
+            "note",
+            "it has no checksums, so damage to the tensors' bytes cannot be seen",
+            str(path),
+            hint="--expect-sha256 compares the whole file",
+        )
     for note in checkpoint.notes:
         yield Finding("note", note, str(path))
     for each in checkpoint.unused:
@@ -271,4 +282,11 @@ def _check_sha256(source: Source, expected: str, faults: CollectingSink) -> None
         faults.found(error)
         return
     if digest.hexdigest() != expected:
-        faults.found(InputError("the file is another one: its SHA-256 differs", where=source.path, expected=expected, got=digest.hexdigest()))  # fmt: skip
+        faults.found(
+            InputError(
+                "the file is another one: its SHA-256 differs",
+                where=source.path,
+                expected=expected,
+                got=digest.hexdigest(),
+            )
+        )

@@ -69,7 +69,7 @@ class CastThreads:
         blocks = [(start, min(step, elements - start)) for start in range(0, elements, step)]
         self._tasks.append(
             (piece, [self._submit(piece, start * old, n * old, at + start * new) for start, n in blocks])
-        )  # fmt: skip
+        )
 
     def _submit(self, piece: Cast, offset: int, length: int, at: int) -> Future[_Done]:
         """Have a block cast by one of the threads."""

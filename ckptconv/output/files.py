@@ -189,7 +189,9 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
     """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its blocks by now."""
-    longest = max((piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None)  # fmt: skip
+    longest = max(
+        (piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None
+    )
     if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
         return False
     return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
@@ -198,9 +200,7 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
 def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:
     """The error for a target that is too large for what is free."""
     free = space.f_bavail * space.f_frsize
-    return OutputError(
-        "too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes"
-    )  # fmt: skip
+    return OutputError("too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
@@ -217,8 +217,9 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
             if not linux.rename_if_absent(str(temporary), str(target)):
                 raise RefusedError(
                     "this filesystem cannot create the output without the risk of replacing one that appears meanwhile",
-                    where=target, hint="--force accepts that",
-                ) from error  # fmt: skip
+                    where=target,
+                    hint="--force accepts that",
+                ) from error
     except FileExistsError as error:
         raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
 

@@ -70,9 +70,10 @@ def check_target_folder(
     lost = [name for name in there if name not in names and not may_go(name)]
     if lost:
         raise RefusedError(
-            f"the folder has what the new one would not have: {some(lost, _SHOWN)}", where=target,
+            f"the folder has what the new one would not have: {some(lost, _SHOWN)}",
+            where=target,
             hint="take another folder, or --copy-others if they are the input's",
-        )  # fmt: skip
+        )
 
 
 def names_in(folder: Path) -> Iterator[str]:
@@ -199,8 +200,15 @@ def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None
 
 
 def _fill_all(
-    temporary: Path, target: Path, files: Sequence[OutFile | OtherFile], source: Readable, *, verify: bool, jobs: int, progress: Progress | None
-) -> Overflow:  # fmt: skip
+    temporary: Path,
+    target: Path,
+    files: Sequence[OutFile | OtherFile],
+    source: Readable,
+    *,
+    verify: bool,
+    jobs: int,
+    progress: Progress | None,
+) -> Overflow:
     """Write FILES of TARGET below TEMPORARY, so many JOBS at a time; what overflowed."""
     stopped = threading.Event()
     overflowed: Counter[tuple[str, ...]] = Counter()

@@ -90,8 +90,11 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
         with Source(other.source) as source:
             if source.size != other.size:
                 raise InputChangedError(
-                    "the file changed while others were read: size", where=source.path, expected=other.size, got=source.size
-                )  # fmt: skip
+                    "the file changed while others were read: size",
+                    where=source.path,
+                    expected=other.size,
+                    got=source.size,
+                )
             pieces = (ByteRange(source, 0, source.size),) if source.size else ()
             file = OutFile(other.path, pieces, source.size)
             mode = stat.S_IMODE(os.stat(other.source).st_mode)

@@ -125,7 +125,7 @@ class Transfer:
         if length != planned:
             raise OutputError(
                 "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=planned, got=length
-            )  # fmt: skip
+            )
 
     def compare(self, fd: int) -> None:
         """Read everything back, from the disk where the kernel can be asked to forget it, and compare it with what it was to be."""

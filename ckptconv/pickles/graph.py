@@ -292,10 +292,13 @@ def subgraph(graph: Graph, root: Value) -> Graph:
     """What ROOT leads to, as a graph of its own on the same nodes."""
     reached = list(walk([root]))
     return replace(
-        graph, root=root, globals=[node for node in reached if isinstance(node, Global)],
+        graph,
+        root=root,
+        globals=[node for node in reached if isinstance(node, Global)],
         calls=[node for node in reached if isinstance(node, Call)],
-        references=[node for node in reached if isinstance(node, PersistentId)], discarded=[],
-    )  # fmt: skip
+        references=[node for node in reached if isinstance(node, PersistentId)],
+        discarded=[],
+    )
 
 
 def set_items(mapping: Object, items: list[Value]) -> None:

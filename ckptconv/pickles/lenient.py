@@ -75,9 +75,18 @@ class _Lenient(PickleMachine):
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
         root = left.pop() if left else None
         return Graph(
-            root, self.protocol, opcodes, frozenset(), self.globals, self.calls, self.references,
-            [*self.popped, *left, *self.calls], self.shared, self.byte_strings, self.extensions,
-        )  # fmt: skip
+            root,
+            self.protocol,
+            opcodes,
+            frozenset(),
+            self.globals,
+            self.calls,
+            self.references,
+            [*self.popped, *left, *self.calls],
+            self.shared,
+            self.byte_strings,
+            self.extensions,
+        )
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - of any kind
         """Note OPCODE where it stands on something that can be noted on; a class that gets a state is called, in a way."""
@@ -178,10 +187,43 @@ _DISPATCH = in_dispatch(
 )
 #: Codes that a pickle can start with, which take nothing from the stack or the memo; and codes without which it names nothing.
 STARTS = b"".join(
-    CODES[name] for name in (
-        "PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
-        "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_DICT",
-        "EMPTY_SET", "GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID",
+    CODES[name]
+    for name in (
+        "PROTO",
+        "FRAME",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+        "BYTEARRAY8",
+        "UNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "EMPTY_LIST",
+        "EMPTY_TUPLE",
+        "EMPTY_DICT",
+        "EMPTY_SET",
+        "GLOBAL",
+        "EXT1",
+        "EXT2",
+        "EXT4",
+        "PERSID",
     )
-)  # fmt: skip
+)
 NAMING = b"".join(CODES[name] for name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"))

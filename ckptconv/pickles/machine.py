@@ -103,9 +103,18 @@ class PickleMachine:
         discarded = _lost(root, self.popped) if self.popped else []
         used = frozenset(compress(range(256), self.used))
         return Graph(
-            root, self.protocol, opcodes, used, self.globals, self.calls, self.references, discarded, self.shared,
-            self.byte_strings, self.extensions,
-        )  # fmt: skip
+            root,
+            self.protocol,
+            opcodes,
+            used,
+            self.globals,
+            self.calls,
+            self.references,
+            discarded,
+            self.shared,
+            self.byte_strings,
+            self.extensions,
+        )
 
     # Bytes
 

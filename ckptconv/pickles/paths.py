@@ -74,9 +74,10 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
         room -= place.length
         if room < 0:
             raise LimitError(
-                "the paths of what is in the checkpoint are too long", where=where,
+                "the paths of what is in the checkpoint are too long",
+                where=where,
                 expected=f"at most {LIMITS.path_characters:,} characters in all, and {LIMITS.path_characters_each} for each opcode",
-            )  # fmt: skip
+            )
         yield place
         node = place.node
         if not isinstance(node, Node) or id(node) in entered:
@@ -295,7 +296,13 @@ def _literal(key: Value) -> str | None:
 def _said_bytes(call: Call) -> Value:
     """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader takes; else CALL."""
     text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
-    if is_global(call.callable, "_codecs.encode") and isinstance(text, str) and len(text) <= _LONGEST_LITERAL and encoding == "latin1" and not call.effects:  # fmt: skip
+    if (
+        is_global(call.callable, "_codecs.encode")
+        and isinstance(text, str)
+        and len(text) <= _LONGEST_LITERAL
+        and encoding == "latin1"
+        and not call.effects
+    ):
         with suppress(UnicodeEncodeError):
             return text.encode("latin-1")
     return call

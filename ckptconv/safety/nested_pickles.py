@@ -49,9 +49,10 @@ _WINDOW = 1 << 20  # bytes searched at a time
 _SHORTEST = 3  # bytes of a pickle that names something: EXT1, its code, STOP
 _LONGEST_TEXT = 16 << 20  # bytes of a text that is encoded in memory
 #: Codecs of Python's own in which a text can be a pickle, and what they do with characters that they do not have.
-_CODECS = frozenset(
-    ["ascii", "latin_1", "raw_unicode_escape", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le", "utf_7", "utf_8", "utf_8_sig"]
-)  # fmt: skip
+_CODECS = frozenset([
+    "ascii", "latin_1", "raw_unicode_escape", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le",
+    "utf_7", "utf_8", "utf_8_sig",
+])  # a table  # fmt: skip
 _ERRORS = frozenset(["backslashreplace", "ignore", "replace", "strict", "surrogateescape", "surrogatepass"])
 _ENCODERS = ("_codecs.encode", "builtins.bytearray", "builtins.bytes")
 _NAMES = re.compile(b"[" + re.escape(NAMING) + b"]")

@@ -53,8 +53,12 @@ __all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carri
 
 #: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or because torch.load reads no such container.
 Level: TypeAlias = Literal[
-    "holds no code", "loads with weights_only=True", "refused by weights_only=True, needs no code", "needs code", "dangerous"
-]  # fmt: skip
+    "holds no code",
+    "loads with weights_only=True",
+    "refused by weights_only=True, needs no code",
+    "needs code",
+    "dangerous",
+]
 
 #: The worst first. ``unknown``: nobody can tell what is there.
 Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]

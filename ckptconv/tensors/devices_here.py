@@ -40,8 +40,11 @@ def require(tags: Iterable[str], *, where: object, hint: str) -> None:
             f"{_count(family) or 'no'} {family} device{'s' * (_count(family) != 1)}" for family in families
         )
         raise DeviceUnavailable(
-            f"tensors would go to {', '.join(missing)}, which torch does not have here", where=where, got=seen, hint=hint
-        )  # fmt: skip
+            f"tensors would go to {', '.join(missing)}, which torch does not have here",
+            where=where,
+            got=seen,
+            hint=hint,
+        )
 
 
 def automatic() -> str:

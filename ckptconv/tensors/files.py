@@ -202,9 +202,18 @@ def save(
     """
     started = time.monotonic()
     edits = edits_from(
-        map_location=map_location, state_dict=state_dict, select=select, include=include, exclude=exclude,
-        unwrap=unwrap, strip_prefix=strip_prefix, rename=rename, add_prefix=add_prefix, dtype=dtype, compact=compact,
-    )  # fmt: skip
+        map_location=map_location,
+        state_dict=state_dict,
+        select=select,
+        include=include,
+        exclude=exclude,
+        unwrap=unwrap,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        add_prefix=add_prefix,
+        dtype=dtype,
+        compact=compact,
+    )
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError("the output is a folder", where=path, expected="the path of a file")
@@ -217,6 +226,4 @@ def save(
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, format=format_, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
     overflowed = write(plan, checkpoint.source, replace=force, verify=verify)
-    return report_of(
-        plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed
-    )  # fmt: skip
+    return report_of(plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed)

@@ -93,10 +93,11 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
             ]
         )
         raise UnsupportedError(
-            "loading it takes code that torch's safe loader refuses", where=checkpoint.source.path,
+            "loading it takes code that torch's safe loader refuses",
+            where=checkpoint.source.path,
             got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
             hint=f"{take} loads a part without it" if take else one_by_one,
-        )  # fmt: skip
+        )
 
 
 def _told() -> Iterator[str]:

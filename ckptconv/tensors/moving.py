@@ -142,9 +142,10 @@ class _Move:
         """Raise DeviceUnavailable if a device that something would move to is not here."""
         things = [*map(_thing, self.all), *self.found.storages]
         devices_here.require(
-            (new for thing in things if (new := self.target(thing)) != _tag(thing)), where=None,
+            (new for thing in things if (new := self.target(thing)) != _tag(thing)),
+            where=None,
             hint="map_location='cpu' works everywhere, map_location='auto' takes what there is",
-        )  # fmt: skip
+        )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
         """The tag of the device that THING belongs on."""

@@ -22,9 +22,13 @@ def random_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool])
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) is torch.Tensor and tensor.dtype == torch.uint8 and tensor.layout == torch.strided and tensor.dim() == 1
-        and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel()
-    )  # fmt: skip
+        type(tensor) is torch.Tensor
+        and tensor.dtype == torch.uint8
+        and tensor.layout == torch.strided
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel()
+    )
 
 
 class _Judge:

@@ -82,8 +82,9 @@ class _Pickler(pickle.Pickler):
         if first.name != dtype.name:  # a loader remembers one dtype for each storage
             raise RefusedError(
                 f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format cannot say",
-                where=_WHERE, hint="clone() one of them",
-            )  # fmt: skip
+                where=_WHERE,
+                hint="clone() one of them",
+            )
         if dtype.storage_class is None:
             raise RefusedError(f"torch's format has no storage for {dtype.name}", where=_WHERE)
         self.storages[key] = storage

@@ -101,10 +101,18 @@ def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
     """What stands where in the file at PATH: dtype, shape, stride, device, and the bytes of the storage."""
     with Source(path) as source:
         return {
-            place: (info.dtype, info.shape, info.stride, info.offset, info.device, info.requires_grad, source.read(data.offset, data.length))
+            place: (
+                info.dtype,
+                info.shape,
+                info.stride,
+                info.offset,
+                info.device,
+                info.requires_grad,
+                source.read(data.offset, data.length),
+            )
             for place, info in opening.read(source).tensors.items()
             if info.storage and isinstance(data := info.storage.data, ByteRange)
-        }  # fmt: skip
+        }
 
 
 def test_graphs_are_equal_but_for_the_tags(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:

@@ -85,8 +85,11 @@ def step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimize
 def checkpoint_of(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a training script saves."""
     return {
-        "model": model.state_dict(), "criterion": criterion.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1,
-    }  # fmt: skip
+        "model": model.state_dict(),
+        "criterion": criterion.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 1,
+    }
 
 
 def restored(path: Path, **kwargs: Any) -> Training:
@@ -206,14 +209,17 @@ GPUS = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     ("wish", "expected"),
     [
         ({"cuda:3": "cuda:0"}, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
-        ({"cuda:0": "cuda:1", "cuda:1": "cuda:2", "cuda:2": "cuda:3", "cuda:3": "cuda:0"}, ["cuda:1", "cuda:2", "cuda:3", "cuda:0"]),
+        (
+            {"cuda:0": "cuda:1", "cuda:1": "cuda:2", "cuda:2": "cuda:3", "cuda:3": "cuda:0"},
+            ["cuda:1", "cuda:2", "cuda:3", "cuda:0"],
+        ),
         ({"cuda:2": "cpu", "cuda": "cuda:0"}, ["cuda:0", "cuda:0", "cpu", "cuda:0"]),
         ({"cuda": "xpu"}, ["xpu:0", "xpu:1", "xpu:2", "xpu:3"]),
         (lambda tag: f"cuda:{int(tag[-1]) // 2}", ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),
         ("cuda:1", ["cuda:1"] * 4),
         ("cpu", ["cpu"] * 4),
     ],
-)  # fmt: skip
+)
 def test_four_gpus_by_index(tmp_path: Path, wish: Any, expected: list[str]) -> None:
     """One GPU for another, all moved by one, two for four, or all on one: each part goes where its tag says, at once."""
     zoo.save(four_parts(), tmp_path / "four.pt", tags=GPUS)

@@ -75,7 +75,9 @@ def lightning(prefix: str) -> dict[str, Any]:
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4, "model.completed": 3}}}},
         "callbacks": {
             "ModelCheckpoint{'monitor': 'val_loss'}": {
-                "best_model_score": torch.tensor(0.25), "best_k_models": {"/runs/module.1/epoch=3.ckpt": torch.tensor(0.25)}, "best_model_path": "model.ckpt",
+                "best_model_score": torch.tensor(0.25),
+                "best_k_models": {"/runs/module.1/epoch=3.ckpt": torch.tensor(0.25)},
+                "best_model_path": "model.ckpt",
             },
             "model.EMA": {"decay": 0.999, "weights": averages(prefix)},
             "module.History": History(),
@@ -84,53 +86,81 @@ def lightning(prefix: str) -> dict[str, Any]:
         "lr_schedulers": [{"_step_count": 4, "base_lrs": [0.1], "module.last": 3}],
         "MixedPrecision": {"scale": 65536.0, "_growth_tracker": 12},
         "hparams_name": "kwargs",
-        "hyper_parameters": AttributeDict({"width": 5, "model.lr": 0.1, "module.device": torch.device("cuda:0"), "history": History()}),
+        "hyper_parameters": AttributeDict(
+            {"width": 5, "model.lr": 0.1, "module.device": torch.device("cuda:0"), "history": History()}
+        ),
         "datamodule_hyper_parameters": AttributeDict(root=Path("/data/model.0")),
-    }  # fmt: skip
+    }
 
 
 def mmengine(prefix: str) -> dict[str, Any]:
     return {
-        "meta": {"cfg": "model = dict(type='module.Net')", "seed": 3, "dataset_meta": {"classes": ("model.cat", "dog")}},
+        "meta": {
+            "cfg": "model = dict(type='module.Net')",
+            "seed": 3,
+            "dataset_meta": {"classes": ("model.cat", "dog")},
+        },
         "state_dict": weights(prefix),
-        "message_hub": {"log_scalars": OrderedDict({"train/loss": History()}), "runtime_info": OrderedDict({"module.iter": 1})},
+        "message_hub": {
+            "log_scalars": OrderedDict({"train/loss": History()}),
+            "runtime_info": OrderedDict({"module.iter": 1}),
+        },
         "optimizer": optimizer(),
         "param_schedulers": [{"begin": 0, "model.end": 10}],
         "ema_state_dict": averages(prefix),
-    }  # fmt: skip
+    }
 
 
 def timm(prefix: str) -> dict[str, Any]:
     return {
-        "epoch": 5, "arch": "model.resnet", "state_dict": weights(prefix), "optimizer": optimizer(), "version": 2,
-        "args": argparse.Namespace(model="module.resnet", device="cuda:0"), "amp_scaler": {"scale": 65536.0},
-        "state_dict_ema": averages(prefix), "metric": 0.75,
-    }  # fmt: skip
+        "epoch": 5,
+        "arch": "model.resnet",
+        "state_dict": weights(prefix),
+        "optimizer": optimizer(),
+        "version": 2,
+        "args": argparse.Namespace(model="module.resnet", device="cuda:0"),
+        "amp_scaler": {"scale": 65536.0},
+        "state_dict_ema": averages(prefix),
+        "metric": 0.75,
+    }
 
 
 def fairseq(prefix: str) -> dict[str, Any]:
     return {
-        "args": None, "cfg": {"model": argparse.Namespace(arch="module.transformer"), "module.task": {"data": "/model.0"}},
-        "model": weights(prefix), "criterion": None, "optimizer_history": [{"optimizer_name": "module.Adam", "num_updates": 9}],
-        "task_state": {}, "extra_state": {"train_iterator": {"epoch": 2}, "module.previous": [1.5]}, "last_optimizer_state": optimizer(),
-    }  # fmt: skip
+        "args": None,
+        "cfg": {"model": argparse.Namespace(arch="module.transformer"), "module.task": {"data": "/model.0"}},
+        "model": weights(prefix),
+        "criterion": None,
+        "optimizer_history": [{"optimizer_name": "module.Adam", "num_updates": 9}],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 2}, "module.previous": [1.5]},
+        "last_optimizer_state": optimizer(),
+    }
 
 
 def averaged(prefix: str) -> dict[str, Any]:
     """A model, its average, and an optimizer that is keyed by names."""
     model = weights(prefix)
     return {
-        "model": model, "ema": averages(prefix), "optimizer": optimizer(list(model)), "other": optimizer(),
-        "updates": 12, "train_args": {"model": "module.yolo", "module.lr": 0.1},
-    }  # fmt: skip
+        "model": model,
+        "ema": averages(prefix),
+        "optimizer": optimizer(list(model)),
+        "other": optimizer(),
+        "updates": 12,
+        "train_args": {"model": "module.yolo", "module.lr": 0.1},
+    }
 
 
 def random_states(prefix: str) -> dict[str, Any]:
     """What accelerate writes beside the weights, and they."""
     return {
-        "model": weights(prefix), "step": 4, "random_state": random.Random(1).getstate(), "numpy_random_seed": np.random.RandomState(1).get_state(),
-        "torch_manual_seed": torch.Generator().manual_seed(1).get_state(), "torch_cuda_manual_seed": [torch.arange(16, dtype=torch.uint8)],
-    }  # fmt: skip
+        "model": weights(prefix),
+        "step": 4,
+        "random_state": random.Random(1).getstate(),
+        "numpy_random_seed": np.random.RandomState(1).get_state(),
+        "torch_manual_seed": torch.Generator().manual_seed(1).get_state(),
+        "torch_cuda_manual_seed": [torch.arange(16, dtype=torch.uint8)],
+    }
 
 
 KINDS = [lightning, mmengine, timm, fairseq, averaged, random_states]

@@ -49,8 +49,11 @@ def test_they_are_shown(run: Path) -> None:
     assert found["model/net.bias"][:2] == ("partial", [3])
     assert found["model/steps"][0] == "strided"
     assert [path for path, (kind, _, _) in found.items() if kind == "partial"] == [
-        "model/net.weight", "model/net.bias", "model/net.head", "optimizer/state[0]/exp_avg",
-    ]  # fmt: skip
+        "model/net.weight",
+        "model/net.bias",
+        "model/net.head",
+        "optimizer/state[0]/exp_avg",
+    ]
     (note,) = ckptconv.inspect(run / "dtensor1.pt")["notes"]
     assert note.startswith(
         "partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file holds what one process had"

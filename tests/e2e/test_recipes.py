@@ -32,9 +32,12 @@ def net() -> nn.Module:
     """A model whose names are those of the recipes."""
     return nn.Sequential(
         OrderedDict(
-            conv=nn.Conv2d(1, 2, 3), features=nn.Sequential(nn.Linear(2, 2)), layers=nn.ModuleList([nn.Linear(2, 2)]), head=nn.Linear(2, 2)
+            conv=nn.Conv2d(1, 2, 3),
+            features=nn.Sequential(nn.Linear(2, 2)),
+            layers=nn.ModuleList([nn.Linear(2, 2)]),
+            head=nn.Linear(2, 2),
         )
-    )  # fmt: skip
+    )
 
 
 class Arguments:
@@ -327,7 +330,10 @@ def is_half() -> None:
     half, mixed = load("half.pt", map_location="cpu"), load("mixed.pt", map_location="cpu")
     net().bfloat16().load_state_dict(half["model"], strict=True)
     assert {tensor.dtype for tensor in half["model"].values()} == {torch.bfloat16}
-    assert {name for name, tensor in mixed["model"].items() if tensor.dtype == torch.float32} == {"head.weight", "head.bias"}  # fmt: skip
+    assert {name for name, tensor in mixed["model"].items() if tensor.dtype == torch.float32} == {
+        "head.weight",
+        "head.bias",
+    }
 
 
 def is_small() -> None:
@@ -355,20 +361,32 @@ SPACE: dict[str, Any] = {}
 UNREAD = {cut: "bytes are missing", of_export: "a .pt2 archive"}
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
-    "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (on_gpu, loads_into("cpu.pt")),
-    "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1": (
-        on_second_gpu, lambda: tags("first.pt") == {"cuda:0"} or pytest.fail("a tag is left"),
+    "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (
+        on_gpu,
+        loads_into("cpu.pt"),
     ),
-    'Missing key(s) in state_dict: "conv.weight" ... Unexpected key(s) in state_dict: "module.conv.weight"': (wrapped, loads_into("plain.pt")),
+    "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1": (
+        on_second_gpu,
+        lambda: tags("first.pt") == {"cuda:0"} or pytest.fail("a tag is left"),
+    ),
+    'Missing key(s) in state_dict: "conv.weight" ... Unexpected key(s) in state_dict: "module.conv.weight"': (
+        wrapped,
+        loads_into("plain.pt"),
+    ),
     'Missing key(s) in state_dict: "module.conv.weight" ... Unexpected key(s) in state_dict: "conv.weight"': (
-        plain, lambda: nn.DataParallel(net()).load_state_dict(torch.load("ddp.pt"), strict=True),
+        plain,
+        lambda: nn.DataParallel(net()).load_state_dict(torch.load("ddp.pt"), strict=True),
     ),
     'Unexpected key(s) in state_dict: "features.module.0.weight"': (inner, loads_into("plain.pt")),
     'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"': (compiled, loads_into("plain.pt")),
-    'Unexpected key(s) in state_dict: "layers.0._checkpoint_wrapped_module.weight"': (activations, loads_into("plain.pt")),
+    'Unexpected key(s) in state_dict: "layers.0._checkpoint_wrapped_module.weight"': (
+        activations,
+        loads_into("plain.pt"),
+    ),
     "RuntimeError: Attempting to deserialize object on a CUDA device, from pickle.load": (dumped, loads_the_dumped),
     "RuntimeError: mmap can only be used with files saved with torch.save(... _use_new_zipfile_serialization=True)": (
-        before_zips, maps_into_memory,
+        before_zips,
+        maps_into_memory,
     ),
     "UnpicklingError: Weights only load failed": (with_class, loads_into("weights.pt")),
     "UnpicklingError: Weights only load failed ... Unsupported operand 149": (of_protocol_4, loads_into("loadable.pt")),
@@ -376,30 +394,39 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "ModuleNotFoundError: No module named 'models', where the file is the model itself": (whole, loads_the_weights),
     "AttributeError: Can't get attribute 'Net' on <module '__main__'>": (whole_wrapped, loads_the_wrapped_weights),
     "RuntimeError: Cannot use weights_only=True with TorchScript archives": (
-        of_jit, lambda: nn.Linear(3, 2).load_state_dict(torch.load("weights.pt"), strict=True),
+        of_jit,
+        lambda: nn.Linear(3, 2).load_state_dict(torch.load("weights.pt"), strict=True),
     ),
     "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": (tied, keeps_the_ties),
     "torch.cuda.OutOfMemoryError when training is resumed": (training, lambda: load("cpu.pt")),
     "Killed: out of memory on a file that is larger than the RAM": (training, lambda: None),
     "TypeError: RNG state must be a torch.ByteTensor": (with_rng, resumes),
     "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)": (
-        of_unknown_device, loads_into("cpu.pt"),
+        of_unknown_device,
+        loads_into("cpu.pt"),
     ),
-    "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": (cut, lambda: None),
+    "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": (
+        cut,
+        lambda: None,
+    ),
     "The file is far too big": (views, is_small),
     "The weights in half the bytes": (training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
     "A folder with .metadata and .distcp files, which torch.load does not read": (distributed, is_whole),
-    "A run full of checkpoints for a machine without a GPU": (a_run, lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"]),
+    "A run full of checkpoints for a machine without a GPU": (
+        a_run,
+        lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"],
+    ),
     "Are these two checkpoints the same?": (saved_again, the_same_is_said),
     "Names and shapes without loading": (training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
-        lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"), lambda: None,  # type: ignore[attr-defined]
+        lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),
+        lambda: None,  # type: ignore[attr-defined]
     ),
     "No space left on device, and the old checkpoint is gone": (lambda: None, lambda: load("last.pt")),
     "Not read by this version": (of_export, lambda: None),
-}  # fmt: skip
+}
 
 
 def parts(heading: str) -> list[str]:
@@ -477,16 +504,28 @@ REFUSED = "UnpicklingError: Weights only load failed ... Unsupported operand"
 #: What torch says: a file of which it says that, and what inspect says of it.
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     DAMAGED: (lambda: torch_bytes()[:1500], "bytes are missing; download or copy it again"),
-    "OSError: [Errno 22] Invalid argument": (lambda: torch_bytes(5000)[:-30], "cut short: the zip archive's end is missing; download or copy it again"),
+    "OSError: [Errno 22] Invalid argument": (
+        lambda: torch_bytes(5000)[:-30],
+        "cut short: the zip archive's end is missing; download or copy it again",
+    ),
     "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
     f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*lfs pull"),
     f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* logged in"),
     f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*give the file with the weights"),
-    f"{REFUSED} 0": (lambda: b"GGUF\3\0\0\0" + bytes(64), "a GGUF file.*ask its publisher for the weights it was made from"),
-    "RuntimeError: Invalid magic number; corrupt file?": (lambda: pickle.dumps({"lr": 1}, 2), "a pickle without tensors.*give the file with the weights"),
+    f"{REFUSED} 0": (
+        lambda: b"GGUF\3\0\0\0" + bytes(64),
+        "a GGUF file.*ask its publisher for the weights it was made from",
+    ),
+    "RuntimeError: Invalid magic number; corrupt file?": (
+        lambda: pickle.dumps({"lr": 1}, 2),
+        "a pickle without tensors.*give the file with the weights",
+    ),
     "KeyError: 101": (lambda: b"hello world", "a text file.*give the file with the weights"),
-    "RuntimeError: PytorchStreamReader failed locating file data.pkl": (exported, r"a \.pt2 archive.*save its weights alone: python -c"),
-}  # fmt: skip
+    "RuntimeError: PytorchStreamReader failed locating file data.pkl": (
+        exported,
+        r"a \.pt2 archive.*save its weights alone: python -c",
+    ),
+}
 #: What torch says of a file with a tag, and the tag.
 DEVICES = {
     "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps": "mps",

@@ -55,7 +55,9 @@ def program(*words: str) -> list[str]:
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """COMMAND, which is ended with all that it has started."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -90,12 +92,29 @@ def test_dask(here: Path) -> None:
     """Two workers, one of which is killed in the middle: the other does all that is left, nothing is lost."""
     own = ("--host", "127.0.0.1", "--no-dashboard")
     with ExitStack() as stack:
-        stack.enter_context(running(*program("-m", "distributed.cli.dask_scheduler", "--port", "0", "--scheduler-file", "dask.json", *own)))  # fmt: skip
+        stack.enter_context(
+            running(
+                *program("-m", "distributed.cli.dask_scheduler", "--port", "0", "--scheduler-file", "dask.json", *own)
+            )
+        )
         wait_for(Path("dask.json").exists)
         workers = [
-            stack.enter_context(running(*program("-m", "distributed.cli.dask_worker", "--scheduler-file", "dask.json", "--nthreads", "1", "--no-nanny", *own)))
+            stack.enter_context(
+                running(
+                    *program(
+                        "-m",
+                        "distributed.cli.dask_worker",
+                        "--scheduler-file",
+                        "dask.json",
+                        "--nthreads",
+                        "1",
+                        "--no-nanny",
+                        *own,
+                    )
+                )
+            )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         driver = stack.enter_context(running(*program("with_dask.py")))
         wait_for(lambda: driver.poll() is not None or len([*Path("cpu").glob("*.pt")]) > 2)
         os.killpg(workers[0].pid, signal.SIGKILL)
@@ -125,8 +144,10 @@ def test_shards_as_jobs(here: Path) -> None:
         assert ended(process) == "new/model.safetensors.index.json\n"
     ckptconv.convert("new", "one.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in load_file("one.safetensors").items()} == {
-        "a": (2,), "b": (3,), "c": (4,)
-    }  # fmt: skip
+        "a": (2,),
+        "b": (3,),
+        "c": (4,),
+    }
     with pytest.raises(ckptconv.RefusedError, match="have an index"):
         ckptconv.write_index("new")
     with pytest.raises(ckptconv.RefusedError, match="no shards are in it"):

@@ -22,7 +22,9 @@ def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
     assert names == sorted(str(path.relative_to(cpu)) for path in cpu.rglob("*") if path.is_file())
     for name in names:
         if name.endswith((".pt", ".pth", ".bin", ".pkl")):
-            (original, tags), (there, there_tags), (again, again_tags) = (tags_of(folder / name) for folder in (before, gpu, cpu))  # fmt: skip
+            (original, tags), (there, there_tags), (again, again_tags) = (
+                tags_of(folder / name) for folder in (before, gpu, cpu)
+            )
             assert set(there_tags) <= {"cpu", "cuda:0"}
             assert_same(there, original)
             assert_same(again, original)
@@ -55,21 +57,32 @@ def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     model = transformers.GPT2LMHeadModel(config)
 
     def trainer(steps: int) -> Any:
         arguments = transformers.TrainingArguments(
-            str(tmp_path / "run"), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
-            logging_strategy="no", dataloader_pin_memory=False,
-        )  # fmt: skip
+            str(tmp_path / "run"),
+            max_steps=steps,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+            dataloader_pin_memory=False,
+        )
         return transformers.Trainer(model, arguments, train_dataset=Texts())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer(2).train()
     before = tmp_path / "run" / "checkpoint-2"
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"} <= {*os.listdir(before)}  # fmt: skip
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"} <= {
+        *os.listdir(before)
+    }
     gpu, cpu = there_and_back(before)
     with pytest.raises(RuntimeError, match="CUDA"):
         torch.load(gpu / "optimizer.pt")
@@ -110,9 +123,15 @@ def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     folder = tmp_path / "run" / "global_step2"
     folder.mkdir(parents=True)
     for rank in range(2):
-        part = {"optimizer_state_dict": {"fp32_flat_groups": [torch.full((4,), float(rank))], "zero_stage": 2}, "ds_version": "0.15"}  # fmt: skip
+        part = {
+            "optimizer_state_dict": {"fp32_flat_groups": [torch.full((4,), float(rank))], "zero_stage": 2},
+            "ds_version": "0.15",
+        }
         torch.save(part, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    torch.save({"module": {"w": torch.ones(2)}, "param_shapes": [{"w": torch.Size([2])}]}, folder / "mp_rank_00_model_states.pt")  # fmt: skip
+    torch.save(
+        {"module": {"w": torch.ones(2)}, "param_shapes": [{"w": torch.Size([2])}]},
+        folder / "mp_rank_00_model_states.pt",
+    )
     (tmp_path / "run" / "latest").write_text("global_step2")
     (tmp_path / "run" / "zero_to_fp32.py").touch()
     gpu, cpu = there_and_back(tmp_path / "run")

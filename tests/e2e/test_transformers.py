@@ -39,9 +39,13 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
         config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)
     else:
         config = transformers.LlamaConfig(
-            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
             tie_word_embeddings=False,
-        )  # fmt: skip
+        )
     return transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
 
 

@@ -45,11 +45,16 @@ EDITS: dict[str, tuple[Any, Rule]] = {
     "one": ({"cuda:0": "cuda:1"}, lambda tag, rng: {"cuda:0": "cuda:1"}.get(tag, tag)),
     "swap": (
         {"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "mps"},
-        lambda tag, rng: tag if rng and tag == "cpu" else {"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "mps"}.get(tag, tag),
+        lambda tag, rng: (
+            tag if rng and tag == "cpu" else {"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "mps"}.get(tag, tag)
+        ),
     ),
-    "family": ({"cuda": "xpu", "xpu": "hpu:3"}, lambda tag, rng: "hpu:3" if tag == "xpu:1" else tag.replace("cuda", "xpu")),
+    "family": (
+        {"cuda": "xpu", "xpu": "hpu:3"},
+        lambda tag, rng: "hpu:3" if tag == "xpu:1" else tag.replace("cuda", "xpu"),
+    ),
     "function": (lambda tag: tag.replace("mps", "cpu"), lambda tag, rng: tag.replace("mps", "cpu")),
-}  # fmt: skip
+}
 CASES = [(name, protocol) for name in zoo.ZOO for protocol in (2, 4, 5) if protocol >= zoo.NEEDS_PROTOCOL.get(name, 2)]
 
 
@@ -138,9 +143,10 @@ def test_safe_loader(name: str, tmp_path: Path) -> None:
 
 
 #: So that the test above cannot become empty.
-SAFE = (
-    ["dtypes", "special_values", "views", "ties", "small", "sparse", "quantized", "meta", "conj_neg", "nested", "two_dtypes", "state_dict", "user_data", "allowed", "wide"]
-)  # fmt: skip
+SAFE = [
+    "dtypes", "special_values", "views", "ties", "small", "sparse", "quantized", "meta", "conj_neg", "nested",
+    "two_dtypes", "state_dict", "user_data", "allowed", "wide",
+]  # a table  # fmt: skip
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
@@ -186,14 +192,32 @@ NAN = struct.unpack("<dd", bytes.fromhex("010000000000f87f020000000000f87f"))
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (NAN[0], NAN[1]), (0.0, -0.0), (1, True), (1j, complex(-0.0, 1)), ({"aa": 1, "bb": 2}, {"bb": 2, "aa": 1}), ([ONES, ONES], [ONES, ONES.clone()]),
-        ([ONES, ONES.view(2)], [ONES, ONES.clone()]), (ONES, ONES.double()), (ONES, ONES.clone().requires_grad_()), (ONES, torch.nn.Parameter(ONES, False)), (ONES, torch.ones(3)[:2]),
-        (torch.ones(2, 2), torch.ones(2, 2).t().clone().t()[:, :1].expand(2, 2)), (torch.ones(1) * 1j, (torch.ones(1) * -1j).conj()),
-        (torch.tensor(NAN[0]), torch.tensor(-NAN[0])), (torch.zeros(1), -torch.zeros(1)), (deque([1], 2), deque([1], 3)), (partial(int, "1"), partial(int, "2")), (bytearray(b"a"), bytearray(b"b")),
-        (torch.device("cuda:0"), torch.device("cuda:1")), (zoo.Config(device="cpu"), zoo.Config()), (defaultdict(list), defaultdict(dict)), (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
-        ({frozenset({1.0})}, {frozenset({1})}), (torch.float16, torch.bfloat16),
+        (NAN[0], NAN[1]),
+        (0.0, -0.0),
+        (1, True),
+        (1j, complex(-0.0, 1)),
+        ({"aa": 1, "bb": 2}, {"bb": 2, "aa": 1}),
+        ([ONES, ONES], [ONES, ONES.clone()]),
+        ([ONES, ONES.view(2)], [ONES, ONES.clone()]),
+        (ONES, ONES.double()),
+        (ONES, ONES.clone().requires_grad_()),
+        (ONES, torch.nn.Parameter(ONES, False)),
+        (ONES, torch.ones(3)[:2]),
+        (torch.ones(2, 2), torch.ones(2, 2).t().clone().t()[:, :1].expand(2, 2)),
+        (torch.ones(1) * 1j, (torch.ones(1) * -1j).conj()),
+        (torch.tensor(NAN[0]), torch.tensor(-NAN[0])),
+        (torch.zeros(1), -torch.zeros(1)),
+        (deque([1], 2), deque([1], 3)),
+        (partial(int, "1"), partial(int, "2")),
+        (bytearray(b"a"), bytearray(b"b")),
+        (torch.device("cuda:0"), torch.device("cuda:1")),
+        (zoo.Config(device="cpu"), zoo.Config()),
+        (defaultdict(list), defaultdict(dict)),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        ({frozenset({1.0})}, {frozenset({1})}),
+        (torch.float16, torch.bfloat16),
     ],
-)  # fmt: skip
+)
 def test_the_judge_sees_differences(left: Any, right: Any) -> None:
     """What differs in one small thing is not the same; what does not, is."""
     assert_same(left, left)
@@ -248,11 +272,13 @@ def wrapped(device: str) -> Any:
     """A wrapper subclass, and tensors that are rebuilt on a device: the user's data beside them is not touched."""
     device_object = torch.device(device)
     return {
-        "wrapper": zoo.WrapperTensor(torch.arange(3.0), device), "data": device_object, "name": device,
+        "wrapper": zoo.WrapperTensor(torch.arange(3.0), device),
+        "data": device_object,
+        "name": device,
         "cpu_tensor": zoo.Rebuilt("_rebuild_device_tensor_from_cpu_tensor", torch.ones(2), device),
         "numpy": zoo.Rebuilt("_rebuild_device_tensor_from_numpy", torch.ones(3).numpy(), device),
         "object": zoo.Rebuilt("_rebuild_device_tensor_from_cpu_tensor", torch.ones(4), device_object),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])

@@ -41,7 +41,9 @@ def main() -> int:
             with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
                 from tests.fuzz.run import fuzz
         except ImportError as error:
-            sys.exit(f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e '.[fuzz]'")  # fmt: skip
+            sys.exit(
+                f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e '.[fuzz]'"
+            )
         if seeding.wait():
             return 1
         print(_LINE.format("target", "executions", "read", "findings", "slowest", "memory", "corpus"), flush=True)
@@ -57,7 +59,9 @@ def main() -> int:
     return 1 if findings else 0
 
 
-def _fuzz(fuzz: Callable[[str, int, Path, Path], None], target: str, seconds: float, work: Path) -> tuple[dict[str, Any], int]:  # fmt: skip
+def _fuzz(
+    fuzz: Callable[[str, int, Path, Path], None], target: str, seconds: float, work: Path
+) -> tuple[dict[str, Any], int]:
     """FUZZ TARGET for so many SECONDS, in a process of its own; where an input ends that, in another one for what is left. What they did, and the size of the corpus."""
     for kept in (Path(__file__).parent / "findings").glob(f"{target}-*"):
         (work / "corpus" / kept.name).write_bytes(kept.read_bytes())
@@ -98,16 +102,24 @@ def _add(total: dict[str, Any], report: dict[str, Any], executed: re.Match[str] 
     if executed:
         report["executions"] = max(report["executions"], int(executed[1]))
     for key, value in report.items():
-        total[key] = total.get(key, 0) + value if key in ("executions", "read", "findings") else max(total.get(key, 0), value)  # fmt: skip
+        total[key] = (
+            total.get(key, 0) + value if key in ("executions", "read", "findings") else max(total.get(key, 0), value)
+        )
 
 
 def _say(target: str, report: dict[str, Any], corpus: int) -> None:
     print(
         _LINE.format(
-            target, f"{report['executions']:,}", f"{report['read']:,}", report["findings"], f"{report['slowest']:.2f} s",
-            f"{report['most_memory'] / (1 << 20):.0f} MiB", f"{corpus:,}",
-        ), flush=True,
-    )  # fmt: skip
+            target,
+            f"{report['executions']:,}",
+            f"{report['read']:,}",
+            report["findings"],
+            f"{report['slowest']:.2f} s",
+            f"{report['most_memory'] / (1 << 20):.0f} MiB",
+            f"{corpus:,}",
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ _LOCAL_FIELDS = (
     "n_extra",
 )
 _CENTRAL_FIELDS = (
-    "signature", "made", "version", "flags", "method", "time", "date", "crc", "stored", "size", "n_name", "n_extra", "n_comment", "disk", "internal", "external", "offset",
-)  # fmt: skip
+    "signature", "made", "version", "flags", "method", "time", "date", "crc", "stored", "size", "n_name", "n_extra",
+    "n_comment", "disk", "internal", "external", "offset",
+)  # a table  # fmt: skip
 _ODD = (
     0,
     1,
@@ -103,17 +104,24 @@ def _headers(record: Record, at: int) -> tuple[bytes, bytes, bytes]:
     padding = -(at + _LOCAL.size + len(record.name) + 4) % 64 if record.aligned else 0
     extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding if record.aligned else b""
     facts = {
-        "version": 20, "flags": 0x808 if record.descriptor else 0x800, "method": 8 if record.deflated else 0,
-        "crc": zlib.crc32(record.data) if record.checked else 0, "stored": len(stored), "size": len(record.data),
-        "n_name": len(record.name), "offset": at,
-    }  # fmt: skip
+        "version": 20,
+        "flags": 0x808 if record.descriptor else 0x800,
+        "method": 8 if record.deflated else 0,
+        "crc": zlib.crc32(record.data) if record.checked else 0,
+        "stored": len(stored),
+        "size": len(record.data),
+        "n_name": len(record.name),
+        "offset": at,
+    }
     local = {**facts, "n_extra": len(extra)} | ({"crc": 0, "stored": 0, "size": 0} if record.descriptor else {})
     head = _packed(_LOCAL, _LOCAL_FIELDS, b"PK\x03\x04", local, record, "local")
     entry = _packed(_CENTRAL, _CENTRAL_FIELDS, b"PK\x01\x02", facts, record, "central")
     return head + record.name + extra, entry + record.name, stored
 
 
-def _packed(form: struct.Struct, fields: tuple[str, ...], signature: bytes, facts: dict[str, int], record: Record, where: str) -> bytes:  # fmt: skip
+def _packed(
+    form: struct.Struct, fields: tuple[str, ...], signature: bytes, facts: dict[str, int], record: Record, where: str
+) -> bytes:
     said = facts | {name.split(".")[1]: value for name, value in record.lies.items() if name.startswith(where)}
     widths = [2 if code == "H" else 4 for code in form.format.replace("<4s", "")]
     values = [said.get(name, 0) & ((1 << 8 * width) - 1) for name, width in zip(fields[1:], widths, strict=True)]

@@ -72,7 +72,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "long integers": _wide(b"\x8a\x09" + b"\xff" * 8 + b"\0"),
     "floats": _wide(b"G" + b"\x3f\xb9" * 4),
     "decimal integers": _wide(b"I7\n"),
-}  # fmt: skip
+}
 
 
 def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
@@ -149,7 +149,12 @@ def main() -> int:
                 speed, each = cost.seconds * MB / length, max(0, cost.memory - FLOOR) / opcodes
                 over = speed > SECONDS or each > EACH
                 exceeded += over
-                print(form.format(shape, command, f"{length / MB:.1f}", f"{speed:.2f}", f"{each:.0f}", cost.came + " OVER" * over), flush=True)  # fmt: skip
+                print(
+                    form.format(
+                        shape, command, f"{length / MB:.1f}", f"{speed:.2f}", f"{each:.0f}", cost.came + " OVER" * over
+                    ),
+                    flush=True,
+                )
     print(f"{exceeded} over the budget of {SECONDS} s for each MB, and 64 MB and {EACH} bytes for each opcode")
     return 1 if exceeded else 0
 

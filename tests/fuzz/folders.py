@@ -13,7 +13,9 @@ _HEAD = re.compile(rb"([^\n]{1,120})\n([0-9]{1,6})\n")
 
 def pack(files: Mapping[str, bytes]) -> bytes:
     """FILES by name, as one."""
-    return b"".join(b"%s\n%d\n%s" % (name.encode("utf-8", "surrogateescape"), len(data), data) for name, data in files.items())  # fmt: skip
+    return b"".join(
+        b"%s\n%d\n%s" % (name.encode("utf-8", "surrogateescape"), len(data), data) for name, data in files.items()
+    )
 
 
 def unpack(packed: bytes) -> dict[str, bytes]:

@@ -35,9 +35,11 @@ _NUMBERS = (
     10**30,
 )
 _TEXTS = (
-    "", "a", "a.weight", "module.a", "__metadata__", "format", "pt", "dtype", "shape", "data_offsets", "metadata", "weight_map", "total_size", "..", "../x", "/x", "a/b", "a\\b", "\0", "\ud800", "é", "\x1b[0m",
-    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors", "DCP_SHARDING_INFO", "saved_offsets", *sorted(BY_WORD),
-)  # fmt: skip
+    "", "a", "a.weight", "module.a", "__metadata__", "format", "pt", "dtype", "shape", "data_offsets", "metadata",
+    "weight_map", "total_size", "..", "../x", "/x", "a/b", "a\\b", "\0", "\ud800", "é", "\x1b[0m",
+    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors", "DCP_SHARDING_INFO",
+    "saved_offsets", *sorted(BY_WORD),
+)  # a table  # fmt: skip
 
 
 class Pairs(list[Any]):
@@ -102,5 +104,16 @@ def _put(holder: list[Any], i: int, value: Any) -> None:
 
 def _any(random: Random) -> Any:
     return random.choice(
-        (random.choice(_NUMBERS), random.choice(_TEXTS), random.choice(_TEXTS), None, True, [], Pairs(), [0, 4], [1] * 70, Pairs([[random.choice(_TEXTS), 1]]))
-    )  # fmt: skip
+        (
+            random.choice(_NUMBERS),
+            random.choice(_TEXTS),
+            random.choice(_TEXTS),
+            None,
+            True,
+            [],
+            Pairs(),
+            [0, 4],
+            [1] * 70,
+            Pairs([[random.choice(_TEXTS), 1]]),
+        )
+    )

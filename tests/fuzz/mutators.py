@@ -28,9 +28,10 @@ Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
 
 _MOST = 1024  # bytes of a storage or tensor that are made to fit
 _NAMES = (
-    b"data.pkl", b"data/0", b"data/1", b"data/2", b"DATA.PKL", b"Data/0", b"version", b"byteorder", b".format_version", b".storage_alignment", b".data/serialization_id",
-    b"constants.pkl", b"code/x.py", b"data", b"data/", b"../x", b"a\0b", b"\xff", b"extra/a.txt", b"",
-)  # fmt: skip
+    b"data.pkl", b"data/0", b"data/1", b"data/2", b"DATA.PKL", b"Data/0", b"version", b"byteorder",
+    b".format_version", b".storage_alignment", b".data/serialization_id", b"constants.pkl", b"code/x.py", b"data",
+    b"data/", b"../x", b"a\0b", b"\xff", b"extra/a.txt", b"",
+)  # a table  # fmt: skip
 _NOTES = (b"3\n", b"little", b"big", b"middle", b"", b"1", b"64", b"x" * 100)
 
 # Opcodes of the pickles seen last, which get into others.
@@ -109,7 +110,9 @@ def _fitting(records: list[Record], random: Random) -> list[Record]:
     if main is None:
         return records
     root = main.name[: -len(b"data.pkl")]
-    sizes = {root + b"data/" + key.encode("utf-8", "replace"): size for key, (_, size) in storages_of(main.data).items()}  # fmt: skip
+    sizes = {
+        root + b"data/" + key.encode("utf-8", "replace"): size for key, (_, size) in storages_of(main.data).items()
+    }
     kept = [replace(r, data=_sized(r.data, sizes.pop(r.name))) if r.name in sizes else r for r in records]
     return kept + [Record(name, random.randbytes(size), aligned=True) for name, size in sizes.items()]
 
@@ -168,7 +171,12 @@ def _place(top: Any) -> int:
     for _, entry in top if isinstance(top, Pairs) else ():
         fields = dict(entry) if isinstance(entry, Pairs) else {}
         word, shape = fields.get("dtype"), fields.get("shape")
-        if isinstance(word, str) and word in BY_WORD and isinstance(shape, list) and all(type(n) is int and 0 <= n <= _MOST for n in shape):  # fmt: skip
+        if (
+            isinstance(word, str)
+            and word in BY_WORD
+            and isinstance(shape, list)
+            and all(type(n) is int and 0 <= n <= _MOST for n in shape)
+        ):
             size = math.prod(shape) * BY_WORD[word].itemsize // BY_WORD[word].packed
             for pair in entry if size <= _MOST else ():
                 if pair[0] == "data_offsets":
@@ -201,7 +209,12 @@ def _other_files(files: dict[str, bytes], name: str, random: Random) -> dict[str
         return {**files, name: files[other]}
     if what == 2:
         return {**files, name.replace("1", "2", 1): files[name]}
-    return {**files, random.choice(("model.safetensors", "model-00003-of-00003.safetensors", "__1_0.distcp", "config.json", ".metadata")): files[other]}  # fmt: skip
+    return {
+        **files,
+        random.choice(
+            ("model.safetensors", "model-00003-of-00003.safetensors", "__1_0.distcp", "config.json", ".metadata")
+        ): files[other],
+    }
 
 
 def _by_name(name: str) -> Mutator:

@@ -18,22 +18,49 @@ Change = Callable[[bytes], bytes]
 _FRAME, _PROTO, _STOP, _MARK, _POP = b"\x95", b"\x80", b".", b"(", b"0"
 _OPCODES = {op.code.encode("latin-1"): op for op in pickletools.opcodes}
 _NUMBERS = (
-    0, 1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 65, 100, 127, 128, 255, 256, 1000, 5056, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 16, (1 << 32) - 1,
-    1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, -1, -2, -128, -(1 << 31), -(1 << 63),
-)  # fmt: skip
+    0, 1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 65, 100, 127, 128, 255, 256, 1000, 5056, 65535, 65536, (1 << 31) - 1,
+    1 << 31, (1 << 32) - 16, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
+    1 << 64, -1, -2, -128, -(1 << 31), -(1 << 63),
+)  # a table  # fmt: skip
 _TEXTS = (
-    "", "a", "storage", "module", "cpu", "cuda:0", "cuda", "cuda:999", "meta", "xla:0", "mps", "0", "1", "2", "../0", "data", "a/b", "[0]", "\\", "é", "\ud800", "\0", "\x1b[2J", "x" * 300,
-    "state_dict", "model", "optimizer", "state", "param_groups", "params", "module.a", "a.weight", "_metadata", "version", "rng_state", "torch_rng_state", "python", "numpy",
-    "_parameters", "_buffers", "_modules", "training", "latin1", "encode", "os", "system", "builtins", "eval", "torch", "FloatStorage", "torch.strided", "little_endian",
-    "fqn", "offset", "relative_path", "length", "chunks", "sizes", "__0_0.distcp", "1.0.0", "exp_avg", "step", "ema", "_extra_state", "__metadata__", "format",
-)  # fmt: skip
+    "", "a", "storage", "module", "cpu", "cuda:0", "cuda", "cuda:999", "meta", "xla:0", "mps", "0", "1", "2", "../0",
+    "data", "a/b", "[0]", "\\", "é", "\ud800", "\0", "\x1b[2J", "x" * 300, "state_dict", "model", "optimizer",
+    "state", "param_groups", "params", "module.a", "a.weight", "_metadata", "version", "rng_state",
+    "torch_rng_state", "python", "numpy", "_parameters", "_buffers", "_modules", "training", "latin1", "encode",
+    "os", "system", "builtins", "eval", "torch", "FloatStorage", "torch.strided", "little_endian", "fqn", "offset",
+    "relative_path", "length", "chunks", "sizes", "__0_0.distcp", "1.0.0", "exp_avg", "step", "ema", "_extra_state",
+    "__metadata__", "format",
+)  # a table  # fmt: skip
 _GLOBALS = (
     *sorted(ALLOWED),
-    "os.system", "builtins.eval", "builtins.getattr", "builtins.list", "builtins.dict", "__builtin__.set", "copy_reg._reconstructor", "copyreg.__newobj__", "functools.partial",
-    "collections.defaultdict", "argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype", "torch.storage._load_from_bytes", "torch._C.Generator",
-    "torch.nn.modules.linear.Linear", "torch._utils._rebuild_parameter_v9", "torch.distributed.checkpoint.metadata.Metadata", "commands.getoutput", "a.b.c", "é.ü", "pickle.loads", "torch._tensor._rebuild_from_type_v2",
-    "torch.distributed.tensor.DTensor", "torch.distributed._shard.sharded_tensor.api.ShardedTensor", "torch._dynamo.eval_frame.OptimizedModule",
-)  # fmt: skip
+    "os.system",
+    "builtins.eval",
+    "builtins.getattr",
+    "builtins.list",
+    "builtins.dict",
+    "__builtin__.set",
+    "copy_reg._reconstructor",
+    "copyreg.__newobj__",
+    "functools.partial",
+    "collections.defaultdict",
+    "argparse.Namespace",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "torch.storage._load_from_bytes",
+    "torch._C.Generator",
+    "torch.nn.modules.linear.Linear",
+    "torch._utils._rebuild_parameter_v9",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "commands.getoutput",
+    "a.b.c",
+    "é.ü",
+    "pickle.loads",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+    "torch._dynamo.eval_frame.OptimizedModule",
+)
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
@@ -130,7 +157,11 @@ def _other_operand(pieces: list[bytes], i: int, random: Random, change: Change) 
         return _text(random.choice(_TEXTS), random)
     if code in b"hjgqrp\x94":
         slots = sum(piece[:1] in b"qrp\x94" for piece in pieces)
-        return _slot(random.choice((random.randrange(slots + 1), random.choice(_NUMBERS) % (1 << 32))), random, put=code in b"qrp\x94")  # fmt: skip
+        return _slot(
+            random.choice((random.randrange(slots + 1), random.choice(_NUMBERS) % (1 << 32))),
+            random,
+            put=code in b"qrp\x94",
+        )
     if code == b"c":
         return _global(random)
     return change(pieces[i]) or pieces[i]
@@ -148,7 +179,21 @@ def _any(random: Random) -> bytes:
     if kind == 3:
         return _global(random)
     if kind == 4:
-        return random.choice((b"\x82\x01", b"\x84\0\0\x01\0", b"cm\nC\n)\x81", b"cm\nf\n)R", b"im\nC\n", b"Pid\n", b"G" + random.randbytes(8), b"F1e5\n", b"\x96" + bytes(8), b"]\x94", b"B\1\0\0\0b"))  # fmt: skip
+        return random.choice(
+            (
+                b"\x82\x01",
+                b"\x84\0\0\x01\0",
+                b"cm\nC\n)\x81",
+                b"cm\nf\n)R",
+                b"im\nC\n",
+                b"Pid\n",
+                b"G" + random.randbytes(8),
+                b"F1e5\n",
+                b"\x96" + bytes(8),
+                b"]\x94",
+                b"B\1\0\0\0b",
+            )
+        )
     return random.choice([code for code, op in _OPCODES.items() if op.arg is None and code != _STOP])
 
 
@@ -167,7 +212,11 @@ def _number(n: int, random: Random) -> bytes:
 
 def _text(text: str, random: Random) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
-    ways = [b"X" + struct.pack("<I", len(data)) + data] * 5 + [b"B" + struct.pack("<I", len(data)) + data, b"T" + struct.pack("<i", len(data)) + data, b"\x8d" + struct.pack("<Q", len(data)) + data]  # fmt: skip
+    ways = [b"X" + struct.pack("<I", len(data)) + data] * 5 + [
+        b"B" + struct.pack("<I", len(data)) + data,
+        b"T" + struct.pack("<i", len(data)) + data,
+        b"\x8d" + struct.pack("<Q", len(data)) + data,
+    ]
     if len(data) < 256:
         ways += [bytes([code, len(data)]) + data for code in b"\x8c\x8cUC"]
     if data.isalnum():

@@ -132,13 +132,25 @@ def fuzz(target: str, seconds: int, work: Path, finds: Path) -> NoReturn:
         if random.random() < 0.5:
             data = random.choice(fuzzer.good)
         plain = random.random() < 0.1
-        changed = atheris.Mutate(data, max_size) if plain else MUTATORS[target](data, random, lambda part: atheris.Mutate(part, len(part) + 16))  # fmt: skip
+        changed = (
+            atheris.Mutate(data, max_size)
+            if plain
+            else MUTATORS[target](data, random, lambda part: atheris.Mutate(part, len(part) + 16))
+        )
         return changed[:max_size]
 
     arguments = [
-        "fuzz", "-seed=1", f"-max_total_time={seconds}", f"-max_len={_LONGEST}", f"-timeout={_HANG}", f"-rss_limit_mb={_MOST_MEMORY}",
-        f"-artifact_prefix={finds / target}-", "-print_final_stats=1", "-mutate_depth=2", str(work / "corpus"),
-    ]  # fmt: skip
+        "fuzz",
+        "-seed=1",
+        f"-max_total_time={seconds}",
+        f"-max_len={_LONGEST}",
+        f"-timeout={_HANG}",
+        f"-rss_limit_mb={_MOST_MEMORY}",
+        f"-artifact_prefix={finds / target}-",
+        "-print_final_stats=1",
+        "-mutate_depth=2",
+        str(work / "corpus"),
+    ]
     atheris.Setup(arguments, fuzzer.test_one, custom_mutator=mutate)
     atheris.Fuzz()
     raise AssertionError("atheris ends the process")

@@ -44,19 +44,69 @@ def _objects() -> dict[str, Any]:
         "tensor": torch.ones(2),
         "state": linear.state_dict(),
         "prefixed": OrderedDict((f"module.{name}", value) for name, value in linear.state_dict().items()),
-        "training": {"model": linear.state_dict(), "optimizer": adam.state_dict(), "epoch": 3, "args": {"device": "cuda:0", "lr": 0.1}},
-        "views": {"all": base, "some": base[2:7], "turned": base.view(3, 4).T, "step": base[::3], "same": base.expand(2, 12), "none": base[:0]},
+        "training": {
+            "model": linear.state_dict(),
+            "optimizer": adam.state_dict(),
+            "epoch": 3,
+            "args": {"device": "cuda:0", "lr": 0.1},
+        },
+        "views": {
+            "all": base,
+            "some": base[2:7],
+            "turned": base.view(3, 4).T,
+            "step": base[::3],
+            "same": base.expand(2, 12),
+            "none": base[:0],
+        },
         "tied": {"a": tied, "b": tied, "c": [tied, (tied.view(2, 1),)]},
-        "dtypes": {str(dtype): torch.zeros(2).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)},
-        "bits": {"conj": torch.ones(2, dtype=torch.complex64).conj(), "neg": torch.ones(2, dtype=torch.complex64).conj().imag},
-        "kinds": {"sparse": sparse.to_sparse(), "csr": sparse.to_sparse_csr(), "quantized": torch.quantize_per_tensor(base, 0.1, 3, torch.qint8), "meta": torch.ones(2, device="meta")},
-        "parameters": {"parameter": nn.Parameter(torch.ones(2)), "buffer": nn.Buffer(torch.ones(2)), "size": torch.Size([1, 2]), "dtype": torch.float32, "device": torch.device("cuda:1")},
+        "dtypes": {
+            str(dtype): torch.zeros(2).to(dtype)
+            for dtype in (
+                torch.bfloat16,
+                torch.float16,
+                torch.int64,
+                torch.bool,
+                torch.complex64,
+                torch.float8_e4m3fn,
+                torch.uint16,
+            )
+        },
+        "bits": {
+            "conj": torch.ones(2, dtype=torch.complex64).conj(),
+            "neg": torch.ones(2, dtype=torch.complex64).conj().imag,
+        },
+        "kinds": {
+            "sparse": sparse.to_sparse(),
+            "csr": sparse.to_sparse_csr(),
+            "quantized": torch.quantize_per_tensor(base, 0.1, 3, torch.qint8),
+            "meta": torch.ones(2, device="meta"),
+        },
+        "parameters": {
+            "parameter": nn.Parameter(torch.ones(2)),
+            "buffer": nn.Buffer(torch.ones(2)),
+            "size": torch.Size([1, 2]),
+            "dtype": torch.float32,
+            "device": torch.device("cuda:1"),
+        },
         "module": nn.Sequential(linear, nn.BatchNorm1d(3)),
-        "rng": {"rng_state": torch.get_rng_state()[:16], "torch_rng_state": torch.zeros(16, dtype=torch.uint8), "python": (3, (1, 2, 3), None)},
+        "rng": {
+            "rng_state": torch.get_rng_state()[:16],
+            "torch_rng_state": torch.zeros(16, dtype=torch.uint8),
+            "python": (3, (1, 2, 3), None),
+        },
         "storage": {"typed": torch.FloatStorage([1.0]), "untyped": torch.ones(1).untyped_storage()},
-        "containers": {"list": [1, [2.5, None]], "set": {1}, "frozen": frozenset([2]), "counter": Counter("ab"), "default": defaultdict(list, {"a": [1]}), "complex": 1j, "bytes": b"\xff", 3: torch.ones(1)},
+        "containers": {
+            "list": [1, [2.5, None]],
+            "set": {1},
+            "frozen": frozenset([2]),
+            "counter": Counter("ab"),
+            "default": defaultdict(list, {"a": [1]}),
+            "complex": 1j,
+            "bytes": b"\xff",
+            3: torch.ones(1),
+        },
         "numpy": {"array": np.arange(3.0), "scalar": np.float32(1), "tensor": torch.ones(1)},
-    }  # fmt: skip
+    }
 
 
 def _saved(obj: Any, tags: tuple[str, ...] = ("cpu", "cuda:0"), **kwargs: Any) -> bytes:
@@ -96,7 +146,10 @@ def _legacies() -> Iterator[tuple[str, bytes]]:
         if name not in ("storage", "dtypes"):
             yield name, _saved(obj, _use_new_zipfile_serialization=False)
     for protocol in (0, 4):
-        yield f"protocol_{protocol}", _saved(_objects()["views"], _use_new_zipfile_serialization=False, pickle_protocol=protocol)  # fmt: skip
+        yield (
+            f"protocol_{protocol}",
+            _saved(_objects()["views"], _use_new_zipfile_serialization=False, pickle_protocol=protocol),
+        )
     view = storage_id(torch.FloatStorage, "1", "cuda:0", 4, ("2", 1, 2))
     tensor = Old(torch._utils._rebuild_tensor, (view, 0, (2,), (1,)))
     yield "view", legacy_file({"a": tensor}, {"1": (4, bytes(16))})
@@ -133,7 +186,16 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
 def _safetensors() -> Iterator[tuple[str, bytes]]:
     yield "empty", save({})
     yield "one", save({"a": torch.ones(2)}, {"format": "pt"})
-    yield "several", save({f"m.{i}": torch.zeros(i + 1, 1).to(dtype) for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2))}, {"b": "a"})  # fmt: skip
+    yield (
+        "several",
+        save(
+            {
+                f"m.{i}": torch.zeros(i + 1, 1).to(dtype)
+                for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2))
+            },
+            {"b": "a"},
+        ),
+    )
     yield "tied", save({"a": torch.ones(2)}, {"format": "pt", "b": "a"})
     yield "scalar", save({"a": torch.tensor(1.0), "b": torch.ones(0, 3)})
     info = json.dumps({"a": {"saved_offsets": [0, 0]}})
@@ -155,8 +217,14 @@ def _shards() -> Iterator[tuple[str, bytes]]:
         yield f"no_index{suffix}", pack(files)
     yield "whole", pack({"model.safetensors": save(tensors), "config.json": b"{}"})
     offsets = ([0, 0], [1, 0])
-    infos = [{"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": at}}), "DCP_VERSION": "1.0", "format": "pt"} for at in offsets]  # fmt: skip
-    files = {f"shard-0000{i}-model-00001-of-00001.safetensors": save({"a": torch.ones(1, 2)}, info) for i, info in enumerate(infos)}  # fmt: skip
+    infos = [
+        {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": at}}), "DCP_VERSION": "1.0", "format": "pt"}
+        for at in offsets
+    ]
+    files = {
+        f"shard-0000{i}-model-00001-of-00001.safetensors": save({"a": torch.ones(1, 2)}, info)
+        for i, info in enumerate(infos)
+    }
     yield "parts", pack(files)
 
 

@@ -42,9 +42,15 @@ def checkpoint() -> dict[str, Any]:
     """Views, a tie, dtypes of several sizes, an empty storage, an object of nobody's class."""
     weight = torch.arange(6.0).reshape(2, 3)
     model = {
-        "w": weight, "t": weight.T, "row": weight[1], "tied": weight, "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "n": torch.tensor(7),
-        "empty": torch.empty(0, 2), "p": torch.nn.Parameter(torch.ones(2)),
-    }  # fmt: skip
+        "w": weight,
+        "t": weight.T,
+        "row": weight[1],
+        "tied": weight,
+        "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "n": torch.tensor(7),
+        "empty": torch.empty(0, 2),
+        "p": torch.nn.Parameter(torch.ones(2)),
+    }
     return {"model": model, "settings": Settings(lr=0.1, name="run")}
 
 
@@ -64,13 +70,35 @@ def of_ours(tmp_path: Path) -> bytes:
 
 # Where a byte of a zip stands
 
-_LOCAL = [("signature", 4), ("version needed", 2), ("flags", 2), ("method", 2), ("time", 2), ("date", 2), ("checksum", 4), ("stored size", 4), ("size", 4), ("length of name", 2), ("length of extra", 2)]  # fmt: skip
+_LOCAL = [
+    ("signature", 4), ("version needed", 2), ("flags", 2), ("method", 2), ("time", 2), ("date", 2), ("checksum", 4),
+    ("stored size", 4), ("size", 4), ("length of name", 2), ("length of extra", 2),
+]  # a table  # fmt: skip
 _CENTRAL = [
-    ("signature", 4), ("version made by", 2), *_LOCAL[1:], ("length of comment", 2), ("disk", 2), ("internal attributes", 2), ("external attributes", 4), ("offset", 4)
-]  # fmt: skip
-_ZIP64_END = [("signature", 4), ("length", 8), ("version made by", 2), ("version needed", 2), ("disk", 4), ("disk of directory", 4), ("count on disk", 8), ("count", 8), ("size", 8), ("offset", 8)]  # fmt: skip
+    ("signature", 4),
+    ("version made by", 2),
+    *_LOCAL[1:],
+    ("length of comment", 2),
+    ("disk", 2),
+    ("internal attributes", 2),
+    ("external attributes", 4),
+    ("offset", 4),
+]
+_ZIP64_END = [
+    ("signature", 4), ("length", 8), ("version made by", 2), ("version needed", 2), ("disk", 4),
+    ("disk of directory", 4), ("count on disk", 8), ("count", 8), ("size", 8), ("offset", 8),
+]  # a table  # fmt: skip
 _LOCATOR = [("signature", 4), ("disk", 4), ("offset", 8), ("disks", 4)]
-_END = [("signature", 4), ("disk", 2), ("disk of directory", 2), ("count on disk", 2), ("count", 2), ("size", 4), ("offset", 4), ("length of comment", 2)]  # fmt: skip
+_END = [
+    ("signature", 4),
+    ("disk", 2),
+    ("disk of directory", 2),
+    ("count on disk", 2),
+    ("count", 2),
+    ("size", 4),
+    ("offset", 4),
+    ("length of comment", 2),
+]
 
 
 def fields_of(data: bytes) -> list[str]:
@@ -118,10 +146,11 @@ def _extras(found: list[str], data: bytes, at: int, length: int) -> int:
 
 #: What no reader of a checkpoint looks at, or what may be anything: times, attributes, by which version it could be unpacked, padding.
 UNUSED = {
-    "local header: version needed", "local header: time", "local header: date", "local header: padding", "local header: zip64", "local header: head of padding",
-    "directory: version needed", "directory: version made by", "directory: time", "directory: date", "directory: internal attributes", "directory: external attributes",
-    "zip64 end: version made by", "zip64 end: version needed",
-}  # fmt: skip
+    "local header: version needed", "local header: time", "local header: date", "local header: padding",
+    "local header: zip64", "local header: head of padding", "directory: version needed",
+    "directory: version made by", "directory: time", "directory: date", "directory: internal attributes",
+    "directory: external attributes", "zip64 end: version made by", "zip64 end: version needed",
+}  # a table  # fmt: skip
 
 
 # What becomes of flips
@@ -143,9 +172,19 @@ def tensors_in(path: Path) -> list[tuple[Any, ...]]:
     with Source(path) as source:
         found = opening.read(source)
         return [
-            (place, info.dtype, info.shape, info.stride, info.offset, info.device, info.requires_grad, info.tied_to, _bytes_of(info))
+            (
+                place,
+                info.dtype,
+                info.shape,
+                info.stride,
+                info.offset,
+                info.device,
+                info.requires_grad,
+                info.tied_to,
+                _bytes_of(info),
+            )
             for place, info in found.tensors.items()
-        ]  # fmt: skip
+        ]
 
 
 def _bytes_of(info: Any) -> bytes:

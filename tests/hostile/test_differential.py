@@ -115,7 +115,10 @@ def test_changed_files(target: str, tmp_path: Path) -> None:
                 counts["both, and the same"] += 1
         counts["the end of torch's process"] = torch.ended
     print(f"{target}, {CHANGES:,} changes")
-    for name, count in [*counts.most_common(), *((f"only torch: {kind}", count) for kind, count in only_torch.most_common() if count)]:  # fmt: skip
+    for name, count in [
+        *counts.most_common(),
+        *((f"only torch: {kind}", count) for kind, count in only_torch.most_common() if count),
+    ]:
         print(f"{count:8,}  {name}")
     for i, (what, data) in enumerate(wrong.items()):
         (tmp_path / f"wrong-{i}").write_bytes(data)

@@ -44,8 +44,11 @@ def _ways() -> dict[str, Code]:
 
 WAYS = _ways()
 CONTAINERS: dict[str, Callable[[bytes], bytes]] = {
-    "zip.pt": ways.checkpoint, "legacy.pt": ways.legacy_with, "plain.pkl": ways.plain_of, "program.pt": ways.program_of,
-}  # fmt: skip
+    "zip.pt": ways.checkpoint,
+    "legacy.pt": ways.legacy_with,
+    "plain.pkl": ways.plain_of,
+    "program.pt": ways.program_of,
+}
 
 
 def _files(folder: Path, module: str, name: str, first: int) -> list[Path]:
@@ -65,9 +68,11 @@ def _files(folder: Path, module: str, name: str, first: int) -> list[Path]:
         "broken.pt": ways.checkpoint(call)[:-30],
         "behind.pt": ways.legacy_with(call) + b"\x80\x02" + call + b".",
         "extra.zip": saved({"w": 1}) + call,
-        "names.safetensors": _safetensors({f"{module}.{name}": "__import__('os').mkdir('MARK')", "format": "pt", "w": "../../w"}),
+        "names.safetensors": _safetensors(
+            {f"{module}.{name}": "__import__('os').mkdir('MARK')", "format": "pt", "w": "../../w"}
+        ),
         "tag.pt": torch_zip_of(dict_of(text("w"), tensor(storage(tag=f"{module}:0")))),
-    }  # fmt: skip
+    }
     for other, data in others.items():
         (folder / other).write_bytes(data)
         made.append(folder / other)

@@ -127,7 +127,10 @@ def assert_refused(
 
 def assert_found(path: Path, what: str, *levels: str) -> None:
     """``verify`` finds WHAT, says so in a line, and exits with 1."""
-    assert any(what in each for each in findings(path, *levels or ("damaged",))), (what, findings(path, *get_args(Level)))  # fmt: skip
+    assert any(what in each for each in findings(path, *levels or ("damaged",))), (
+        what,
+        findings(path, *get_args(Level)),
+    )
     assert not verify(path).ok and main(["verify", str(path)]) == 1
 
 
@@ -229,14 +232,23 @@ def call(opcode: str, module: str, name: str) -> bytes:
 
 
 #: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK, under what stays, or out of the memo.
-FATES = {"kept": b"%b", "POP": b"%b0N", "POP_MARK": b"(%b1N", "memo": b"%bq\xc80N", "member": b"\x8f(%b\x90", "argument": b"ccollections\nOrderedDict\n%b\x85R"}  # fmt: skip
+FATES = {
+    "kept": b"%b",
+    "POP": b"%b0N",
+    "POP_MARK": b"(%b1N",
+    "memo": b"%bq\xc80N",
+    "member": b"\x8f(%b\x90",
+    "argument": b"ccollections\nOrderedDict\n%b\x85R",
+}
 
 
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
     """A call of a class that nobody knows, by any opcode, is listed and kept as it is, also where the result is thrown away: it would be made all the same."""
-    assert_needs_code(write(checkpoint(FATES[fate] % call(opcode, "stranger.things", "Eleven"))), ["stranger.things.Eleven"])  # fmt: skip
+    assert_needs_code(
+        write(checkpoint(FATES[fate] % call(opcode, "stranger.things", "Eleven"))), ["stranger.things.Eleven"]
+    )
 
 
 @pytest.mark.parametrize("fate", FATES)
@@ -264,7 +276,9 @@ def test_extensions(write: Write, opcode: bytes, code: int) -> None:
     out = path.parent.parent / "out.pt"
     ckptconv.convert(path, out)
     assert findings(out, "needs code")
-    assert_refused(write(checkpoint(opcode[:1] + bytes(len(opcode) - 1))), MalformedError, "an extension code must be positive")  # fmt: skip
+    assert_refused(
+        write(checkpoint(opcode[:1] + bytes(len(opcode) - 1))), MalformedError, "an extension code must be positive"
+    )
     if len(opcode) == 5:
         assert_refused(write(checkpoint(b"\x84\xff\xff\xff\xff")), MalformedError, "an extension code must be positive")
 
@@ -292,12 +306,23 @@ def test_reduce(write: Write) -> None:
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (b"]K\x01K\x02s", "SETITEM on"), (b"](K\x01K\x02u", "SETITEMS on"), (b")K\x01K\x02s", "SETITEM on"), (storage() + b"K\x01K\x02s", "SETITEM on"),
-        (tensor() + text("k") + b"Ns", "items are set on a tensor"), (tensor() + b"(NNu", "items are set on a tensor"), (tensor() + b"Na", "items are set on a tensor"),
-        (b"}K\x01a", "APPEND on"), (b"}(K\x01e", "APPENDS on"), (b"](K\x01\x90", "ADDITEMS on"), (b"}}b", "BUILD on"), (b"]}b", "BUILD on"), (b"N}b", "BUILD on"),
-        (b"K\x01}b", "BUILD on"), (b"}(K\x01u", "a key without a value"),
+        (b"]K\x01K\x02s", "SETITEM on"),
+        (b"](K\x01K\x02u", "SETITEMS on"),
+        (b")K\x01K\x02s", "SETITEM on"),
+        (storage() + b"K\x01K\x02s", "SETITEM on"),
+        (tensor() + text("k") + b"Ns", "items are set on a tensor"),
+        (tensor() + b"(NNu", "items are set on a tensor"),
+        (tensor() + b"Na", "items are set on a tensor"),
+        (b"}K\x01a", "APPEND on"),
+        (b"}(K\x01e", "APPENDS on"),
+        (b"](K\x01\x90", "ADDITEMS on"),
+        (b"}}b", "BUILD on"),
+        (b"]}b", "BUILD on"),
+        (b"N}b", "BUILD on"),
+        (b"K\x01}b", "BUILD on"),
+        (b"}(K\x01u", "a key without a value"),
     ],
-)  # fmt: skip
+)
 def test_effects_on_the_wrong_thing(write: Write, value: bytes, what: str) -> None:
     """No pickler writes an item for a list, a member for a dict, or a state for what has none."""
     assert_refused(write(checkpoint(value)), MalformedError, what)
@@ -327,8 +352,16 @@ def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "levels", [(b"", b"]", b"a"), (b"N", b"", b"\x85"), (b"", b"}N", b"s"), (b"N", b"", b"\x85cm\nf\nq\xc80h\xc8\x86"), (b"", b"cm\nf\n", b"\x85R"), (b"", b"cm\nf\n)\x81", b"b")]
-)  # fmt: skip
+    "levels",
+    [
+        (b"", b"]", b"a"),
+        (b"N", b"", b"\x85"),
+        (b"", b"}N", b"s"),
+        (b"N", b"", b"\x85cm\nf\nq\xc80h\xc8\x86"),
+        (b"", b"cm\nf\n", b"\x85R"),
+        (b"", b"cm\nf\n)\x81", b"b"),
+    ],
+)
 def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
     """100,000 levels of lists, tuples, dicts, calls or states are more than anybody can have written: a limit, for all three, not the interpreter's."""
     start, down, up = levels
@@ -342,11 +375,23 @@ def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        b"X\xff\xff\xff\xff", b"B\xff\xff\xff\xff", b"T\xff\xff\xff\x7f", b"T\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\xff",
-        *(code + length for code in (b"\x8d", b"\x8e", b"\x96", b"\x95") for length in (struct.pack("<Q", 4 << 30), struct.pack("<Q", 1 << 63), b"\xff" * 8)),
-        b"X\xff\xff\x00\x00", b"J\x01", b"G\x00", b"\x8a\xff\x00",
+        b"X\xff\xff\xff\xff",
+        b"B\xff\xff\xff\xff",
+        b"T\xff\xff\xff\x7f",
+        b"T\xff\xff\xff\xff",
+        b"\x8b\xff\xff\xff\x7f",
+        b"\x8b\xff\xff\xff\xff",
+        *(
+            code + length
+            for code in (b"\x8d", b"\x8e", b"\x96", b"\x95")
+            for length in (struct.pack("<Q", 4 << 30), struct.pack("<Q", 1 << 63), b"\xff" * 8)
+        ),
+        b"X\xff\xff\x00\x00",
+        b"J\x01",
+        b"G\x00",
+        b"\x8a\xff\x00",
     ],
-)  # fmt: skip
+)
 def test_lengths_that_lie(write: Write, code: bytes) -> None:
     """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of ours before anything is allocated for it."""
     data = b"\x80\x04}" + text("x") + code
@@ -381,7 +426,9 @@ def test_frames_and_ends(write: Write, name: str) -> None:
 @pytest.mark.parametrize("protocol", [6, 127, 255])
 def test_no_such_protocol(write: Write, protocol: int) -> None:
     """There are six of them, from 0 to 5."""
-    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol))), MalformedError, "no such pickle protocol")  # fmt: skip
+    assert_refused(
+        write(torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol))), MalformedError, "no such pickle protocol"
+    )
 
 
 KEYS: dict[str, tuple[list[object], str | None]] = {
@@ -412,7 +459,13 @@ def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -
     if not trouble:
         assert set(safetensors.torch.load_file(folder / "state.safetensors")) == {"a", *keys}
     capsys.readouterr()
-    for command in (["inspect", "{}"], ["inspect", "{}", "--tree"], ["verify", "{}"], ["convert", "{}", "{}.safetensors", "-f"], ["convert", "{}", "{}.out", "-n", "-v"]):  # fmt: skip
+    for command in (
+        ["inspect", "{}"],
+        ["inspect", "{}", "--tree"],
+        ["verify", "{}"],
+        ["convert", "{}", "{}.safetensors", "-f"],
+        ["convert", "{}", "{}.out", "-n", "-v"],
+    ):
         main([word.format(path) for word in command])
         printed = capsys.readouterr()
         assert not set(printed.out + printed.err) & set("\0\x1b\x07\ud800\u202e"), command
@@ -454,16 +507,28 @@ def test_names_that_safetensors_cannot_have(write: Write) -> None:
 @pytest.mark.parametrize(
     ("of", "what"),
     [
-        (b"NQ", "a persistent id names no storage"), (b"K\x07Q", "a persistent id names no storage"), (text("0") + b"Q", "a persistent id names no storage"),
-        (b")Q", "a persistent id names no storage"), (b"]Q", "a persistent id names no storage"), (b"(" + text("storage") + b"tQ", "a persistent id names no storage"),
-        (storage()[:-2] + b"NtQ", "a persistent id names no storage"), (storage().replace(text("storage"), text("module")), "a persistent id names no storage"),
-        (storage().replace(b"ctorch\nFloatStorage\n", text("FloatStorage")), "names no storage class"), (storage(cls="Tensor"), "names no storage class"),
-        (storage().replace(b"ctorch\n", b"cos\n"), "names no storage class"), (storage().replace(text("0"), b"K\x00"), "parts of wrong types"),
-        (storage().replace(text("cpu"), b"N"), "parts of wrong types"), (storage(tag=""), "parts of wrong types"),
-        (storage("../../etc/passwd"), "the file has no such storage"), (storage("/etc/passwd"), "the file has no such storage"), (storage("..\\0"), "the file has no such storage"),
-        (storage(""), "the file has no such storage"), (storage("0\0"), "the file has no such storage"), (storage("./0"), "the file has no such storage"),
+        (b"NQ", "a persistent id names no storage"),
+        (b"K\x07Q", "a persistent id names no storage"),
+        (text("0") + b"Q", "a persistent id names no storage"),
+        (b")Q", "a persistent id names no storage"),
+        (b"]Q", "a persistent id names no storage"),
+        (b"(" + text("storage") + b"tQ", "a persistent id names no storage"),
+        (storage()[:-2] + b"NtQ", "a persistent id names no storage"),
+        (storage().replace(text("storage"), text("module")), "a persistent id names no storage"),
+        (storage().replace(b"ctorch\nFloatStorage\n", text("FloatStorage")), "names no storage class"),
+        (storage(cls="Tensor"), "names no storage class"),
+        (storage().replace(b"ctorch\n", b"cos\n"), "names no storage class"),
+        (storage().replace(text("0"), b"K\x00"), "parts of wrong types"),
+        (storage().replace(text("cpu"), b"N"), "parts of wrong types"),
+        (storage(tag=""), "parts of wrong types"),
+        (storage("../../etc/passwd"), "the file has no such storage"),
+        (storage("/etc/passwd"), "the file has no such storage"),
+        (storage("..\\0"), "the file has no such storage"),
+        (storage(""), "the file has no such storage"),
+        (storage("0\0"), "the file has no such storage"),
+        (storage("./0"), "the file has no such storage"),
     ],
-)  # fmt: skip
+)
 def test_persistent_ids(write: Write, of: bytes, what: str) -> None:
     """They are ('storage', class, key, location, elements), of a class of torch's, and the key is a record's, letter by letter."""
     assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(of)))), MalformedError, what)
@@ -474,7 +539,11 @@ def test_keys_that_nearly_match(write: Write) -> None:
     pickle_ = dict_of(text("w"), tensor(storage("a")))
     assert_refused(write(torch_zip_of(pickle_, {"data/A": bytes(16)})), MalformedError, "the file has no such storage")
     for name in ("DATA/0", "Data/0", "ByteOrder", ".FORMAT_VERSION"):
-        assert_refused(write(torch_zip_of(dict_of(text("w"), tensor()), {name: bytes(16)})), MalformedError, "differs from torch's in case")  # fmt: skip
+        assert_refused(
+            write(torch_zip_of(dict_of(text("w"), tensor()), {name: bytes(16)})),
+            MalformedError,
+            "differs from torch's in case",
+        )
 
 
 TWICE = {
@@ -495,12 +564,20 @@ def test_one_storage_described_twice(write: Write, name: str) -> None:
 @pytest.mark.parametrize(
     ("numel", "what"),
     [
-        (integer(-1), "parts of wrong types"), (integer(-(2**63)), "parts of wrong types"), (b"G" + struct.pack(">d", 4.0), "parts of wrong types"),
-        (b"\x88", "parts of wrong types"), (b"N", "parts of wrong types"), (text("4"), "parts of wrong types"), (integer(2**62), "parts of wrong types"),
-        (integer(2**64), "parts of wrong types"), (integer(2**61), "another size than its record"), (integer(5), "another size than its record"), (integer(3), "another size than its record"),
+        (integer(-1), "parts of wrong types"),
+        (integer(-(2**63)), "parts of wrong types"),
+        (b"G" + struct.pack(">d", 4.0), "parts of wrong types"),
+        (b"\x88", "parts of wrong types"),
+        (b"N", "parts of wrong types"),
+        (text("4"), "parts of wrong types"),
+        (integer(2**62), "parts of wrong types"),
+        (integer(2**64), "parts of wrong types"),
+        (integer(2**61), "another size than its record"),
+        (integer(5), "another size than its record"),
+        (integer(3), "another size than its record"),
         (integer(0), "another size than its record"),
     ],
-)  # fmt: skip
+)
 def test_sizes_of_storages(write: Write, numel: bytes, what: str) -> None:
     """A storage has a number of elements, no more and no fewer than its record holds; nothing is allocated for it."""
     path = write(torch_zip_of(dict_of(text("w"), tensor(storage(numel=numel)))))
@@ -519,14 +596,27 @@ def test_a_storage_under_two_dtypes(write: Write) -> None:
 @pytest.mark.parametrize(
     ("shape", "stride", "offset", "what"),
     [
-        ((5,), (1,), 0, "reaches outside its storage"), ((4,), (1,), 1, "reaches outside its storage"), ((2,), (4,), 0, "reaches outside its storage"),
-        ((1,), (1,), 4, "reaches outside its storage"), ((), (), 4, "reaches outside its storage"), ((2, 3), (3, 1), 0, "reaches outside its storage"),
-        ((2**31, 2**31), (2**31, 1), 0, "reaches outside its storage"), ((2**61, 2**61), (2**61, 2**61), 2**61, "reaches outside its storage"),
-        ((2,), (2**61,), 0, "reaches outside its storage"), ((2**62,), (1,), 0, "do not fit"), ((2**64 + 1,), (1,), 0, "do not fit"), ((1,), (2**64,), 0, "do not fit"),
-        ((-1,), (1,), 0, "do not fit"), ((4,), (-1,), 3, "do not fit"), ((4,), (1, 1), 0, "do not fit"), ((4,), (), 0, "do not fit"),
-        ((1,), (1,), -1, "no count of elements"), ((1,), (1,), 2**62, "no count of elements"), ((1,), (1,), 2**64, "no count of elements"),
+        ((5,), (1,), 0, "reaches outside its storage"),
+        ((4,), (1,), 1, "reaches outside its storage"),
+        ((2,), (4,), 0, "reaches outside its storage"),
+        ((1,), (1,), 4, "reaches outside its storage"),
+        ((), (), 4, "reaches outside its storage"),
+        ((2, 3), (3, 1), 0, "reaches outside its storage"),
+        ((2**31, 2**31), (2**31, 1), 0, "reaches outside its storage"),
+        ((2**61, 2**61), (2**61, 2**61), 2**61, "reaches outside its storage"),
+        ((2,), (2**61,), 0, "reaches outside its storage"),
+        ((2**62,), (1,), 0, "do not fit"),
+        ((2**64 + 1,), (1,), 0, "do not fit"),
+        ((1,), (2**64,), 0, "do not fit"),
+        ((-1,), (1,), 0, "do not fit"),
+        ((4,), (-1,), 3, "do not fit"),
+        ((4,), (1, 1), 0, "do not fit"),
+        ((4,), (), 0, "do not fit"),
+        ((1,), (1,), -1, "no count of elements"),
+        ((1,), (1,), 2**62, "no count of elements"),
+        ((1,), (1,), 2**64, "no count of elements"),
     ],
-)  # fmt: skip
+)
 def test_tensors_outside_of_their_storage(
     write: Write, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, what: str
 ) -> None:
@@ -537,7 +627,9 @@ def test_tensors_outside_of_their_storage(
 def test_more_dimensions_than_torch_has(write: Write) -> None:
     """64 of them are read, 65 are a limit."""
     assert_sound(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 64, (1,) * 64)))))
-    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 65, (1,) * 65)))), LimitError, "too many dimensions")  # fmt: skip
+    assert_refused(
+        write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 65, (1,) * 65)))), LimitError, "too many dimensions"
+    )
 
 
 def test_a_tensor_of_terabytes(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -584,7 +676,9 @@ def test_right_values(write: Write, name: str) -> None:
     written = safetensors.torch.load_file(out)["w"]
     view = view.contiguous().resolve_conj().resolve_neg()
     assert written.dtype == view.dtype and written.shape == view.shape
-    assert torch.equal(written.view(torch.uint8) if view.dim() else written, view.view(torch.uint8) if view.dim() else view)  # fmt: skip
+    assert torch.equal(
+        written.view(torch.uint8) if view.dim() else written, view.view(torch.uint8) if view.dim() else view
+    )
 
 
 # Zips
@@ -619,28 +713,74 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a name twice": (lambda: with_member("made/version"), "two zip members have one name"),
     "a name twice but for case": (lambda: with_member("made/VERSION"), "two zip members have one name"),
     "a pickle twice but for case": (lambda: with_member("made/DATA.PKL"), "two zip members have one name"),
-    "a name twice after folding": (lambda: zip_of({"m/data.pkl": b"N.", "m/straße": b"", "m/STRASSE": b""}), "two zip members have one name"),
+    "a name twice after folding": (
+        lambda: zip_of({"m/data.pkl": b"N.", "m/straße": b"", "m/STRASSE": b""}),
+        "two zip members have one name",
+    ),
     "two roots": (lambda: with_member("maid/version"), "two folders at its root"),
     "a name that leads out": (lambda: with_member("made/../x"), "not in the archive's folder"),
     "an absolute name": (lambda: with_member("/made/x"), "not in the archive's folder"),
-    "local and central sizes": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 22, "<I", 8), "disagree"),
-    "local and central checksums": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 14, "<I", 8), "disagree"),
-    "local and central methods": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 8, "<H", 8), "disagree"),
-    "local and central names": (lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 30, "<B", 0x41), "a zip member has two names"),
-    "overlap": (lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", local_header(good_zip(), "made/data/0") - 1), "reaches into what follows"),
-    "beyond the end": (lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", 1 << 30), "belong to nothing"),
-    "a size beyond the end": (lambda: patched(patched(good_zip(), central_entry(good_zip(), "made/data/0") + 20, "<I", 1 << 30), central_entry(good_zip(), "made/data/0") + 24, "<I", 1 << 30), "reaches into what follows"),
+    "local and central sizes": (
+        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 22, "<I", 8),
+        "disagree",
+    ),
+    "local and central checksums": (
+        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 14, "<I", 8),
+        "disagree",
+    ),
+    "local and central methods": (
+        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 8, "<H", 8),
+        "disagree",
+    ),
+    "local and central names": (
+        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 30, "<B", 0x41),
+        "a zip member has two names",
+    ),
+    "overlap": (
+        lambda: patched(
+            good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", local_header(good_zip(), "made/data/0") - 1
+        ),
+        "reaches into what follows",
+    ),
+    "beyond the end": (
+        lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", 1 << 30),
+        "belong to nothing",
+    ),
+    "a size beyond the end": (
+        lambda: patched(
+            patched(good_zip(), central_entry(good_zip(), "made/data/0") + 20, "<I", 1 << 30),
+            central_entry(good_zip(), "made/data/0") + 24,
+            "<I",
+            1 << 30,
+        ),
+        "reaches into what follows",
+    ),
     "cut in the directory": (lambda: good_zip()[:-30], "cut short"),
     "cut in a record": (lambda: good_zip()[:300], "cut short"),
-    "an end that counts too many": (lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 4), end_of(good_zip()) + 10, "<H", 4), "the zip's directory"),
-    "an end that counts too few": (lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 2), end_of(good_zip()) + 10, "<H", 2), "the zip's directory"),
-    "an end of another place": (lambda: patched(good_zip(), end_of(good_zip()) + 16, "<I", 5), "does not reach to its end"),
-    "a zip64 end that counts otherwise": (lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 44 + 8 * 1, "<Q", 2), "the two ends of the zip archive disagree"),
-    "a zip64 locator to nowhere": (lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 12, "<Q", 7), "the zip64 locator points to no zip64 end"),
+    "an end that counts too many": (
+        lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 4), end_of(good_zip()) + 10, "<H", 4),
+        "the zip's directory",
+    ),
+    "an end that counts too few": (
+        lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 2), end_of(good_zip()) + 10, "<H", 2),
+        "the zip's directory",
+    ),
+    "an end of another place": (
+        lambda: patched(good_zip(), end_of(good_zip()) + 16, "<I", 5),
+        "does not reach to its end",
+    ),
+    "a zip64 end that counts otherwise": (
+        lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 44 + 8 * 1, "<Q", 2),
+        "the two ends of the zip archive disagree",
+    ),
+    "a zip64 locator to nowhere": (
+        lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 12, "<Q", 7),
+        "the zip64 locator points to no zip64 end",
+    ),
     "two ends": (lambda: zip_of({"m/data.pkl": b"N."}, comment=zip_of({"m/data.pkl": b"I1\n."})), "two ends"),
     "bytes behind the end": (lambda: good_zip() + b"\0", "not the end of the file"),
     "bytes before the start": (lambda: b"#!/bin/sh\n" + good_zip(), "a zip archive with 10 bytes before it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ZIPS)
@@ -662,7 +802,11 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
     data = good_zip()
     both = (local_header(data, "made/data/0") + 6, central_entry(data, "made/data/0") + 8)
     for flag in (1, 1 << 6, 1 << 13):
-        assert_refused(write(patched(patched(data, both[0], "<H", flag), both[1], "<H", flag)), UnsupportedError, "the zip archive is encrypted")  # fmt: skip
+        assert_refused(
+            write(patched(patched(data, both[0], "<H", flag), both[1], "<H", flag)),
+            UnsupportedError,
+            "the zip archive is encrypted",
+        )
     for method in (1, 9, 12, 14, 93, 99):
         changed = patched(patched(data, both[0] + 2, "<H", method), both[1] + 2, "<H", method)
         assert_refused(write(changed), UnsupportedError, "a zip member is compressed in an unknown way")
@@ -678,7 +822,9 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lie", [1 << 40, 8, 4 * MIB - 4])
 def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> None:
     """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another number they are not written, and not held."""
-    deflated = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)  # fmt: skip
+    deflated = torch_zip_of(
+        dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED
+    )
     out = assert_sound(write(deflated))
     assert out.stat().st_size > 4 * MIB
     numel = dict_of(text("w"), tensor(storage(numel=integer(lie // 4))))
@@ -686,8 +832,14 @@ def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> No
     assert_refused(path, MalformedError, "another size than its record")
     made = central_entry(deflated, "made/data/0")
     both = patched(deflated, made + 24, "<I", 8), local_header(deflated, "made/data/0") + 22
-    data = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(2)), shape=(2,))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)  # fmt: skip
-    data = patched(patched(data, central_entry(data, "made/data/0") + 24, "<I", 8), local_header(data, "made/data/0") + 22, "<I", 8)  # fmt: skip
+    data = torch_zip_of(
+        dict_of(text("w"), tensor(storage(numel=integer(2)), shape=(2,))),
+        {"data/0": bytes(4 * MIB)},
+        zipfile.ZIP_DEFLATED,
+    )
+    data = patched(
+        patched(data, central_entry(data, "made/data/0") + 24, "<I", 8), local_header(data, "made/data/0") + 22, "<I", 8
+    )
     assert both
     path = write(data)  # both headers say 8 bytes, as the pickle does
     assert_not_converted(path, MalformedError, "another size than promised")
@@ -778,7 +930,9 @@ def test_a_real_file(write: Write) -> None:
     """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a zip64 end: sound, and the output too."""
     data = saved(OBJECT)
     at = local_header(data, "archive/data/0")
-    assert struct.unpack_from("<HH3I", data, at + 6)[::2] == (0x808, 0, 0) or struct.unpack_from("<H", data, at + 6) == (0x808,)  # fmt: skip
+    assert struct.unpack_from("<HH3I", data, at + 6)[::2] == (0x808, 0, 0) or struct.unpack_from(
+        "<H", data, at + 6
+    ) == (0x808,)
     assert b"PK\x07\x08" in data and b"PK\x06\x06" in data and b"FB" in data
     assert_sound(write(data))
 
@@ -795,7 +949,9 @@ def test_byte_order(write: Write) -> None:
     little = write(torch_zip_of(pickle_, {"data/0": struct.pack("<4f", 1, 2, 3, 4)}))
     assert torch.load(assert_sound(little))["w"].tolist() == [1, 2, 3, 4]
     for order in (b"", b"Big", b"little\n", b"\0", b"middle"):
-        assert_refused(write(torch_zip_of(pickle_, {**numbers, "byteorder": order})), MalformedError, "the byte order is unknown")  # fmt: skip
+        assert_refused(
+            write(torch_zip_of(pickle_, {**numbers, "byteorder": order})), MalformedError, "the byte order is unknown"
+        )
 
 
 # Other containers
@@ -856,8 +1012,13 @@ OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
     "a key too many": (_older(with_keys(["0", "1", "2"])), "the list of keys is not that of the storages"),
     "a key twice": (_older(with_keys(["0", "0", "1"])), "no list of different texts"),
     "bytes behind the end": (_older(lambda data: data + b"\0"), "bytes behind the last storage"),
-    "another magic number": (_older(lambda data: data.replace(b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x18", 1)), ""),
-}  # fmt: skip
+    "another magic number": (
+        _older(
+            lambda data: data.replace(b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x18", 1)
+        ),
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OLDER)
@@ -903,23 +1064,38 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "no brace": (header(' [{"w":1}]'), "it is no JSON object"),
     "spaces alone": (header("   "), "it is no JSON object"),
     "a key twice": (header("{" + entry() + "," + entry() + "}", bytes(8)), "a key stands in it twice"),
-    "a field twice": (header('{"w":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)), "a key stands in it twice"),
-    "metadata twice": (header('{"__metadata__":{},"__metadata__":{},' + entry() + "}", bytes(8)), "a key stands in it twice"),
+    "a field twice": (
+        header('{"w":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
+        "a key stands in it twice",
+    ),
+    "metadata twice": (
+        header('{"__metadata__":{},"__metadata__":{},' + entry() + "}", bytes(8)),
+        "a key stands in it twice",
+    ),
     "a hole": (header("{" + entry(offsets="[4,12]") + "}", bytes(12)), "a hole or an overlap"),
-    "a hole between": (header("{" + entry() + "," + entry("v", offsets="[12,20]") + "}", bytes(20)), "a hole or an overlap"),
+    "a hole between": (
+        header("{" + entry() + "," + entry("v", offsets="[12,20]") + "}", bytes(20)),
+        "a hole or an overlap",
+    ),
     "an overlap": (header("{" + entry() + "," + entry("v", offsets="[4,12]") + "}", bytes(12)), "a hole or an overlap"),
     "one range twice": (header("{" + entry() + "," + entry("v") + "}", bytes(8)), "a hole or an overlap"),
     "an overflow": (header("{" + entry(shape="[4611686018427387904,4]", offsets="[0,0]") + "}"), "too many elements"),
-    "an offset of 2^64": (header("{" + entry(offsets="[0,18446744073709551616]") + "}", bytes(8)), "a number is negative or too large"),
+    "an offset of 2^64": (
+        header("{" + entry(offsets="[0,18446744073709551616]") + "}", bytes(8)),
+        "a number is negative or too large",
+    ),
     "a negative offset": (header("{" + entry(offsets="[-8,0]") + "}", bytes(8)), "a number is negative or too large"),
     "offsets the wrong way": (header("{" + entry(offsets="[8,0]") + "}", bytes(8)), "no sound shape and data_offsets"),
     "bytes behind": (header("{" + entry() + "}", bytes(9)), "1 bytes follow the last tensor"),
     "cut in the data": (header("{" + entry() + "}", bytes(7)), "cut short: 1 bytes are missing"),
     "an unknown dtype": (header("{" + entry(dtype="F33") + "}", bytes(8)), "an unknown dtype"),
-    "a size that is not the shape's": (header("{" + entry(shape="[3]") + "}", bytes(8)), "more or fewer bytes than its shape"),
+    "a size that is not the shape's": (
+        header("{" + entry(shape="[3]") + "}", bytes(8)),
+        "more or fewer bytes than its shape",
+    ),
     "a shape of a fraction": (header("{" + entry(shape="[2.0]") + "}", bytes(8)), "a number is no integer"),
     "a shape of true": (header("{" + entry(shape="[true]") + "}", bytes(8)), "no sound shape and data_offsets"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -997,7 +1173,10 @@ SHARDS: dict[str, tuple[Shards, str]] = {
     "nothing": (_change_map("b", ""), "a shard must be named without a folder"),
     "a FIFO": (_shard_is(os.mkfifo), "a FIFO and not a file"),
     "a folder": (_shard_is(os.mkdir), "a folder and not a file"),
-    "a link to nowhere": (_shard_is(lambda path: path.symlink_to("nowhere")), "missing: model-00002-of-00002.safetensors"),
+    "a link to nowhere": (
+        _shard_is(lambda path: path.symlink_to("nowhere")),
+        "missing: model-00002-of-00002.safetensors",
+    ),
     "a missing shard": (_missing_shard, "missing: model-00002-of-00002.safetensors"),
     "a tensor that the index lacks": (_less("b"), "b"),
     "a shard that the index lacks": (_less("b", "c"), "model-00002-of-00002.safetensors"),
@@ -1005,9 +1184,12 @@ SHARDS: dict[str, tuple[Shards, str]] = {
     "a tensor in two shards": (_doubled, "a"),
     "two names swapped": (_swapped, "a"),
     "two files swapped": (_swapped_files, "a"),
-    "a number for a shard": (lambda index, folder: index["weight_map"].update(b=2), "the index has no name of a shard for 'b'"),
+    "a number for a shard": (
+        lambda index, folder: index["weight_map"].update(b=2),
+        "the index has no name of a shard for 'b'",
+    ),
     "no map": (lambda index, folder: index.pop("weight_map"), "the index has no weight_map"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -1050,7 +1232,11 @@ def test_links_of_a_cache_are_no_escape(tmp_path: Path) -> None:
 
 
 NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
-    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n", "a Git LFS pointer", "lfs pull"),
+    "Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n",
+        "a Git LFS pointer",
+        "lfs pull",
+    ),
     "HTML page": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", "an HTML page", "download"),
     "empty file": (b"", "empty", "download"),
     "zeros": (bytes(4096), "zeros", ""),
@@ -1058,7 +1244,7 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
     "GGUF": (b"GGUF\3\0\0\0" + bytes(64), "GGUF", "gguf"),
     "plain pickle": (pickle.dumps({"a": [1, 2, 3]}), "pickle", ""),
     "error message": (b'{"error": "Repository not found"}', "Repository not found", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)

@@ -43,7 +43,7 @@ _VIEWS = (
     lambda base: base.as_strided((2, 3), (1, 2), 4),
     lambda base: base[:0],
     lambda base: base.clone(),
-)  # fmt: skip
+)
 _SEGMENTS = ("module", "_orig_mod", "net", "a", "b", "100", "norm", "é")  # no number of a storage
 _NAMES = st.lists(st.sampled_from(_SEGMENTS), min_size=1, max_size=4).map(".".join)
 
@@ -51,7 +51,10 @@ _NAMES = st.lists(st.sampled_from(_SEGMENTS), min_size=1, max_size=4).map(".".jo
 @st.composite
 def state_dicts(draw: st.DrawFn) -> Any:
     """Names of tensors that share a few storages; half of them with the ``_metadata`` that modules give."""
-    bases = [torch.arange(_ELEMENTS).sub(5).to(dtype) for dtype in draw(st.lists(st.sampled_from(_DTYPES), min_size=1, max_size=3))]  # fmt: skip
+    bases = [
+        torch.arange(_ELEMENTS).sub(5).to(dtype)
+        for dtype in draw(st.lists(st.sampled_from(_DTYPES), min_size=1, max_size=3))
+    ]
     names = draw(st.lists(_NAMES, min_size=1, max_size=6, unique=True))
     found = OrderedDict((name, draw(st.sampled_from(_VIEWS))(draw(st.sampled_from(bases)))) for name in names)
     if draw(st.booleans()):
@@ -64,7 +67,9 @@ def state_dicts(draw: st.DrawFn) -> Any:
 def _twin(state: Any) -> Any:
     twin = type(state)((name, value.clone()) for name, value in state.items())
     if hasattr(state, "_metadata"):
-        twin._metadata = OrderedDict((str(module.encode(), "utf-8"), dict(entry)) for module, entry in state._metadata.items())  # fmt: skip
+        twin._metadata = OrderedDict(
+            (str(module.encode(), "utf-8"), dict(entry)) for module, entry in state._metadata.items()
+        )
     return twin
 
 
@@ -410,10 +415,17 @@ def training(folder: Path) -> Path:
     """A wrapped model on two devices, tied weights, a float of each kind, its average, an optimizer, a view that leaves most of its storage unused."""
     weight = torch.linspace(-3, 3, 40).view(8, 5)
     state = {
-        "module.net._orig_mod.a.weight": weight, "module.net._orig_mod.a.bias": weight[0], "module.net.b.weight": weight,
-        "module.norm.weight": torch.ones(3, dtype=torch.float16), "module.steps": torch.tensor(7), "module.b.rows": torch.zeros(100, 3)[5:9],
-    }  # fmt: skip
-    optimizer = {"state": {name: {"exp_avg": torch.full((2,), 0.1)} for name in state}, "param_groups": [{"params": list(state)}]}  # fmt: skip
+        "module.net._orig_mod.a.weight": weight,
+        "module.net._orig_mod.a.bias": weight[0],
+        "module.net.b.weight": weight,
+        "module.norm.weight": torch.ones(3, dtype=torch.float16),
+        "module.steps": torch.tensor(7),
+        "module.b.rows": torch.zeros(100, 3)[5:9],
+    }
+    optimizer = {
+        "state": {name: {"exp_avg": torch.full((2,), 0.1)} for name in state},
+        "param_groups": [{"params": list(state)}],
+    }
     obj = {"model": state, "ema": _twin(state), "optimizer": optimizer, "rng": torch.get_rng_state(), "epoch": 3}
     zoo.save(obj, folder / "training.pt", ["cuda:0", "cpu", "cuda:1"])
     return folder / "training.pt"
@@ -437,9 +449,14 @@ def test_every_option_has_a_law() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_flag_is_its_keyword(
-    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    option: str, flags: list[str], keywords: dict[str, Any], name: str,
-) -> None:  # fmt: skip
+    training: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    flags: list[str],
+    keywords: dict[str, Any],
+    name: str,
+) -> None:
     """Alone, it gives the same bytes and the same report; what edits gives other bytes than a conversion without it."""
     src = training
     if option == "allow_unsafe":
@@ -473,10 +490,12 @@ def test_a_flag_is_its_keyword(
 
 #: One or two of each kind, for all of which the training checkpoint has something. Not all go together.
 FLAGS = (
-    ["--to", "mps"], ["--map", "cuda:0=cuda:1"], ["--map", "cpu=xpu"], ["--map-location", "cuda:1=cpu"], ["--state-dict"], ["--select", "model"], ["--select", "ema"],
-    ["--include", "*.a.*"], ["--include", "*weight"], ["--exclude", "*bias"], ["--exclude", "*norm*"], ["--unwrap"], ["--strip-prefix", "module"], ["--rename", "a", "b"],
-    ["--rename", "$", "_"], ["--add-prefix", "x"], ["--dtype", "bf16"], ["--dtype", "*weight=fp64"], ["--compact"], ["--verify"], ["--allow-unsafe"], ["-q"], ["-v"],
-)  # fmt: skip
+    ["--to", "mps"], ["--map", "cuda:0=cuda:1"], ["--map", "cpu=xpu"], ["--map-location", "cuda:1=cpu"],
+    ["--state-dict"], ["--select", "model"], ["--select", "ema"], ["--include", "*.a.*"], ["--include", "*weight"],
+    ["--exclude", "*bias"], ["--exclude", "*norm*"], ["--unwrap"], ["--strip-prefix", "module"],
+    ["--rename", "a", "b"], ["--rename", "$", "_"], ["--add-prefix", "x"], ["--dtype", "bf16"],
+    ["--dtype", "*weight=fp64"], ["--compact"], ["--verify"], ["--allow-unsafe"], ["-q"], ["-v"],
+)  # a table  # fmt: skip
 #: Those that can be given again where the order is none: globs, and rules that hold all at once.
 _AGAIN = ("--map", "--include", "--exclude", "--dtype")
 _TARGETS = (("x.pt", []), ("x.pt", ["--format", "legacy"]), ("x.safetensors", []), ("x.safetensors", ["--copy-tied"]))

@@ -117,9 +117,28 @@ class Reading:
         log.touch()
         stop = ["-e", f"inject={change.call}:signal=SIGSTOP:when={change.number}"] if change else []
         process = subprocess.Popen(
-            ["strace", "-f", "-y", "-o", log, "-e", f"trace={','.join(CALLS)}", *stop, sys.executable, "-m", "ckptconv", "convert", "-q", "-f", src, place / "out" / self.target, *self.flags],
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                "strace",
+                "-f",
+                "-y",
+                "-o",
+                log,
+                "-e",
+                f"trace={','.join(CALLS)}",
+                *stop,
+                sys.executable,
+                "-m",
+                "ckptconv",
+                "convert",
+                "-q",
+                "-f",
+                src,
+                place / "out" / self.target,
+                *self.flags,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if change:
             number = stopped(log, process)
             next(each for each in CHANGES if each.__name__ == change.how)(src / self.changed)

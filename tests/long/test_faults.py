@@ -25,8 +25,15 @@ pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is no
 OLD = b"the old output"
 OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}", "optimizer.pt": b"old"}
 KINDS = (
-    "pt to pt", "pt to safetensors", "safetensors to pt", "cast", "shards to folder", "DCP to pt", "two files to folder", "two processes",
-)  # fmt: skip
+    "pt to pt",
+    "pt to safetensors",
+    "safetensors to pt",
+    "cast",
+    "shards to folder",
+    "DCP to pt",
+    "two files to folder",
+    "two processes",
+)
 ALL = (*ERRORS, *SIGNALS)
 #: Where a run takes seconds: with an old output, and without.
 FEW = {"old": ("error=EIO", "signal=SIGINT", "signal=SIGKILL"), "absent": ("error=EIO",)}
@@ -78,7 +85,7 @@ def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion
         calls.append(("rename", 1))
     return Conversion(
         kind, runs, srcs, ["a.pt", "b.pt"], before, (*to_cpu, "-j", "2"), dst="", processes=True, calls=calls
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(

@@ -110,9 +110,15 @@ def fit(lightning: ModuleType, tmp_path: Path) -> Fit:
         net = Net(config=config)
         every_epoch = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
         trainer = lightning.Trainer(
-            max_epochs=4, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[Noise(), every_epoch], default_root_dir=tmp_path,
-        )  # fmt: skip
+            max_epochs=4,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[Noise(), every_epoch],
+            default_root_dir=tmp_path,
+        )
         trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume, **kwargs)
         return net.losses, net.state_dict()
 
@@ -135,9 +141,7 @@ def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
 def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, left_out: str) -> None:
     """With the checkpoint of the first epoch in place of the second's, in one part, the losses differ: the test above sees what is lost."""
     losses, _ = fit("run")
-    checkpoint, earlier = (
-        torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0)
-    )  # fmt: skip
+    checkpoint, earlier = (torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0))
     checkpoint[left_out] = earlier[left_out]
     torch.save(checkpoint, tmp_path / "mixed.ckpt")
     assert fit("again", tmp_path / "mixed.ckpt")[0] != losses[len(losses) // 2 :]
@@ -180,9 +184,18 @@ def train(transformers: ModuleType, tmp_path: Path) -> Fit:
         )
         tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
         args = transformers.TrainingArguments(
-            output_dir=str(tmp_path / folder), max_steps=8, save_steps=4, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2,
-            seed=3, use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
+            output_dir=str(tmp_path / folder),
+            max_steps=8,
+            save_steps=4,
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            seed=3,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
         trainer = transformers.Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model.state_dict()

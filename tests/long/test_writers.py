@@ -57,7 +57,7 @@ def crowd(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
     """What became of COMMANDS, which were begun at once."""
     done = subprocess.run(
         [sys.executable, "-c", _CROWD], input=json.dumps(commands), capture_output=True, text=True, check=True
-    )  # fmt: skip
+    )
     return [(status, said) for status, said in json.loads(done.stdout)]
 
 

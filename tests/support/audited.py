@@ -25,12 +25,17 @@ from ckptconv.cli.main import main
 
 #: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot stands for all below it.
 FORBIDDEN = (
-    "import", "exec", "compile", "marshal.", "pickle.find_class", "code.__new__", "function.__new__", "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty",
-    "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "pty.spawn", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "smtplib.", "webbrowser.", "shutil.", "tempfile.",
-    "sys.addaudithook", "sys.setprofile", "sys.settrace", "cpython.run_", "object.__setattr__", "builtins.breakpoint", "builtins.input",
-)  # fmt: skip
+    "import", "exec", "compile", "marshal.", "pickle.find_class", "code.__new__", "function.__new__",
+    "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn",
+    "os.startfile", "os.kill", "pty.spawn", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "smtplib.",
+    "webbrowser.", "shutil.", "tempfile.", "sys.addaudithook", "sys.setprofile", "sys.settrace", "cpython.run_",
+    "object.__setattr__", "builtins.breakpoint", "builtins.input",
+)  # a table  # fmt: skip
 #: Events about files, and how many of their first arguments are paths.
-CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1, "os.setxattr": 1}  # fmt: skip
+CHANGING = {
+    "os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1,
+    "os.chmod": 1, "os.chown": 1, "os.utime": 1, "os.setxattr": 1,
+}  # a table  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 

@@ -66,10 +66,17 @@ WHOLE = {
     "step": torch.tensor(3.0),
 }
 OTHERS: dict[str, Any] = {
-    "epoch": 3, "name": "run 7", "lr": 1e-3, "nothing": None, "flags": [True, 2, "three"], "pair": (1, torch.arange(3)), "empty": [],
-    "nested": {"deep": {"er": 1, "tensor": torch.ones(2)}}, "list": [torch.zeros(2), {"a": torch.ones(1), "b": "text"}, 7],
+    "epoch": 3,
+    "name": "run 7",
+    "lr": 1e-3,
+    "nothing": None,
+    "flags": [True, 2, "three"],
+    "pair": (1, torch.arange(3)),
+    "empty": [],
+    "nested": {"deep": {"er": 1, "tensor": torch.ones(2)}},
+    "list": [torch.zeros(2), {"a": torch.ones(1), "b": "text"}, 7],
     "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}],
-}  # fmt: skip
+}
 
 
 def rows(mesh: DeviceMesh) -> dict[str, Any]:
@@ -85,8 +92,10 @@ def rows(mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "state_dict": spread,
         "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": list(spread)}]},
-        "old": old, **WHOLE, **OTHERS,
-    }  # fmt: skip
+        "old": old,
+        **WHOLE,
+        **OTHERS,
+    }
 
 
 def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:

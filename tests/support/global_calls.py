@@ -15,7 +15,10 @@ import torch
 from tests.support.hostile_bytes import dict_of, tensor, text, torch_zip_of, zip_of
 from tests.support.legacy_files import MAGIC, SYS_INFO, keys_and_data
 
-__all__ = ["EXTENSIONS", "NAMINGS", "NESTS", "PLACES", "checkpoint", "dcp_in", "legacy_of", "legacy_with", "plain_of", "program_of", "shards_in", "whole"]  # fmt: skip
+__all__ = [
+    "EXTENSIONS", "NAMINGS", "NESTS", "PLACES", "checkpoint", "dcp_in", "legacy_of", "legacy_with", "plain_of",
+    "program_of", "shards_in", "whole",
+]  # a table  # fmt: skip
 
 
 _HEAD = b"".join(pickle.dumps(value, 2) for value in (MAGIC, 1001, SYS_INFO))
@@ -37,24 +40,33 @@ NAMINGS: dict[str, Callable[[str, str, bytes], bytes]] = {
     "REDUCE": lambda m, n, args: b"c" + lines(m, n) + args + b"R",
     "REDUCE of STACK_GLOBAL": lambda m, n, args: short(m) + short(n) + b"\x93" + args + b"R",
     "REDUCE of STACK_GLOBAL of texts in the memo": lambda m, n, args: (
-        short(n) + b"r\xf0\x00\x00\x000" + short(m) + b"r\xf1\x00\x00\x000j\xf1\x00\x00\x00j\xf0\x00\x00\x00\x93" + args + b"R"
+        short(n)
+        + b"r\xf0\x00\x00\x000"
+        + short(m)
+        + b"r\xf1\x00\x00\x000j\xf1\x00\x00\x00j\xf0\x00\x00\x00\x93"
+        + args
+        + b"R"
     ),
     "REDUCE of STACK_GLOBAL of UNICODE": lambda m, n, args: f"V{m}\nV{n}\n".encode() + b"\x93" + args + b"R",
     "REDUCE of STACK_GLOBAL of BINUNICODE8": lambda m, n, args: (
         b"".join(b"\x8d" + struct.pack("<Q", len(each)) + each.encode() for each in (m, n)) + b"\x93" + args + b"R"
     ),
     "REDUCE of a DUP": lambda m, n, args: b"(c" + lines(m, n) + b"2" + args + b"Rt",
-    "REDUCE out of the memo": lambda m, n, args: b"(c" + lines(m, n) + b"r\xf2\x00\x00\x00j\xf2\x00\x00\x00" + args + b"Rt",
+    "REDUCE out of the memo": lambda m, n, args: (
+        b"(c" + lines(m, n) + b"r\xf2\x00\x00\x00j\xf2\x00\x00\x00" + args + b"Rt"
+    ),
     "NEWOBJ": lambda m, n, args: b"c" + lines(m, n) + args + b"\x81",
     "NEWOBJ_EX": lambda m, n, args: b"c" + lines(m, n) + args + b"}\x92",
     "INST": lambda m, n, args: b"(" + text("x") + b"i" + lines(m, n),
     "OBJ": lambda m, n, args: b"(c" + lines(m, n) + text("x") + b"o",
     "BUILD": lambda m, n, args: b"c" + lines(m, n) + args + b"R}" + text("state") + text("x") + b"sb",
-    "BUILD of a call": lambda m, n, args: b"ccollections\nOrderedDict\n)R}" + text("state") + b"c" + lines(m, n) + args + b"Rsb",
+    "BUILD of a call": lambda m, n, args: (
+        b"ccollections\nOrderedDict\n)R}" + text("state") + b"c" + lines(m, n) + args + b"Rsb"
+    ),
     "call of a call": lambda m, n, args: b"c" + lines(m, n) + args + b"R)R",
     "APPEND on a call": lambda m, n, args: b"c" + lines(m, n) + args + b"RNa",
     "SETITEM on a call": lambda m, n, args: b"c" + lines(m, n) + args + b"R" + text("k") + b"Ns",
-}  # fmt: skip
+}
 EXTENSIONS = {"EXT1": b"\x82\x07", "EXT2": b"\x83\x07\x01", "EXT4": b"\x84\x07\x00\x01\x00"}
 
 #: Where what CODE pushes can stand.
@@ -67,11 +79,13 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "key": lambda code: b"}" + code + b"Ns",
     "argument": lambda code: b"ccollections\nOrderedDict\n" + code + b"\x85R",
     "attribute": lambda code: b"ccollections\nOrderedDict\n)R}" + text("hidden") + code + b"sb",
-    "hooks of a tensor": lambda code: tensor().replace(b"ccollections\nOrderedDict\n)R", b"ccollections\nOrderedDict\n)R" + text("hook") + code + b"s"),
+    "hooks of a tensor": lambda code: tensor().replace(
+        b"ccollections\nOrderedDict\n)R", b"ccollections\nOrderedDict\n)R" + text("hook") + code + b"s"
+    ),
     "POP": lambda code: code + b"0N",
     "POP_MARK": lambda code: b"(" + code + b"1N",
     "POP of a MARK": lambda code: b"(" + code + b"00N",
-}  # fmt: skip
+}
 
 
 def zipped(data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
@@ -98,7 +112,9 @@ NESTS: dict[str, Callable[[bytes], bytes]] = {
     "BINSTRING": lambda data: b"T" + struct.pack("<i", len(data)) + data,
     "STRING": lambda data: b"S" + repr(data)[1:].encode() + b"\n",
     "_codecs.encode": lambda data: b"c_codecs\nencode\n" + text(data.decode("latin-1")) + text("latin1") + b"\x86R",
-    "bytearray of a text": lambda data: b"cbuiltins\nbytearray\n" + text(data.decode("latin-1")) + text("latin1") + b"\x86R",
+    "bytearray of a text": lambda data: (
+        b"cbuiltins\nbytearray\n" + text(data.decode("latin-1")) + text("latin1") + b"\x86R"
+    ),
     "long bytes": lambda data: NESTS["BINBYTES"](_long(data)),
     "long bytearray": lambda data: NESTS["BYTEARRAY8"](_long(data)),
     "long text": lambda data: NESTS["_codecs.encode"](_long(data)),
@@ -108,7 +124,7 @@ NESTS: dict[str, Callable[[bytes], bytes]] = {
     "torch legacy": lambda data: NESTS["BINBYTES"](legacy_of(data)),
     "twice": lambda data: NESTS["BINBYTES"](b"\x80\x04" + NESTS["BINBYTES"](data) + b"."),
     "popped": lambda data: NESTS["BINBYTES"](data) + b"0N",
-}  # fmt: skip
+}
 
 
 def whole(code: bytes, protocol: int = 4) -> bytes:

@@ -23,9 +23,30 @@ Content = bytes | dict[str, bytes] | None
 
 #: The calls by which the state of a disk changes, or which decide about that.
 WRITE_SIDE = (
-    "openat", "ioctl", "fchmod", "fadvise64", "fallocate", "fstatfs", "statfs", "pwrite64", "copy_file_range", "sync_file_range",
-    "fsync", "close", "rename", "link", "linkat", "symlink", "unlink", "mkdir", "chmod", "fchmodat", "renameat2", "unlinkat", "rmdir",
-)  # fmt: skip
+    "openat",
+    "ioctl",
+    "fchmod",
+    "fadvise64",
+    "fallocate",
+    "fstatfs",
+    "statfs",
+    "pwrite64",
+    "copy_file_range",
+    "sync_file_range",
+    "fsync",
+    "close",
+    "rename",
+    "link",
+    "linkat",
+    "symlink",
+    "unlink",
+    "mkdir",
+    "chmod",
+    "fchmodat",
+    "renameat2",
+    "unlinkat",
+    "rmdir",
+)
 _NAMING = ("rename", "link", "renameat2")
 _WRITING = ("pwrite64", "copy_file_range", "fallocate")
 _REMOVING = ("unlink", "unlinkat", "rmdir")
@@ -138,9 +159,23 @@ class Conversion:
         )  # which strace does not do with the filter that makes it fast
         filtered = [] if sends else ["--seccomp-bpf"]
         done = subprocess.run(
-            ["strace", "-f", *filtered, "-y", "-o", str(log), "-e", f"trace={','.join(traced)}", *options, *self._command(out)],
-            capture_output=True, text=True, cwd=package or out.parent, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
-        )  # fmt: skip
+            [
+                "strace",
+                "-f",
+                *filtered,
+                "-y",
+                "-o",
+                str(log),
+                "-e",
+                f"trace={','.join(traced)}",
+                *options,
+                *self._command(out),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=package or out.parent,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        )
         return done, log.read_text().splitlines()
 
     def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
@@ -165,11 +200,8 @@ class Conversion:
     def points(self, faults: Sequence[str], calls: Sequence[str] | None = None) -> list[Point]:
         """What becomes of it with each of the FAULTS at each call, of these CALLS. Raises AssertionError, with all that went wrong."""
         what = [
-            (fault, call, number)
-            for fault in faults
-            for call, number in self.calls
-            if calls is None or call in calls
-        ]  # fmt: skip
+            (fault, call, number) for fault in faults for call, number in self.calls if calls is None or call in calls
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             results = list(pool.map(lambda each: self._try(*each), what))
         wrong = [each for each in results if isinstance(each, str)]

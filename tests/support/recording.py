@@ -60,23 +60,49 @@ CONVERSIONS = (
 )
 #: Commands that only read a checkpoint.
 READING = (
-    "inspect", "inspect --tree", "inspect --json", "inspect --all --sort size", "inspect --include *weight* --limit 3",
-    "verify", "verify --json --strict",
-)  # fmt: skip
+    "inspect",
+    "inspect --tree",
+    "inspect --json",
+    "inspect --all --sort size",
+    "inspect --include *weight* --limit 3",
+    "verify",
+    "verify --json --strict",
+)
 #: Words that are no right command line, and commands on several files.
 OTHERS = (
-    "", "--help", "--version", "inspect --help", "convert --help", "diff --help", "verify --help", "show in/x.pt",
-    "convert", "convert in/fixtures/cpu.pt", "convert in/fixtures/cpu.pt out.pt --to nowhere", "inspect missing.pt",
-    "convert in/fixtures/cpu.pt out.pt --map cuda=cpu --map cuda=mps", "convert in/fixtures/cpu.pt out.pt --dtype f",
-    "convert in/fixtures/cpu.pt in/fixtures/cuda0.pt --to cpu", "convert in/fixtures/cpu.pt in/fixtures/cpu.pt",
-    "convert in/fixtures/cpu.pt out.pt --copy-tied", "convert in/fixtures/cpu.pt out.safetensors --format pt",
-    "convert in/fixtures/tied.pt in/fixtures/cuda0.pt out/ --to gpu", "convert in/fixtures out --to gpu -v",
-    "convert in/fixtures out --to gpu -v --copy-others", "convert in/fixtures out --dtype bf16 --json -n",
-    "inspect in/fixtures", "verify in/fixtures", "verify in/fixtures --json", "inspect in/fixtures/cpu.pt in/nothing",
-    "diff in/fixtures/cpu.pt in/fixtures/cuda0.pt", "diff in/fixtures/dataparallel.pt in/fixtures/cpu.pt",
-    "diff in/fixtures/dataparallel.pt in/fixtures/cpu.pt --strip-prefix module -v", "diff in/fixtures/cpu.pt missing.pt",
-    "diff in/fixtures/training.pt in/fixtures/cpu.pt --select model --json", "diff in/fixtures/cpu.pt in/fixtures/tied.pt",
-)  # fmt: skip
+    "",
+    "--help",
+    "--version",
+    "inspect --help",
+    "convert --help",
+    "diff --help",
+    "verify --help",
+    "show in/x.pt",
+    "convert",
+    "convert in/fixtures/cpu.pt",
+    "convert in/fixtures/cpu.pt out.pt --to nowhere",
+    "inspect missing.pt",
+    "convert in/fixtures/cpu.pt out.pt --map cuda=cpu --map cuda=mps",
+    "convert in/fixtures/cpu.pt out.pt --dtype f",
+    "convert in/fixtures/cpu.pt in/fixtures/cuda0.pt --to cpu",
+    "convert in/fixtures/cpu.pt in/fixtures/cpu.pt",
+    "convert in/fixtures/cpu.pt out.pt --copy-tied",
+    "convert in/fixtures/cpu.pt out.safetensors --format pt",
+    "convert in/fixtures/tied.pt in/fixtures/cuda0.pt out/ --to gpu",
+    "convert in/fixtures out --to gpu -v",
+    "convert in/fixtures out --to gpu -v --copy-others",
+    "convert in/fixtures out --dtype bf16 --json -n",
+    "inspect in/fixtures",
+    "verify in/fixtures",
+    "verify in/fixtures --json",
+    "inspect in/fixtures/cpu.pt in/nothing",
+    "diff in/fixtures/cpu.pt in/fixtures/cuda0.pt",
+    "diff in/fixtures/dataparallel.pt in/fixtures/cpu.pt",
+    "diff in/fixtures/dataparallel.pt in/fixtures/cpu.pt --strip-prefix module -v",
+    "diff in/fixtures/cpu.pt missing.pt",
+    "diff in/fixtures/training.pt in/fixtures/cpu.pt --select model --json",
+    "diff in/fixtures/cpu.pt in/fixtures/tied.pt",
+)
 
 
 def main(words: list[str]) -> int:

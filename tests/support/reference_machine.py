@@ -100,9 +100,13 @@ def container(name: str, kind: str, verb: str) -> None:
 
 
 for row in (
-    ("EMPTY_LIST", "list", ""), ("EMPTY_DICT", "dict", ""), ("EMPTY_SET", "set", ""),
-    ("LIST", "list", "append"), ("DICT", "dict", "set"), ("FROZENSET", "frozenset", "frozen"),
-):  # fmt: skip
+    ("EMPTY_LIST", "list", ""),
+    ("EMPTY_DICT", "dict", ""),
+    ("EMPTY_SET", "set", ""),
+    ("LIST", "list", "append"),
+    ("DICT", "dict", "set"),
+    ("FROZENSET", "frozenset", "frozen"),
+):
     container(*row)
 
 

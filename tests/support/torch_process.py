@@ -107,7 +107,13 @@ def _facts(obj: Any, path: str) -> list[Any] | None:
             if not isinstance(obj, (list, tuple)) or not number.isdecimal() or int(number) >= len(obj):
                 return None
             obj = obj[int(number)]
-    if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided or obj.is_meta or obj.is_nested or obj.is_quantized:  # fmt: skip
+    if (
+        not isinstance(obj, torch.Tensor)
+        or obj.layout != torch.strided
+        or obj.is_meta
+        or obj.is_nested
+        or obj.is_quantized
+    ):
         return None
     return [str(obj.dtype).removeprefix("torch."), [*obj.shape], [*obj.stride()], obj.storage_offset()]
 

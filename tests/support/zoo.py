@@ -225,10 +225,16 @@ def views() -> Any:
     """Transposed, expanded, sliced, offset, unfolded, overlapping, of one storage and of several."""
     base = torch.arange(24.0).reshape(4, 6)
     return {
-        "base": base, "t": base.t(), "row": base[2], "column": base[:, 3], "strided": base[::2, 1::2],
-        "expanded": torch.ones(3, 1).expand(3, 4), "unfolded": torch.arange(8.0).unfold(0, 4, 2),
-        "diagonal": base.diagonal(), "channels_last": torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
-    }  # fmt: skip
+        "base": base,
+        "t": base.t(),
+        "row": base[2],
+        "column": base[:, 3],
+        "strided": base[::2, 1::2],
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "unfolded": torch.arange(8.0).unfold(0, 4, 2),
+        "diagonal": base.diagonal(),
+        "channels_last": torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    }
 
 
 def ties() -> Any:
@@ -258,9 +264,15 @@ def sparse() -> Any:
         torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 4), check_invariants=True
     )
     return {
-        "coo": dense.to_sparse(), "uncoalesced": loose, "hybrid": torch.ones(2, 3).to_sparse(1), "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(), "bsr": dense.to_sparse_bsr((1, 2)), "bsc": dense.to_sparse_bsc((1, 2)), "requires_grad": dense.to_sparse().requires_grad_(),
-    }  # fmt: skip
+        "coo": dense.to_sparse(),
+        "uncoalesced": loose,
+        "hybrid": torch.ones(2, 3).to_sparse(1),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((1, 2)),
+        "bsc": dense.to_sparse_bsc((1, 2)),
+        "requires_grad": dense.to_sparse().requires_grad_(),
+    }
 
 
 def quantized() -> Any:
@@ -268,9 +280,12 @@ def quantized() -> Any:
     numbers = torch.arange(6.0).reshape(2, 3)
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([1, 2])
     return {
-        "qint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8), "quint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.quint8),
-        "qint32": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint32), "quint4x2": torch.quantize_per_channel(numbers, scales.float(), scales.float(), 0, torch.quint4x2), "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.qint8),
-    }  # fmt: skip
+        "qint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8),
+        "quint8": torch.quantize_per_tensor(numbers, 0.1, 3, torch.quint8),
+        "qint32": torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint32),
+        "quint4x2": torch.quantize_per_channel(numbers, scales.float(), scales.float(), 0, torch.quint4x2),
+        "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.qint8),
+    }
 
 
 def meta() -> Any:
@@ -330,9 +345,11 @@ def storages() -> Any:
     """Bare storages, typed and untyped, one of them a tensor's."""
     tensor, doubles = torch.arange(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float64).untyped_storage()
     return {
-        "tensor": tensor, "its": tensor.untyped_storage(), "empty": torch.UntypedStorage(0),
+        "tensor": tensor,
+        "its": tensor.untyped_storage(),
+        "empty": torch.UntypedStorage(0),
         "typed": torch.storage.TypedStorage(wrap_storage=doubles, dtype=torch.float64, _internal=True),
-    }  # fmt: skip
+    }
 
 
 # Modules, optimizers, generators
@@ -358,9 +375,14 @@ def training() -> Any:
     optimizer.step()
     scheduler.step()
     return {
-        "model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "epoch": 3,
-        "args": argparse.Namespace(device=torch.device("cuda:0"), lr=0.1, path=pathlib.PurePosixPath("/data")), "device": "cuda:0", "rng": rng(),
-    }  # fmt: skip
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "epoch": 3,
+        "args": argparse.Namespace(device=torch.device("cuda:0"), lr=0.1, path=pathlib.PurePosixPath("/data")),
+        "device": "cuda:0",
+        "rng": rng(),
+    }
 
 
 def rng() -> Any:
@@ -395,11 +417,19 @@ def user_data() -> Any:
 def numpy_objects() -> Any:
     """Arrays, contiguous and not, structured and of objects; scalars; dtypes; a generator."""
     return {
-        "array": np.arange(6.0).reshape(2, 3), "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)), "big": np.arange(3, dtype=">i4"),
-        "scalar": np.float32(1.5), "bool": np.bool_(True), "text": np.array(["a", "bc"]), "objects": np.array([None, "x", (1, 2)], dtype=object),
-        "record": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "dtype": np.dtype("f4"), "date": np.datetime64("2024-01-02"), "none": np.empty((0, 3)),
+        "array": np.arange(6.0).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "big": np.arange(3, dtype=">i4"),
+        "scalar": np.float32(1.5),
+        "bool": np.bool_(True),
+        "text": np.array(["a", "bc"]),
+        "objects": np.array([None, "x", (1, 2)], dtype=object),
+        "record": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        "dtype": np.dtype("f4"),
+        "date": np.datetime64("2024-01-02"),
+        "none": np.empty((0, 3)),
         "many": np.arange(20_000),
-    }  # fmt: skip
+    }
 
 
 def sets() -> Any:
@@ -437,10 +467,29 @@ def objects() -> Any:
     a_list, a_dict = ListAndDict([1, torch.ones(1)]), DictWithAttributes(x=1)
     a_list.note, a_dict.note = "list", a_list
     return [
-        Config(weight=torch.ones(2)), Frozen(1, "b"), {Frozen(2, "c"): 1}, slotted, both, WithNewArgs(1, 2, scale=3), WithState(5), a_list, a_dict,
-        argparse.Namespace(x=1), Pair(torch.ones(1), 2), a_function, Config, nn.Linear, functools.partial(a_function, 1, key=torch.ones(1)), Ellipsis, slice(1, 2),
-        datetime.datetime(2024, 1, 2, 3, 4, 5), decimal.Decimal("1.10"), pathlib.PurePosixPath("/a/b"), range(3), NotImplemented,
-    ]  # fmt: skip
+        Config(weight=torch.ones(2)),
+        Frozen(1, "b"),
+        {Frozen(2, "c"): 1},
+        slotted,
+        both,
+        WithNewArgs(1, 2, scale=3),
+        WithState(5),
+        a_list,
+        a_dict,
+        argparse.Namespace(x=1),
+        Pair(torch.ones(1), 2),
+        a_function,
+        Config,
+        nn.Linear,
+        functools.partial(a_function, 1, key=torch.ones(1)),
+        Ellipsis,
+        slice(1, 2),
+        datetime.datetime(2024, 1, 2, 3, 4, 5),
+        decimal.Decimal("1.10"),
+        pathlib.PurePosixPath("/a/b"),
+        range(3),
+        NotImplemented,
+    ]
 
 
 def qualified() -> Any:
@@ -458,9 +507,15 @@ def containers() -> Any:
     ordered = OrderedDict([("b", 1), ("a", torch.ones(1))])
     ordered.move_to_end("b")
     return {
-        "ordered": ordered, "default": defaultdict(list, {"a": [1]}), "of_dict": defaultdict(dict), "counter": Counter("abca"),
-        "deque": deque([1, torch.ones(1)], maxlen=5), "endless": deque("ab"), "empty": OrderedDict(), "namedtuple": Pair(1, (2, 3)),
-    }  # fmt: skip
+        "ordered": ordered,
+        "default": defaultdict(list, {"a": [1]}),
+        "of_dict": defaultdict(dict),
+        "counter": Counter("abca"),
+        "deque": deque([1, torch.ones(1)], maxlen=5),
+        "endless": deque("ab"),
+        "empty": OrderedDict(),
+        "namedtuple": Pair(1, (2, 3)),
+    }
 
 
 def keys() -> Any:
@@ -490,9 +545,15 @@ def keys() -> Any:
 def long_values() -> Any:
     """What has more than one byte of length, or more than we hold in memory."""
     return {
-        "text": "ä" * 35_000 + "x" * 35_000, "bytes": bytes(range(256)) * 800, "bytearray": bytearray(b"\xff\0" * 50_000), "k" * 70_000: 1, "weight": torch.ones(3),
-        "integers": [1 << 2999, -(1 << 2999), 255, 256, 65535, 65536, -1, -(1 << 31), 1 << 31, -(1 << 31) - 1, 1 << 63], "list": list(range(2500)), "dict": dict.fromkeys(range(2500), "v"),
-    }  # fmt: skip
+        "text": "ä" * 35_000 + "x" * 35_000,
+        "bytes": bytes(range(256)) * 800,
+        "bytearray": bytearray(b"\xff\0" * 50_000),
+        "k" * 70_000: 1,
+        "weight": torch.ones(3),
+        "integers": [1 << 2999, -(1 << 2999), 255, 256, 65535, 65536, -1, -(1 << 31), 1 << 31, -(1 << 31) - 1, 1 << 63],
+        "list": list(range(2500)),
+        "dict": dict.fromkeys(range(2500), "v"),
+    }
 
 
 def atoms() -> Any:
@@ -523,9 +584,20 @@ def allowed() -> Any:
     """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex numbers, counters."""
     inside = {"two", 2}
     return {
-        "set": inside, "again": inside, "empty": set(), "many": set(range(3000)), "bytes": [b"\0\xff", bytes(range(256)) * 4], "bytearray": [bytearray(), bytearray(b"ab") * 300],
-        "complex": 1 - 2j, "counter": Counter(["one", "two", "one"]), "ordered": OrderedDict(weight=torch.ones(2)), "integers": [1 << 2000, -1, 1 << 40], "text": "x" * 300, "device": torch.device("mps"), "size": torch.Size([1]),
-    }  # fmt: skip
+        "set": inside,
+        "again": inside,
+        "empty": set(),
+        "many": set(range(3000)),
+        "bytes": [b"\0\xff", bytes(range(256)) * 4],
+        "bytearray": [bytearray(), bytearray(b"ab") * 300],
+        "complex": 1 - 2j,
+        "counter": Counter(["one", "two", "one"]),
+        "ordered": OrderedDict(weight=torch.ones(2)),
+        "integers": [1 << 2000, -1, 1 << 40],
+        "text": "x" * 300,
+        "device": torch.device("mps"),
+        "size": torch.Size([1]),
+    }
 
 
 def wide() -> Any:
@@ -537,11 +609,41 @@ def wide() -> Any:
 ZOO: dict[str, Callable[[], Any]] = {
     builder.__name__: builder
     for builder in (
-        dtypes, special_values, views, ties, small, sparse, quantized, meta, conj_neg, nested, two_dtypes, parameters, subclass, storages,
-        module, state_dict, training, rng, generator, user_data,
-        numpy_objects, sets, cycles, set_cycle, objects, qualified, method, containers, keys, long_values, atoms, allowed, wide,
+        dtypes,
+        special_values,
+        views,
+        ties,
+        small,
+        sparse,
+        quantized,
+        meta,
+        conj_neg,
+        nested,
+        two_dtypes,
+        parameters,
+        subclass,
+        storages,
+        module,
+        state_dict,
+        training,
+        rng,
+        generator,
+        user_data,
+        numpy_objects,
+        sets,
+        cycles,
+        set_cycle,
+        objects,
+        qualified,
+        method,
+        containers,
+        keys,
+        long_values,
+        atoms,
+        allowed,
+        wide,
     )
-}  # fmt: skip
+}
 #: Those in which there are states of random generators.
 RNG = ("training", "rng", "generator")
 #: The lowest protocol that an object needs, where it is not 2.

@@ -127,8 +127,10 @@ def older(key: str, protocol: int = 2) -> bytes:
 
 
 HEADER = {
-    "__metadata__": {"a,b": "c"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "v": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
-}  # fmt: skip
+    "__metadata__": {"a,b": "c"},
+    "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "v": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+}
 HEADER_TEXT = json.dumps(HEADER).encode()
 SAFETENSORS = struct.pack("<Q", len(HEADER_TEXT)) + HEADER_TEXT + bytes(16)
 
@@ -179,35 +181,96 @@ EXPANDED = checkpoint(tensor(None, (10, 4), (0, 1)))  # 160 bytes on 16
 CASES: dict[str, Case] = {
     "pickle_bytes": Case(file(torch_zip_of(LONG)), len(LONG), LimitError, "the pickle is too large"),
     "pickle_opcodes": Case(file(torch_zip_of(LONG)), opcodes(LONG), LimitError, "too many pickle opcodes"),
-    "inline_bytes": Case(file(torch_zip_of(checkpoint(b"\x8b" + struct.pack("<i", 300) + b"1" * 300))), 300, LimitError, "an integer in the pickle is too long"),
-    "pickle_line": Case(file(torch_zip_of(checkpoint(b"V" + b"a" * 300 + b"\n"))), 300, LimitError, "a line of the pickle is too long"),
+    "inline_bytes": Case(
+        file(torch_zip_of(checkpoint(b"\x8b" + struct.pack("<i", 300) + b"1" * 300))),
+        300,
+        LimitError,
+        "an integer in the pickle is too long",
+    ),
+    "pickle_line": Case(
+        file(torch_zip_of(checkpoint(b"V" + b"a" * 300 + b"\n"))), 300, LimitError, "a line of the pickle is too long"
+    ),
     "nesting": Case(file(torch_zip_of(checkpoint(nested(50)))), 51, LimitError, "nested too deeply"),
-    "rank": Case(file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"),
+    "rank": Case(
+        file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"
+    ),
     "elements": Case(file(torch_zip_of(checkpoint())), 5, MalformedError, "parts of wrong types"),
-    "nested_calls": Case(file(torch_zip_of(checkpoint(parameters(9)))), 9, LimitError, "too many calls around each other"),
+    "nested_calls": Case(
+        file(torch_zip_of(checkpoint(parameters(9)))), 9, LimitError, "too many calls around each other"
+    ),
     "zip_members": Case(file(torch_zip_of(GOOD)), 3, LimitError, "too many zip members"),
     "member_name": Case(file(commented()), 100, MalformedError, "too large for its members"),
-    "note_bytes": Case(file(torch_zip_of(GOOD, {"data/0": bytes(16), "version": b"3" * 40})), 40, MalformedError, "the record is too long"),
-    "unmarked_pickle_bytes": Case(file(pickle.dumps("a" * 100, 0)), len(pickle.dumps("a" * 100, 0)), UnsupportedError, "a text file", said("a pickle")),
+    "note_bytes": Case(
+        file(torch_zip_of(GOOD, {"data/0": bytes(16), "version": b"3" * 40})),
+        40,
+        MalformedError,
+        "the record is too long",
+    ),
+    "unmarked_pickle_bytes": Case(
+        file(pickle.dumps("a" * 100, 0)),
+        len(pickle.dumps("a" * 100, 0)),
+        UnsupportedError,
+        "a text file",
+        said("a pickle"),
+    ),
     "id_text": Case(file(older("k" * 30, protocol=0)), 30, UnsupportedError, "names no storage"),
     "pickle_inflate_ratio": Case(
-        file(DEFLATED), -(-deflated_size(DEFLATED)[0] // deflated_size(DEFLATED)[1]), LimitError, "a deflated record is too large",
-        modules=("ckptconv.formats.torch_zip",), others={"inline_bytes": 0},
+        file(DEFLATED),
+        -(-deflated_size(DEFLATED)[0] // deflated_size(DEFLATED)[1]),
+        LimitError,
+        "a deflated record is too large",
+        modules=("ckptconv.formats.torch_zip",),
+        others={"inline_bytes": 0},
     ),
     "safetensors_header": Case(file(SAFETENSORS, "m.safetensors"), len(HEADER_TEXT), MalformedError, "it is too long"),
     "header_brackets": Case(file(SAFETENSORS, "m.safetensors"), 8, LimitError, "more than a million tensors"),
-    "header_quotes": Case(file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b'"'), LimitError, "more than a million tensors"),
-    "header_commas": Case(file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b","), LimitError, "more than a million tensors", modules=("ckptconv.formats.safetensors_header",), others={"rank": 0}),
+    "header_quotes": Case(
+        file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b'"'), LimitError, "more than a million tensors"
+    ),
+    "header_commas": Case(
+        file(SAFETENSORS, "m.safetensors"),
+        HEADER_TEXT.count(b","),
+        LimitError,
+        "more than a million tensors",
+        modules=("ckptconv.formats.safetensors_header",),
+        others={"rank": 0},
+    ),
     "header_number": Case(file(SAFETENSORS, "m.safetensors"), 65, MalformedError, "too many elements"),
     "shards": Case(index({}), 3, LimitError, "too many shards"),
     "index_digits": Case(index({"total_parameters": 10**20}), 21, MalformedError, "a number in the index is too long"),
-    "stranger_json": Case(file(b'{"error": "no"}' + b" " * 85), 100, UnsupportedError, "a text file", said("a server's answer")),
-    "stranger_index": Case(file(b'{"weight_map": {}}' + b" " * 82), 100, UnsupportedError, "a text file", said("a JSON file")),
-    "stranger_zeros": Case(file(bytes(10_000)), 10_000, MalformedError, "at least its first 9,999 bytes are zeros", said("nothing but zeros")),
-    "stranger_members": Case(file(archived("a", "b", "model.pt")), 3, UnsupportedError, "a tar archive of a, b", said("of model.pt")),
-    "gathered_bytes": Case(file(torch_zip_of(EXPANDED)), 160, RefusedError, "more than the limit", to_safetensors, others={"gathered_ratio": 1}),
-    "gathered_ratio": Case(file(torch_zip_of(EXPANDED)), 10, RefusedError, "more than the limit", to_safetensors, others={"gathered_bytes": 1}),
-}  # fmt: skip
+    "stranger_json": Case(
+        file(b'{"error": "no"}' + b" " * 85), 100, UnsupportedError, "a text file", said("a server's answer")
+    ),
+    "stranger_index": Case(
+        file(b'{"weight_map": {}}' + b" " * 82), 100, UnsupportedError, "a text file", said("a JSON file")
+    ),
+    "stranger_zeros": Case(
+        file(bytes(10_000)),
+        10_000,
+        MalformedError,
+        "at least its first 9,999 bytes are zeros",
+        said("nothing but zeros"),
+    ),
+    "stranger_members": Case(
+        file(archived("a", "b", "model.pt")), 3, UnsupportedError, "a tar archive of a, b", said("of model.pt")
+    ),
+    "gathered_bytes": Case(
+        file(torch_zip_of(EXPANDED)),
+        160,
+        RefusedError,
+        "more than the limit",
+        to_safetensors,
+        others={"gathered_ratio": 1},
+    ),
+    "gathered_ratio": Case(
+        file(torch_zip_of(EXPANDED)),
+        10,
+        RefusedError,
+        "more than the limit",
+        to_safetensors,
+        others={"gathered_bytes": 1},
+    ),
+}
 
 #: Bounds whose tests stand with what they are on, each by the test's name.
 ELSEWHERE = {
@@ -272,10 +335,15 @@ def test_paths_cost_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = file(torch_zip_of(data))(tmp_path)
     length, count = lengths_of_paths(path), opcodes(data)
     each = length // count
-    for limits in ({"path_characters": length, "path_characters_each": 0}, {"path_characters": length - each * count, "path_characters_each": each}):  # fmt: skip
+    for limits in (
+        {"path_characters": length, "path_characters_each": 0},
+        {"path_characters": length - each * count, "path_characters_each": each},
+    ):
         set_limits(monkeypatch, dataclasses.replace(LIMITS, **limits))
         ckptconv.inspect(path)
-        set_limits(monkeypatch, dataclasses.replace(LIMITS, **{**limits, "path_characters": limits["path_characters"] - 1}))  # fmt: skip
+        set_limits(
+            monkeypatch, dataclasses.replace(LIMITS, **{**limits, "path_characters": limits["path_characters"] - 1})
+        )
         with pytest.raises(LimitError, match="paths of what is in the checkpoint are too long"):
             ckptconv.inspect(path)
 
@@ -326,8 +394,13 @@ def test_bounds_of_distributed_metadata(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_bytes(written)
     most = max(
         2 * len(vars(each)) + 1
-        for each in (metadata, *metadata.storage_data, *metadata.storage_data.values(), *metadata.state_dict_metadata.values())
-    )  # fmt: skip
+        for each in (
+            metadata,
+            *metadata.storage_data,
+            *metadata.storage_data.values(),
+            *metadata.state_dict_metadata.values(),
+        )
+    )
     holds("metadata_state", most, "too many fields")
     chunks = 1 + len(metadata.state_dict_metadata[name].chunks) + 1 + len(metadata.state_dict_metadata["x"].chunks)
     each = opcodes(written) // chunks

@@ -18,9 +18,21 @@ __all__ = ["Comparer", "comparable"]
 _LOW = 0xFFFFFFFF
 _MODEST = 1 << 62
 _NUMBERS = {
-    "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float64", "float32", "float16", "bfloat16",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32", "complex64", "complex128",
-}  # fmt: skip
+    "bool",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex32",
+    "complex64",
+    "complex128",
+}
 
 
 class _Far(NamedTuple):
@@ -160,7 +172,11 @@ def _as_real(numbers: torch.Tensor) -> torch.Tensor:
 def _as_complex(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.dtype == torch.complex32:
         return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
-    return numbers.to(torch.complex128) if numbers.is_complex() else torch.complex(_as_real(numbers), torch.zeros(()).double().expand(len(numbers)))  # fmt: skip
+    return (
+        numbers.to(torch.complex128)
+        if numbers.is_complex()
+        else torch.complex(_as_real(numbers), torch.zeros(()).double().expand(len(numbers)))
+    )
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:

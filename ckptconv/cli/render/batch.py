@@ -77,7 +77,12 @@ def sum_lines(all_: Sum, style: Style = _PLAIN) -> Iterator[str]:
     in_time = "" if would else f" in {all_.seconds:.2f} s"
     said = [f"{len(all_.converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
     beside = sum(len(report.failed) for report in all_.converted)
-    counts = (len(all_.copied), f"{would}copied"), (all_.skipped, "skipped"), (all_.failed, "failed"), (beside, "beside a set failed")  # fmt: skip
+    counts = (
+        (len(all_.copied), f"{would}copied"),
+        (all_.skipped, "skipped"),
+        (all_.failed, "failed"),
+        (beside, "beside a set failed"),
+    )
     said += [f"{n:,} {what}" for n, what in counts if n]
     yield style.paint(
         style.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title"
@@ -88,7 +93,11 @@ def sum_lines(all_: Sum, style: Style = _PLAIN) -> Iterator[str]:
         yield from fact(style, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
     if all_.other:
         them = "it" if len(all_.other) == 1 else "them"
-        yield from fact(style, "left", f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along")  # fmt: skip
+        yield from fact(
+            style,
+            "left",
+            f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along",
+        )
     if all_.unentered:
         yield from fact(style, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
     for note in all_.notes:

@@ -23,7 +23,14 @@ _INDENT = "    "
 _GAP = "  "
 _PLAIN = Style()
 #: Groups of facts about tensors: the attribute that says one, and what it is called.
-_FACTS = (("dtype", "dtype"), ("shape", "shape"), ("device", "device"), ("requires_grad", "requires_grad"), ("class_name", "class"), ("made_of", "kind"))  # fmt: skip
+_FACTS = (
+    ("dtype", "dtype"),
+    ("shape", "shape"),
+    ("device", "device"),
+    ("requires_grad", "requires_grad"),
+    ("class_name", "class"),
+    ("made_of", "kind"),
+)
 
 
 def difference_lines(
@@ -51,7 +58,13 @@ def difference_lines(
         yield from _group(style, label, count(len(pairs), "tensor"), rows, most)
     yield from _value_lines(style, difference, most)
     others = [[each.path, f"{each.a or '(nothing)'} → {each.b or '(nothing)'}"] for each in difference.others]
-    yield from _group(style, "other", f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor", others, most)  # fmt: skip
+    yield from _group(
+        style,
+        "other",
+        f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor",
+        others,
+        most,
+    )
     for note in difference.notes:
         yield from fact(style, "note", note)
     if difference.suggestion:
@@ -85,7 +98,11 @@ def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifferen
 
 def _unknown(difference: Difference) -> list[TensorDifference]:
     """The tensors whose values alone could not be compared."""
-    return [each for each in difference.differing if each.values is None and not any(getattr(each, name) for name, _ in _FACTS)]  # fmt: skip
+    return [
+        each
+        for each in difference.differing
+        if each.values is None and not any(getattr(each, name) for name, _ in _FACTS)
+    ]
 
 
 def _all_values(difference: Difference) -> str:

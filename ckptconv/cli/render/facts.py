@@ -217,9 +217,7 @@ def _shares(shares: dict[str, Share]) -> list[str]:
 
 def _accelerators(style: Style, line: str) -> str:
     """LINE of devices with all but the CPU painted."""
-    return re.sub(
-        r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line
-    )  # fmt: skip
+    return re.sub(r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line)
 
 
 def _prefix(prefixes: dict[str, int], names: int) -> str:

@@ -107,8 +107,13 @@ def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
     """Give NODE and all below it their kinds, each a number for what was not seen before."""
     tensor = node.tensor
     alike = tensor and (
-        tensor["dtype"], tuple(tensor["shape"]), tensor["device"], tensor["kind"], tensor["nbytes"], tensor["tied_to"],
-    )  # fmt: skip
+        tensor["dtype"],
+        tuple(tensor["shape"]),
+        tensor["device"],
+        tensor["kind"],
+        tensor["nbytes"],
+        tensor["tied_to"],
+    )
     below = tuple(sorted((piece, _compare(inner, kinds)) for piece, inner in node.below.items()))
     node.kind = kinds.setdefault((alike, below), len(kinds))
     return node.kind
@@ -144,8 +149,5 @@ def _runs(numbers: list[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    words = [
-        str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}…{b}"
-        for a, b in runs
-    ]  # fmt: skip
+    words = [str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}…{b}" for a, b in runs]
     return ",".join(words if len(words) <= _SHOWN_RUNS else [*words[: _SHOWN_RUNS - 1], "…", words[-1]])

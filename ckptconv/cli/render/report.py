@@ -72,7 +72,10 @@ def _dtype_lines(report: Report, every_one: bool, style: Style) -> Iterator[str]
         total = count(sum(report.overflowed.values()), "number")
         yield from fact(style, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
     if changes.separated:
-        groups = [" | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items()) for each in changes.separated]  # fmt: skip
+        groups = [
+            " | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items())
+            for each in changes.separated
+        ]
         yield from fact(
             style, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
         )

@@ -162,9 +162,7 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
     """The lines of ROW: as many as its longest cell needs."""
-    lines = {
-        i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()
-    }  # fmt: skip
+    lines = {i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()}
     device = "device" if row.texts[3] not in ("cpu", "-") else None
     for at in range(max(map(len, lines.values()))):
         line = ""

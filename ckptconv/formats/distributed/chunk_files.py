@@ -56,7 +56,10 @@ class _Known:
         if any(a != b for a, b in numbers) or _blanked(behind, self.blanks) != self.behind:
             return None
         sums = (int.from_bytes(number, "little") for number, _ in numbers)
-        return [ByteRange(window.of, window.offset + at, length, crc32) for (at, length), crc32 in zip(self.records, sums, strict=True)]  # fmt: skip
+        return [
+            ByteRange(window.of, window.offset + at, length, crc32)
+            for (at, length), crc32 in zip(self.records, sums, strict=True)
+        ]
 
 
 class ChunkFiles:
@@ -88,9 +91,11 @@ def _refuse_strangers(checkpoint: Checkpoint, window: SliceSource) -> None:
     if strangers or graph.extensions:
         kind = DangerousError if any(map(is_dangerous, strangers)) else UnsupportedError
         raise kind(
-            "the file of a chunk names what no tensor needs", where=f"{window.path} at byte {window.offset:,}",
-            got=some([str(node) for node in strangers] or ["an extension code"], _SHOWN), hint="do not load it unless you trust who made it",
-        )  # fmt: skip
+            "the file of a chunk names what no tensor needs",
+            where=f"{window.path} at byte {window.offset:,}",
+            got=some([str(node) for node in strangers] or ["an extension code"], _SHOWN),
+            hint="do not load it unless you trust who made it",
+        )
 
 
 def _file(checkpoint: Checkpoint, window: SliceSource) -> ChunkFile:

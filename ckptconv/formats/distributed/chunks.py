@@ -41,9 +41,12 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
     if saved != whole or not _adds_up(shape, chunks):
         what = "leave holes in it" if saved < whole else "overlap"
         raise MalformedError(
-            f"the chunks of {name!r} {what}", where=where, expected=f"{whole:,} elements of shape {shape}",
-            got=f"{saved:,} in {len(chunks):,} chunks", hint=_INCOMPLETE if saved < whole else None,
-        )  # fmt: skip
+            f"the chunks of {name!r} {what}",
+            where=where,
+            expected=f"{whole:,} elements of shape {shape}",
+            got=f"{saved:,} in {len(chunks):,} chunks",
+            hint=_INCOMPLETE if saved < whole else None,
+        )
 
 
 def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
@@ -56,7 +59,9 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
             continue
         at = chance.randrange(2, _PRIME)
         powers = {end: pow(at, end, _PRIME) for end in set(chain.from_iterable(ends))}
-        left = [factor * (powers[stop] - powers[start]) % _PRIME for factor, (start, stop) in zip(left, ends, strict=True)]  # fmt: skip
+        left = [
+            factor * (powers[stop] - powers[start]) % _PRIME for factor, (start, stop) in zip(left, ends, strict=True)
+        ]
     return (sum(left[1:]) - left[0]) % _PRIME == 0
 
 

@@ -101,13 +101,15 @@ def _without_metadata(folder: SourceFolder, names: set[str]) -> InputError:
     """The error for a folder that has parts and nothing that says of what."""
     if any(map(_OWN_METADATA.fullmatch, names)):
         return UnsupportedError(
-            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the whole is", where=folder.path,
+            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the whole is",
+            where=folder.path,
             hint="load it in a run of as many processes, and save it again with use_collectives",
-        )  # fmt: skip
+        )
     return MalformedError(
         f"a checkpoint of torch.distributed.checkpoint without {_METADATA}, which is written last: it was not saved to its end, or not copied whole",
-        where=folder.path, hint=_COPY,
-    )  # fmt: skip
+        where=folder.path,
+        hint=_COPY,
+    )
 
 
 class _Said(InputError):
@@ -148,11 +150,14 @@ class _Reader:
                 self.found(error)
         checkpoint = self.merger.checkpoint(NAME, nest.value())
         checkpoint.unused += (
-            LeftBehind(name, place.length, f"{_METADATA} describes no such part") for (name, _), place in self.left.items()
-        )  # fmt: skip
+            LeftBehind(name, place.length, f"{_METADATA} describes no such part")
+            for (name, _), place in self.left.items()
+        )
         checkpoint.unused += self.empty
         if nest.holes:
-            checkpoint.notes.append(f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there")  # fmt: skip
+            checkpoint.notes.append(
+                f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there"
+            )
         return checkpoint
 
     def found(self, error: InputError) -> None:
@@ -169,10 +174,12 @@ class _Reader:
         if missing:
             self.found(
                 MalformedError(
-                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'} missing", where=self.folder.path,
-                    got=f"no {some(sorted(missing), 3)}", hint=_COPY,
+                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'} missing",
+                    where=self.folder.path,
+                    got=f"no {some(sorted(missing), 3)}",
+                    hint=_COPY,
                 )
-            )  # fmt: skip
+            )
         self.gone.update(missing)
         for file in sorted(places.keys() - self.gone):
             try:
@@ -192,15 +199,22 @@ class _Reader:
             self.empty.append(LeftBehind(name, size - covered, "nothing is stored in that much of it"))
         if size < end:
             raise MalformedError(
-                f"the file was cut short: {end - size:,} bytes are missing", where=self.folder.folder / name,
-                expected=f"at least {end:,} bytes", got=f"{size:,}", hint="copy it again",
-            )  # fmt: skip
+                f"the file was cut short: {end - size:,} bytes are missing",
+                where=self.folder.folder / name,
+                expected=f"at least {end:,} bytes",
+                got=f"{size:,}",
+                hint="copy it again",
+            )
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
         """Where the chunk of NAME at OFFSETS is stored, or the object NAME."""
         place: Stored | None = self.left.pop((name, offsets), None)
         if place is None:
-            raise MalformedError(f"{name!r} is stored nowhere", where=self.where, got=None if offsets is None else f"the chunk at {offsets}")  # fmt: skip
+            raise MalformedError(
+                f"{name!r} is stored nowhere",
+                where=self.where,
+                got=None if offsets is None else f"the chunk at {offsets}",
+            )
         if place.file in self.gone:
             raise _Said("its file is not there, or not whole")
         return SliceSource(self.folder.open(place.file), place.offset, place.length)
@@ -232,9 +246,10 @@ class _Reader:
             boxes.append(box)
             if put_off not in (None, (info.conj, info.neg)):
                 raise UnsupportedError(
-                    f"some chunks of {name!r} are still to be conjugated or negated, and others are not", where=self.where,
+                    f"some chunks of {name!r} are still to be conjugated or negated, and others are not",
+                    where=self.where,
                     hint="save it again, of tensors that were resolved: tensor.resolve_conj().resolve_neg()",
-                )  # fmt: skip
+                )
             put_off = info.conj, info.neg
         if not is_whole:
             raise _Said("not all of its chunks can be read")
@@ -251,19 +266,24 @@ class _Reader:
         info, of = file.info, file.data
         if info is None or of is None or info.kind != "strided":
             raise UnsupportedError(
-                f"a chunk of {name!r} is no plain tensor", where=_where(window), got=info.kind if info else None,
+                f"a chunk of {name!r} is no plain tensor",
+                where=_where(window),
+                got=info.kind if info else None,
                 hint="load it with the framework that wrote it, and save plain tensors",
-            )  # fmt: skip
+            )
         if (info.dtype, info.shape) != (item.dtype.name, chunk.sizes):
             raise MalformedError(
-                f"a chunk of {name!r} is not what {_METADATA} says", where=_where(window),
-                expected=f"{item.dtype.name} of shape {chunk.sizes}", got=f"{info.dtype} of shape {info.shape}",
-            )  # fmt: skip
+                f"a chunk of {name!r} is not what {_METADATA} says",
+                where=_where(window),
+                expected=f"{item.dtype.name} of shape {chunk.sizes}",
+                got=f"{info.dtype} of shape {info.shape}",
+            )
         if not isinstance(of, ByteRange) or not _fills(info) or not file.is_little_endian:
             raise UnsupportedError(
-                f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have", where=_where(window),
+                f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have",
+                where=_where(window),
                 expected="all of a storage, little-endian and not compressed",
-            )  # fmt: skip
+            )
         return ChunkPlacement(
             of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride
         ), info
@@ -330,7 +350,12 @@ class _Nest:
         if isinstance(at, list) and isinstance(key, int):
             self.holes += key - len(at) if key >= len(at) else -1
             if self.holes > LIMITS.list_holes:
-                raise MalformedError("a list has too many places that nothing belongs to", where=self.where, expected=f"at most {LIMITS.list_holes:,}", got=f"index {key} of {name!r}")  # fmt: skip
+                raise MalformedError(
+                    "a list has too many places that nothing belongs to",
+                    where=self.where,
+                    expected=f"at most {LIMITS.list_holes:,}",
+                    got=f"index {key} of {name!r}",
+                )
             at += [None] * (key + 1 - len(at))
             at[key] = value
         elif isinstance(at, dict) and isinstance(key, str):
@@ -338,7 +363,9 @@ class _Nest:
         return value
 
     def clash(self, name: str) -> MalformedError:
-        return MalformedError(f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where)  # fmt: skip
+        return MalformedError(
+            f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where
+        )
 
     def leaves(self) -> Iterator[_Leaf]:
         """The items, in the order in which they stand."""

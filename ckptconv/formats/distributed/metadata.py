@@ -42,16 +42,33 @@ _SIZE = "torch.Size"
 _LAYOUT = "torch.serialization._get_layout"
 _KNOWN = frozenset(
     {
-        *(f"{_METADATA}.{name}" for name in (
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )),
-        *_PROPERTIES, f"{_BEFORE_2_3}.MEM_FORMAT_ENCODING", f"{_FILESYSTEM}._StorageInfo", _SIZE, _LAYOUT, "builtins.getattr",
+        *(
+            f"{_METADATA}.{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        *_PROPERTIES,
+        f"{_BEFORE_2_3}.MEM_FORMAT_ENCODING",
+        f"{_FILESYSTEM}._StorageInfo",
+        _SIZE,
+        _LAYOUT,
+        "builtins.getattr",
         *(f"torch.{name}" for name in BY_NAME),
         # a checkpoint's path, in StorageMeta
-        *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
+        *(
+            f"{module}.{kind}Path"
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+        ),
     }
-)  # fmt: skip
+)
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
 _EXTENSIONS = (
@@ -122,8 +139,9 @@ class _Reader:
         if strangers:
             self.refuse(
                 "it names what torch.distributed.checkpoint's own metadata does not have",
-                got=some(strangers, 3), hint="load it with the framework that wrote it, and save it with torch.save",
-            )  # fmt: skip
+                got=some(strangers, 3),
+                hint="load it with the framework that wrote it, and save it with torch.save",
+            )
 
     def metadata(self, root: Value) -> Metadata:
         """All of it."""
@@ -133,8 +151,15 @@ class _Reader:
             self.refuse("Metadata has fields that this version does not know", got=some(others, 3))
         version = fields.get("version")
         if version is not None and not (isinstance(version, str) and version.startswith(_VERSION)):
-            self.refuse("a version of the format that is not known", expected=f"{_VERSION}x", got=version if isinstance(version, str) else type(version).__name__)  # fmt: skip
-        items = {name: self.item(name, node) for name, node in self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")}  # fmt: skip
+            self.refuse(
+                "a version of the format that is not known",
+                expected=f"{_VERSION}x",
+                got=version if isinstance(version, str) else type(version).__name__,
+            )
+        items = {
+            name: self.item(name, node)
+            for name, node in self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
+        }
         paths = dict(self.paths(fields.get("planner_data")))
         stored = dict(self.stored(fields.get("storage_data")))
         self.check_container(items, stored)
@@ -154,7 +179,10 @@ class _Reader:
         for effect in chunks.effects:
             self.most -= 1 + len(effect.values)
             if self.most < 0:
-                self.fail("there are more chunks than a file of its size can describe", got=f"{name!r} and others have the same ones")  # fmt: skip
+                self.fail(
+                    "there are more chunks than a file of its size can describe",
+                    got=f"{name!r} and others have the same ones",
+                )
         dtype = self.dtype(name, fields.get("properties"))
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
@@ -195,7 +223,12 @@ class _Reader:
         """The path NODE of the item NAME."""
         path = node.items if isinstance(node, Tuple) else []
         if len(path) > LIMITS.nesting:
-            raise LimitError(f"{name!r} stands too deep", where=self.where, expected=f"at most {LIMITS.nesting:,} levels", got=len(path))  # fmt: skip
+            raise LimitError(
+                f"{name!r} stands too deep",
+                where=self.where,
+                expected=f"at most {LIMITS.nesting:,} levels",
+                got=len(path),
+            )
         parts = tuple(part for part in path if isinstance(part, str) or is_count(part))
         if not path or len(parts) != len(path) or not isinstance(parts[0], str):
             self.fail(f"planner_data has no path for {name!r}", expected="a tuple of keys and indices")
@@ -220,11 +253,17 @@ class _Reader:
         fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
         transforms = fields.get("transform_descriptors")
         if transforms is not None and (not isinstance(transforms, List) or transforms.effects):
-            words = [word for word in transforms.elements() if isinstance(word, str)] if isinstance(transforms, List) else []  # fmt: skip
+            words = (
+                [word for word in transforms.elements() if isinstance(word, str)]
+                if isinstance(transforms, List)
+                else []
+            )
             self.refuse(f"{name!r} was stored through a transform", got=some(words, 3) or None, hint=_EXTENSIONS)
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _stays_inside(file):
-            self.fail(f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None)  # fmt: skip
+            self.fail(
+                f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None
+            )
         if not is_count(offset) or not is_count(length):
             self.fail(
                 f"{name!r} has no sound offset and length",
@@ -238,7 +277,16 @@ class _Reader:
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
         """Raise UnsupportedError where tensors are stored without a container of their own, by the first of them that has elements: one process writes all tensors in one way."""
-        first = next(((name, item.dtype, chunk) for name, item in items.items() if item for chunk in item.chunks if 0 not in chunk.sizes), None)  # fmt: skip
+        first = next(
+            (
+                (name, item.dtype, chunk)
+                for name, item in items.items()
+                if item
+                for chunk in item.chunks
+                if 0 not in chunk.sizes
+            ),
+            None,
+        )
         if first is None:
             return
         name, dtype, chunk = first
@@ -247,15 +295,19 @@ class _Reader:
         if place is not None and place.length == nbytes:
             self.refuse(
                 "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in them each tensor is",
-                got=f"{nbytes:,} bytes for {name!r}, which has as many", hint="save it again without serialization_format",
-            )  # fmt: skip
+                got=f"{nbytes:,} bytes for {name!r}, which has as many",
+                hint="save it again without serialization_format",
+            )
 
     def check_bytes(self, stored: dict[_Key, Stored]) -> None:
         """No byte belongs to two items: a small folder could ask for any number of copies."""
         last: tuple[Stored, str] | None = None
         for (name, _), place in sorted(stored.items(), key=itemgetter(1)):
             if last and last[0].file == place.file and last[0].offset + last[0].length > place.offset:
-                self.fail(f"{last[1]!r} and {name!r} are stored in the same bytes", got=f"{place.file} at byte {place.offset:,}")  # fmt: skip
+                self.fail(
+                    f"{last[1]!r} and {name!r} are stored in the same bytes",
+                    got=f"{place.file} at byte {place.offset:,}",
+                )
             last = place, name
 
     # Nodes

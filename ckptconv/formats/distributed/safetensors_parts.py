@@ -68,8 +68,10 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
         offsets = saved_offsets(header, source.path)
         if offsets is None:
             raise MalformedError(
-                f"among parts of tensors stands a file without {SHARDING_INFO}", where=source.path, hint="move what is no part of the checkpoint to another folder",
-            )  # fmt: skip
+                f"among parts of tensors stands a file without {SHARDING_INFO}",
+                where=source.path,
+                hint="move what is no part of the checkpoint to another folder",
+            )
         texts.append(header.metadata or {})
         for entry in header.entries:
             of = ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
@@ -94,10 +96,17 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
     words = sorted({entry.word for entry, _ in parts})
     ranks = {len(box.sizes) for _, box in parts}
     if len(words) > 1 or len(ranks) > 1:
-        raise MalformedError(f"the parts of {name!r} do not fit together", where=folder, expected="one dtype and rank", got=" and ".join(words))  # fmt: skip
+        raise MalformedError(
+            f"the parts of {name!r} do not fit together",
+            where=folder,
+            expected="one dtype and rank",
+            got=" and ".join(words),
+        )
     dtype = BY_WORD[words[0]]
     if dtype.packed != 1:
-        raise UnsupportedError(f"{name!r} has several elements in a byte, whose parts cannot be put together", where=folder, got=dtype.word)  # fmt: skip
+        raise UnsupportedError(
+            f"{name!r} has several elements in a byte, whose parts cannot be put together", where=folder, got=dtype.word
+        )
     boxes = [box for _, box in parts]
     ends = ([start + size for start, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes)
     shape = tuple(map(max, zip(*ends, strict=True)))

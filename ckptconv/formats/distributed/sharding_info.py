@@ -44,9 +44,11 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
             offsets[entry.name] = first
     if wrong or len(info) != len(offsets):
         raise MalformedError(
-            f"{SHARDING_INFO} does not fit the tensors", where=path, expected=f"{_OFFSETS} for each, and for no other",
+            f"{SHARDING_INFO} does not fit the tensors",
+            where=path,
+            expected=f"{_OFFSETS} for each, and for no other",
             got=repr(wrong[0]) if wrong else f"{len(info):,} for {len(offsets):,} tensors",
-        )  # fmt: skip
+        )
     return offsets
 
 
@@ -71,6 +73,7 @@ def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
 def part_error(path: Path) -> InputError:
     """What is to be said of such a file that was given alone."""
     return UnsupportedError(
-        "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several safetensors files", where=path,
+        "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several safetensors files",
+        where=path,
         hint=f"give the folder with all of them: {shell('ckptconv', 'convert', path.parent, 'OUT')}",
-    )  # fmt: skip
+    )

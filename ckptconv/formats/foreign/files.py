@@ -334,9 +334,9 @@ def _is_flax_value(head: bytes, at: int, code: int) -> bool:
 
 #: msgpack's codes (https://github.com/msgpack/msgpack/blob/master/spec.md): of numbers and heads of arrays and maps, bytes that they take.
 _MSGPACK_FIXED = {
-    0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
-    0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5,
-}  # fmt: skip
+    0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5,
+    0xD3: 9, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5,
+}  # a table  # fmt: skip
 #: Of texts and bytes, the width of their length.
 _MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
@@ -399,14 +399,25 @@ _TENSORFLOW = "load it with TensorFlow and save its weights with torch"
 _PICTURE = "give the file with the weights"
 
 _ROWS: tuple[_Row, ...] = (
-    _empty, _zeros, _cut_signature, _pointer, _page, _refusal, _index,
+    _empty,
+    _zeros,
+    _cut_signature,
+    _pointer,
+    _page,
+    _refusal,
+    _index,
     _starts(b"GGUF", "a GGUF file and not a checkpoint of torch", _gguf_hint()),
     *(
         _starts(magic, "a GGML file (llama.cpp, before GGUF) and not a checkpoint of torch", _gguf_hint())
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
-    _starts(b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras) and not a checkpoint of torch", "load it with Keras or h5py and save its weights with torch"),
-    _tar, _array,
+    _starts(
+        b"\x89HDF\r\n\x1a\n",
+        "an HDF5 file (Keras) and not a checkpoint of torch",
+        "load it with Keras or h5py and save its weights with torch",
+    ),
+    _tar,
+    _array,
     _gzip,
     _compressed(b"BZh", "bzip2", "bzip2 -dc {path} > OUT"),
     _compressed(b"\xfd7zXZ\0", "xz", "xz -dc {path} > OUT"),
@@ -415,7 +426,11 @@ _ROWS: tuple[_Row, ...] = (
     _compressed(b"7z\xbc\xaf\x27\x1c", "7-Zip", "7z x {path}"),
     _compressed(b"Rar!\x1a\x07", "RAR", "unrar x {path}"),
     _zlib,
-    _starts(b"\x7fELF", "a program or library for Linux and not a checkpoint", "do not run it; download the checkpoint itself"),
+    _starts(
+        b"\x7fELF",
+        "a program or library for Linux and not a checkpoint",
+        "do not run it; download the checkpoint itself",
+    ),
     _windows_program,
     _starts(b"\x89PNG\r\n\x1a\n", "a PNG picture and not a checkpoint", _PICTURE),
     _starts(b"\xff\xd8\xff", "a JPEG picture and not a checkpoint", _PICTURE),
@@ -424,5 +439,12 @@ _ROWS: tuple[_Row, ...] = (
     _starts(b"PAR1", "a Parquet table and not a checkpoint", _PICTURE),
     _starts(b"SQLite format 3\0", "an SQLite database and not a checkpoint", _PICTURE),
     _starts(b"TFL3", "a TensorFlow Lite model, which is a program and not only weights", _TENSORFLOW, at=4),
-    _flax, _onnx, _saved_model, _configuration, _any_text, _displaced, _tensorflow, _tensorflow_data,
-)  # fmt: skip
+    _flax,
+    _onnx,
+    _saved_model,
+    _configuration,
+    _any_text,
+    _displaced,
+    _tensorflow,
+    _tensorflow_data,
+)

@@ -29,14 +29,19 @@ _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
 _SHOWN = 3  # names that are listed
 #: The names that transformers, peft and diffusers give to a whole model, the better format first.
 _MODELS = (
-    "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
-    "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
-)  # fmt: skip
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin",
+)
 #: Names that the rows ask for, which are looked for where a listing was cut; those of folders end in a slash.
 _KNOWN = (
-    *_MODELS, "data.pkl", "data/", "version", "byteorder", ".metadata", "__0_0.distcp", "zero_to_fp32.py", "latest", "saved_model.pb", "saved_model.pbtxt",
-    "_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA", "model.weights.h5",
-)  # fmt: skip
+    *_MODELS, "data.pkl", "data/", "version", "byteorder", ".metadata", "__0_0.distcp", "zero_to_fp32.py", "latest",
+    "saved_model.pb", "saved_model.pbtxt", "_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA",
+    "model.weights.h5",
+)  # a table  # fmt: skip
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>(?!00000)[0-9]{5})(?P<suffix>\.safetensors|\.bin)")
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 
@@ -193,7 +198,10 @@ def _shards(folder: _Folder) -> _Answer | None:
     what = f"a checkpoint in {int(first['count']):,} shards"
     if missing and not folder.cut:
         names = [f"{first['stem']}-{n:05d}-of-{first['count']}{first['suffix']}" for n in missing]
-        return _Answer(f"{what}, of which {some(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} missing", "download or copy what is missing")  # fmt: skip
+        return _Answer(
+            f"{what}, of which {some(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} missing",
+            "download or copy what is missing",
+        )
     return _Answer(what, f"make it one file: {shell('ckptconv', 'convert', folder.path, 'out' + first['suffix'])}")
 
 
@@ -306,6 +314,6 @@ def _looked_at() -> str:
 
 #: The first that answers is right.
 _ROWS: tuple[Callable[[_Folder], _Answer | None], ...] = (
-    _empty, _torch_records, _distributed, _pointers, _model, _shards, _deepspeed, _saved_model, _tensorflow, _orbax, _keras,
-    _listed, _nothing,
-)  # fmt: skip
+    _empty, _torch_records, _distributed, _pointers, _model, _shards, _deepspeed, _saved_model, _tensorflow, _orbax,
+    _keras, _listed, _nothing,
+)  # a table  # fmt: skip

@@ -74,18 +74,22 @@ def pickle_error(source: Readable) -> InputError:
     joblib = _JOBLIB in source.read(0, min(_MORE, source.size))
     if joblib:  # raw arrays stand between its opcodes
         return UnsupportedError(
-            "a file of joblib's, without tensors of torch", where=source.path,
+            "a file of joblib's, without tensors of torch",
+            where=source.path,
             hint="load it with joblib.load, if you trust who made it, and save its arrays with torch",
-        )  # fmt: skip
+        )
     try:
         with gc_paused():
             graph, end = parse(source.read, source.size, where=str(source.path))
             return _described(source, graph, source.size - end)
     except MalformedError as error:
         return MalformedError(
-            f"a pickle that was cut short or damaged: {error.what}", where=error.where, expected=error.expected,
-            got=error.got, hint=_AGAIN,
-        )  # fmt: skip
+            f"a pickle that was cut short or damaged: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            got=error.got,
+            hint=_AGAIN,
+        )
     except InputError as error:
         return error
 
@@ -95,14 +99,16 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     dangers = sorted({*dangerous_globals(graph)} - {LOADER})
     if dangers:
         return DangerousError(
-            f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})", where=source.path,
+            f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})",
+            where=source.path,
             hint="do not load it",
-        )  # fmt: skip
+        )
     if storage_sizes(graph):
         return UnsupportedError(
-            "the pickle of a torch checkpoint without the storages that belong to it", where=source.path,
+            "the pickle of a torch checkpoint without the storages that belong to it",
+            where=source.path,
             hint="give the whole file, or the folder that it was unpacked to",
-        )  # fmt: skip
+        )
     arrays = "numpy" in modules
     packages = sorted(modules.difference(_PLAIN))
     inside = ["NumPy arrays"] if arrays else []
@@ -110,9 +116,10 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     within = f", with {' and '.join(inside)} in it" if inside else ""
     more = f", and {behind:,} bytes behind it" if behind else ""
     return UnsupportedError(
-        f"a pickle without tensors: {_root(graph.root)}{within}{more}", where=source.path,
+        f"a pickle without tensors: {_root(graph.root)}{within}{more}",
+        where=source.path,
         hint="save its arrays with torch: torch.from_numpy makes tensors of them" if arrays else _NO_WEIGHTS,
-    )  # fmt: skip
+    )
 
 
 def _root(root: Value) -> str:

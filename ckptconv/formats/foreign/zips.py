@@ -103,9 +103,10 @@ def _records_without_folder(names: _Names) -> InputError | None:
         return None
     again = f"{shell('unzip', names.path, '-d', 'out')} && {shell('python', '-m', 'zipfile', '-c', 'out.pt', 'out')}"
     return MalformedError(
-        "torch's records without the folder that they must be in", expected=f"a member FOLDER/{_PICKLE}",
+        "torch's records without the folder that they must be in",
+        expected=f"a member FOLDER/{_PICKLE}",
         hint=f"zip them again: {again}",
-    )  # fmt: skip
+    )
 
 
 def _torchserve(names: _Names) -> InputError | None:
@@ -167,8 +168,16 @@ def _checkpoint_in(names: _Names) -> str | None:
 
 #: The first that answers is right.
 _ROWS: tuple[_Row, ...] = (
-    _old_torchscript, _exported, _records_without_folder, _torchserve, _stable_baselines, _keras, _arrays, _holding_a_checkpoint, _any_zip,
-)  # fmt: skip
+    _old_torchscript,
+    _exported,
+    _records_without_folder,
+    _torchserve,
+    _stable_baselines,
+    _keras,
+    _arrays,
+    _holding_a_checkpoint,
+    _any_zip,
+)
 
 
 # What is left of one
@@ -189,8 +198,9 @@ def cut_short(source: Readable) -> InputError:
     except InputError as error:
         return MalformedError(
             f"a torch checkpoint that was cut short, or damaged, inside {_PICKLE}, its first record: {error.what}",
-            where=source.path, hint=AGAIN,
-        )  # fmt: skip
+            where=source.path,
+            hint=AGAIN,
+        )
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
     whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
@@ -200,8 +210,9 @@ def cut_short(source: Readable) -> InputError:
         )
     return MalformedError(
         f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
-        where=source.path, hint=AGAIN,
-    )  # fmt: skip
+        where=source.path,
+        hint=AGAIN,
+    )
 
 
 def _only_stored(source: Readable, start: int) -> bool:
@@ -232,6 +243,7 @@ def displaced(source: Readable) -> InputError | None:
     if before == 0 or before + 4 > source.size or source.read(before, 4) != LOCAL:
         return MalformedError("a zip archive whose start is damaged", where=source.path, hint=AGAIN)
     return MalformedError(
-        f"a zip archive with {before:,} bytes before it", where=source.path,
+        f"a zip archive with {before:,} bytes before it",
+        where=source.path,
         hint=f"take them off: {shell('tail', '-c', f'+{before + 1}', source.path)} > out.pt",
-    )  # fmt: skip
+    )

@@ -53,7 +53,9 @@ TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
 _SUFFIXES = r"\.safetensors|\.bin"
-_SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII)  # fmt: skip
+_SHARD = re.compile(
+    rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII
+)
 _INDEX = re.compile(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
 #: The stems that transformers, diffusers and peft give to a model, and what tells its variants apart.
 _STEMS = r"model|pytorch_model|diffusion_pytorch_model|adapter_model"
@@ -114,11 +116,15 @@ def of_other_suffix(name: str, suffix: str) -> str:
 def renumbered(names: list[str]) -> list[str]:
     """NAMES of shards with the numbers that they have when there are no others; as they are, where one is not numbered."""
     found = [_SHARD.fullmatch(name) for name in names]
-    return [
-        f"{each['stem']}-{number:05d}-of-{len(names):05d}{each['variant'] or ''}{each['suffix']}"
-        for number, each in enumerate(found, 1)
-        if each
-    ] if all(found) else names  # fmt: skip
+    return (
+        [
+            f"{each['stem']}-{number:05d}-of-{len(names):05d}{each['variant'] or ''}{each['suffix']}"
+            for number, each in enumerate(found, 1)
+            if each
+        ]
+        if all(found)
+        else names
+    )
 
 
 def family_of(name: str) -> str | None:
@@ -185,9 +191,10 @@ def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + whole, _SHOWN)
     one = next((name for name in (*(each.index for each in sets), *whole) if name), None)
     return RefusedError(
-        f"it is not clear which checkpoint in it is meant: {listed}", where=path,
+        f"it is not clear which checkpoint in it is meant: {listed}",
+        where=path,
         hint=f"give its path: {shell(path / one)}" if one else "put each into a folder of its own",
-    )  # fmt: skip
+    )
 
 
 def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
@@ -202,10 +209,12 @@ def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
     elif len(found.shards) != found.count or not found.count:
         faults.found(
             MalformedError(
-                f"the shards {found.shards[0]} … are not numbered from 1 on, each number once", where=path,
-                expected=count(found.count, "shard"), got=len(found.shards),
+                f"the shards {found.shards[0]} … are not numbered from 1 on, each number once",
+                where=path,
+                expected=count(found.count, "shard"),
+                got=len(found.shards),
             )
-        )  # fmt: skip
+        )
 
 
 def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) -> list[str]:
@@ -230,17 +239,22 @@ def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
     unnamed = sorted({*beside} - {*named})
     if unnamed:
         are = "is" if len(unnamed) == 1 else "are"
-        faults.found(MalformedError(
-            f"{count(len(unnamed), 'shard')} {are} not in the index: {some(unnamed, _SHOWN)}", where=folder, hint=_WITHOUT,
-        ))  # fmt: skip
+        faults.found(
+            MalformedError(
+                f"{count(len(unnamed), 'shard')} {are} not in the index: {some(unnamed, _SHOWN)}",
+                where=folder,
+                hint=_WITHOUT,
+            )
+        )
 
 
 def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
     are = "is" if len(names) == 1 else "are"
     return MalformedError(
-        f"{len(names):,} of {count(total, 'shard')} {are} missing: {some(names, _SHOWN)}", where=folder,
+        f"{len(names):,} of {count(total, 'shard')} {are} missing: {some(names, _SHOWN)}",
+        where=folder,
         hint="download or copy what is missing",
-    )  # fmt: skip
+    )
 
 
 # The index
@@ -293,8 +307,11 @@ class _Reader:
             self.check_shard(shard)
         if len(shards) > LIMITS.shards:
             raise LimitError(
-                "the index names too many shards", where=self.source.path, expected=f"at most {LIMITS.shards:,}", got=f"{len(shards):,}"
-            )  # fmt: skip
+                "the index names too many shards",
+                where=self.source.path,
+                expected=f"at most {LIMITS.shards:,}",
+                got=f"{len(shards):,}",
+            )
         return Index(metadata, weight_map, tuple(key for key in top if key not in ("metadata", "weight_map")))
 
     def parsed(self) -> Any:
@@ -302,18 +319,23 @@ class _Reader:
         size = self.source.size
         if size > LIMITS.safetensors_header:  # an index says of each tensor less than a header does
             raise LimitError(
-                "the index is too long", where=self.source.path,
-                expected=f"at most {LIMITS.safetensors_header:,} bytes", got=f"{size:,}",
-            )  # fmt: skip
+                "the index is too long",
+                where=self.source.path,
+                expected=f"at most {LIMITS.safetensors_header:,} bytes",
+                got=f"{size:,}",
+            )
         raw = self.source.read(0, size)
         brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
         if brackets > LIMITS.header_brackets or max(quotes, raw.count(b",")) > LIMITS.header_quotes:
             raise LimitError("the index describes more than a million tensors could need", where=self.source.path)
         try:
             return json.loads(
-                raw.decode(), object_pairs_hook=self.object, parse_int=self.integer, parse_float=self.number,
+                raw.decode(),
+                object_pairs_hook=self.object,
+                parse_int=self.integer,
+                parse_float=self.number,
                 parse_constant=lambda word: self.fail("the index is no JSON", got=word),
-            )  # fmt: skip
+            )
         except UnicodeDecodeError as error:
             self.fail("the index is not UTF-8", got=f"byte {error.start}")
         except json.JSONDecodeError as error:

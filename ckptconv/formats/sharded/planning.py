@@ -58,9 +58,11 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
     too_large = sum(nbytes > most for nbytes in sizes)
     if too_large == len(sizes) > 1:
         raise UsageError(
-            f"--max-shard-size {max_shard_size} is less than any tensor has", expected=f"at least {min(sizes):,} bytes",
-            got=f"{most:,}", hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
-        )  # fmt: skip
+            f"--max-shard-size {max_shard_size} is less than any tensor has",
+            expected=f"at least {min(sizes):,} bytes",
+            got=f"{most:,}",
+            hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
+        )
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError as error:
@@ -69,16 +71,22 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         ) from error
     literal = stem.replace("{", "{{").replace("}", "}}")
     split = split_state_dict_into_shards_factory(
-        dict(weights), get_storage_size=lambda weight: weight.nbytes, get_storage_id=lambda weight: weight.group,
-        filename_pattern=f"{literal}{{suffix}}{suffix}", max_shard_size=most,
-    )  # fmt: skip
+        dict(weights),
+        get_storage_size=lambda weight: weight.nbytes,
+        get_storage_id=lambda weight: weight.group,
+        filename_pattern=f"{literal}{{suffix}}{suffix}",
+        max_shard_size=most,
+    )
     if len(split.filename_to_tensors) > LIMITS.shards:
         raise UsageError(
             f"--max-shard-size {max_shard_size} would take {len(split.filename_to_tensors):,} shards",
-            expected=f"at most {LIMITS.shards:,}", hint="say a larger one",
-        )  # fmt: skip
+            expected=f"at most {LIMITS.shards:,}",
+            hint="say a larger one",
+        )
     place = {name: i for i, name in enumerate(weights)}  # the planner puts what is tied last
-    files = tuple((file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items())  # fmt: skip
+    files = tuple(
+        (file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items()
+    )
     return Deal(files, index_name(stem, suffix) if len(files) > 1 else None, too_large)
 
 

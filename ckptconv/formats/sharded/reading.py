@@ -112,8 +112,13 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
     metadata = {key: value for key, value in said if value != ties.get(key)}
     texts, contradictions = _texts(shards, metadata)
     container = ShardedContainer(
-        root, tuple(shards), found.index or index_name(found.stem, found.suffix), metadata, len(_names(root)), contradictions
-    )  # fmt: skip
+        root,
+        tuple(shards),
+        found.index or index_name(found.stem, found.suffix),
+        metadata,
+        len(_names(root)),
+        contradictions,
+    )
     checkpoint = merger.checkpoint(f"{NAME} {shards[0].part.format}", root, container)
     checkpoint.is_state_dict = shards[0].part.is_state_dict
     checkpoint.ties = ties
@@ -192,11 +197,19 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
     read = {shard.name for shard in shards}
     places = {name: shard for name, shard in index.weight_map.items() if shard in read}
     missing = [f"{name!r} not in {shard}" for name, shard in places.items() if name not in in_shards]
-    moved = [f"{name!r} in {in_shards[name].name} and not in {shard}" for name, shard in places.items() if name in in_shards and in_shards[name].name != shard]  # fmt: skip
-    unknown = [f"{name!r} in {shard.name}" for name, shard in in_shards.items() if name not in places and name not in recorded]  # fmt: skip
+    moved = [
+        f"{name!r} in {in_shards[name].name} and not in {shard}"
+        for name, shard in places.items()
+        if name in in_shards and in_shards[name].name != shard
+    ]
+    unknown = [
+        f"{name!r} in {shard.name}" for name, shard in in_shards.items() if name not in places and name not in recorded
+    ]
     for what, found in (
-        ("no shard, but in the index", missing), ("another shard than the index says", moved), ("a shard, but not in the index", unknown),
-    ):  # fmt: skip
+        ("no shard, but in the index", missing),
+        ("another shard than the index says", moved),
+        ("a shard, but not in the index", unknown),
+    ):
         if found:
             folder.faults.found(_contradiction(folder, shards, what, found, may_go=True))
     return in_shards

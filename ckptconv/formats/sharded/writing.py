@@ -68,7 +68,9 @@ def layout(
 ) -> Layout:
     """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at most MAX_SHARD_SIZE. Raises UsageError, RefusedError."""
     if format not in ("pt", "safetensors"):
-        raise UsageError(f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors")  # fmt: skip
+        raise UsageError(
+            f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors"
+        )
     suffix = ".safetensors" if format == "safetensors" else ".bin"
     container = checkpoint.container if isinstance(checkpoint.container, ShardedContainer) else None
     if max_shard_size is not None:
@@ -77,9 +79,10 @@ def layout(
         planned = _as_it_was(checkpoint, container, suffix)
     else:
         raise UsageError(
-            "what is to be written is not in shards, and a folder is the output", where=folder,
+            "what is to be written is not in shards, and a folder is the output",
+            where=folder,
             hint="--max-shard-size 5GB makes shards of it; a path with a suffix, one file",
-        )  # fmt: skip
+        )
     return _Writer(checkpoint, folder, format, copy_tied).layout(planned)
 
 
@@ -109,9 +112,10 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str)
         names = renumbered(names)
     if len({*names, index}) <= len(names):
         raise RefusedError(
-            f"two shards would have one name: {some(names, _SHOWN)}", where=checkpoint.source.path,
+            f"two shards would have one name: {some(names, _SHOWN)}",
+            where=checkpoint.source.path,
             hint="--max-shard-size 5GB makes new ones",
-        )  # fmt: skip
+        )
     left = _uncounted(checkpoint, container, metadata)
     files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]
     return _Set(files, index, metadata, left)
@@ -157,7 +161,11 @@ def _dealt(
         own = {key: text for key, text in texts.items() if key == _FORMAT} if dealt.index else texts
         files.append(_File(file, root, None, own))
     if dealt.index is None:
-        left += [LeftBehind(f"{container.index}/metadata/{key}", 0, "one file has no index") for key, value in metadata.items() if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)]  # fmt: skip
+        left += [
+            LeftBehind(f"{container.index}/metadata/{key}", 0, "one file has no index")
+            for key, value in metadata.items()
+            if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)
+        ]
     metadata.pop(_FORMAT, None)
     notes = (_about_size(dealt.too_large, max_shard_size),) if dealt.too_large else ()
     return _Set(files, dealt.index, metadata, left, notes)
@@ -173,7 +181,11 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     root = checkpoint.graph.root
     assert isinstance(root, Object)  # a state dict was taken
     places = list(places_in(checkpoint, {id(root)}))
-    odd = [place.path for place in places if is_item(place) and (place.key is None or not is_text(place.key) or is_repeated(place))]  # fmt: skip
+    odd = [
+        place.path
+        for place in places
+        if is_item(place) and (place.key is None or not is_text(place.key) or is_repeated(place))
+    ]
     if odd:
         raise RefusedError(
             f"an index cannot hold what has no name of its own: {some(odd, _SHOWN)}", where=checkpoint.source.path

@@ -69,9 +69,15 @@ def diff(
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be read or an edit cannot be made of A.
     """
     edits = edits_from(
-        state_dict=state_dict, select=select, include=include, exclude=exclude, unwrap=unwrap, strip_prefix=strip_prefix,
-        rename=rename, add_prefix=add_prefix,
-    )  # fmt: skip
+        state_dict=state_dict,
+        select=select,
+        include=include,
+        exclude=exclude,
+        unwrap=unwrap,
+        strip_prefix=strip_prefix,
+        rename=rename,
+        add_prefix=add_prefix,
+    )
     if not isinstance(names_only, bool):
         raise TypeError(f"names_only must be True or False, not {names_only!r}")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
@@ -273,10 +279,18 @@ class _Comparison:
         distinct = {info.view if info.storage else (id(info),): info.nbytes for info in infos}
         near = [found.path for found, keys in self.found if any(key in self.values.near for key in keys)]
         return Difference(
-            *self.paths, self.formats, len(pairing.tensors), sum(distinct.values()), tuple(pairing.a.only), tuple(pairing.b.only),
+            *self.paths,
+            self.formats,
+            len(pairing.tensors),
+            sum(distinct.values()),
+            tuple(pairing.a.only),
+            tuple(pairing.b.only),
             tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
-            () if self.names_only else (*pairing.others, *others), (*self.notes, *self.more_notes(near)), self.suggestion(), len(near),
-        )  # fmt: skip
+            () if self.names_only else (*pairing.others, *others),
+            (*self.notes, *self.more_notes(near)),
+            self.suggestion(),
+            len(near),
+        )
 
     def differs(self, key: Key) -> bool:
         values = self.values.found[key]
@@ -331,7 +345,11 @@ class _Comparison:
         names = [place.path for place, _ in self.pairing.tensors]
         groups = _groups(self.a, names), _groups(self.b, names)
         for this, other, word in ((0, 1, "A"), (1, 0, "B")):
-            tied = [f"{name} = {groups[this][name]}" for name in names if groups[this][name] not in (name, groups[other][name])]  # fmt: skip
+            tied = [
+                f"{name} = {groups[this][name]}"
+                for name in names
+                if groups[this][name] not in (name, groups[other][name])
+            ]
             if tied:
                 yield f"tied in {word} alone: {self.some(tied)}"
 

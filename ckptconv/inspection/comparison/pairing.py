@@ -176,9 +176,18 @@ class Side:
 
 
 _KINDS: dict[type, str] = {
-    type(None): "None", Dict: "dict", List: "list", Tuple: "tuple", Set: "set", FrozenSet: "frozenset", Py2String: "py2",
-    ByteArray: "bytearray", Global: "global", Extension: "extension", PersistentId: "storage",
-}  # fmt: skip
+    type(None): "None",
+    Dict: "dict",
+    List: "list",
+    Tuple: "tuple",
+    Set: "set",
+    FrozenSet: "frozenset",
+    Py2String: "py2",
+    ByteArray: "bytearray",
+    Global: "global",
+    Extension: "extension",
+    PersistentId: "storage",
+}
 
 
 @dataclass(frozen=True)
@@ -269,9 +278,10 @@ class Pairing:
             self._room -= place.length
         if self._steps < 0 or self._room < 0:
             raise LimitError(
-                "the two share their parts in such ways that comparing them would take too long", where=self.a.checkpoint.source.path,
+                "the two share their parts in such ways that comparing them would take too long",
+                where=self.a.checkpoint.source.path,
                 expected=f"at most {_STEPS:,} pairs, and {_STEPS_EACH} for each opcode and each place",
-            )  # fmt: skip
+            )
 
     def _differ(self, a: Place, b: Place) -> bool:
         """Note what the nodes at A and B do not have in common, and say whether to look into them."""
@@ -405,7 +415,11 @@ class Pairing:
         words = self.a.words(a.node), self.b.words(b.node)
         if words[0] == words[1]:
             kinds = self.a.kind(a.node), self.b.kind(b.node)
-            words = _apart(a.node, b.node, words[0]) if kinds[0] == kinds[1] else (f"{words[0]} ({kinds[0]})", f"{words[1]} ({kinds[1]})")  # fmt: skip
+            words = (
+                _apart(a.node, b.node, words[0])
+                if kinds[0] == kinds[1]
+                else (f"{words[0]} ({kinds[0]})", f"{words[1]} ({kinds[1]})")
+            )
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:

@@ -66,9 +66,13 @@ def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
     ]
     if not taken:
         parts += [
-            _Part(f"a module at {found.path}", found.names(), ("--select", found.path, "--state-dict") if found.path != "." else ("--state-dict",))
+            _Part(
+                f"a module at {found.path}",
+                found.names(),
+                ("--select", found.path, "--state-dict") if found.path != "." else ("--state-dict",),
+            )
             for found in detected.modules
-        ]  # fmt: skip
+        ]
     return parts
 
 

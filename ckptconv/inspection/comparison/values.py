@@ -87,7 +87,11 @@ class Values:
         """Whether A and B are the same view of storages that have the same checksum, by what their files say."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
-        sums = [each.storage.data.crc32 for each in (a, b) if each.storage and isinstance(each.storage.data, (ByteRange, Inflate))]  # fmt: skip
+        sums = [
+            each.storage.data.crc32
+            for each in (a, b)
+            if each.storage and isinstance(each.storage.data, (ByteRange, Inflate))
+        ]
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
@@ -131,13 +135,20 @@ class Values:
         assert a.storage and b.storage
         found: list[Piece]
         if a.contiguous and b.contiguous:
-            found = [piece.of if isinstance(piece, Cast) else piece for piece in (piece_of(a, self.orders[0]), piece_of(b, self.orders[1]))]  # fmt: skip
+            found = [
+                piece.of if isinstance(piece, Cast) else piece
+                for piece in (piece_of(a, self.orders[0]), piece_of(b, self.orders[1]))
+            ]
         elif self.is_same_view(a, b):
             found = [a.storage.data, b.storage.data]
         else:
             return None
         left, right = found
-        return (left, right) if isinstance(left, ByteRange) and isinstance(right, ByteRange) and left.length == right.length else None  # fmt: skip
+        return (
+            (left, right)
+            if isinstance(left, ByteRange) and isinstance(right, ByteRange) and left.length == right.length
+            else None
+        )
 
     def compare_parts(
         self,
@@ -213,7 +224,7 @@ class Values:
                 f"{what} have too many elements for their storages",
                 expected=f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes more",
                 hint="compare a part: --include GLOB",
-            )  # fmt: skip
+            )
 
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
         from ckptconv.byteranges.kernels.comparing import Comparer
@@ -223,8 +234,12 @@ class Values:
     def conclude(self, key: Key, comparer: Comparer) -> None:
         times = self._repeats[key]
         self.found[key] = ValueDifference(
-            prod(self.wanted[key][0].shape) * times, comparer.differing * times, comparer.largest, comparer.largest_relative, comparer.not_finite * times
-        )  # fmt: skip
+            prod(self.wanted[key][0].shape) * times,
+            comparer.differing * times,
+            comparer.largest,
+            comparer.largest_relative,
+            comparer.not_finite * times,
+        )
         if comparer.is_near:
             self.near[key] = float(comparer.largest or 0)
 
@@ -232,8 +247,20 @@ class Values:
 def bytes_of(storage: Storage) -> TensorInfo:
     """All bytes of STORAGE as a tensor of them."""
     return TensorInfo(
-        "", None, "strided", "uint8", (storage.nbytes,), (1,), 0, storage.device, storage.nbytes, storage, False, False, True
-    )  # fmt: skip
+        "",
+        None,
+        "strided",
+        "uint8",
+        (storage.nbytes,),
+        (1,),
+        0,
+        storage.device,
+        storage.nbytes,
+        storage,
+        False,
+        False,
+        True,
+    )
 
 
 def _in_numbers(info: TensorInfo) -> TensorInfo:
@@ -307,8 +334,10 @@ def _check_repeats(info: TensorInfo) -> None:
     most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
     if info.nbytes > most:
         raise LimitError(
-            f"{info.path} has too many elements for its storage", expected=f"at most {most:,} bytes", got=f"{info.nbytes:,}"
-        )  # fmt: skip
+            f"{info.path} has too many elements for its storage",
+            expected=f"at most {most:,} bytes",
+            got=f"{info.nbytes:,}",
+        )
 
 
 def _cost(info: TensorInfo, piece: Piece) -> int:

@@ -36,9 +36,11 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
     missing = [tag for tag in tags if shown[tag] is False and tag not in odd]
     if missing:
         yield Issue(
-            "device", f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
-            _cure_of(scope, missing, shown), blocks=True,
-        )  # fmt: skip
+            "device",
+            f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
+            _cure_of(scope, missing, shown),
+            blocks=True,
+        )
     unknown = [tag for tag in tags if shown[tag] is None and tag not in odd]
     if unknown:
         families = {tag.partition(":")[0]: "cpu" for tag in unknown}

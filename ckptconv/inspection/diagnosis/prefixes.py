@@ -46,7 +46,10 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     facts = [f"{wrapper} is in {count(n, 'name')} ({WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
     if stripped:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
-        facts.insert(0, f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({first_few([WRAPPERS[w] for w in stripped])})")  # fmt: skip
+        facts.insert(
+            0,
+            f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({first_few([WRAPPERS[w] for w in stripped])})",
+        )
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
         text += "; below it they all start with module. again, which may be the model's own"
@@ -101,7 +104,9 @@ def _inner(name: str) -> re.Match[str] | None:
 def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
     """Whether taking off STRIPPED, in this order, does to NAMES what their CHAIN of wrappers asks for: no less, and nothing to a module of the model's own."""
     others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
-    return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(n.startswith(others) for n in names)  # fmt: skip
+    return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(
+        n.startswith(others) for n in names
+    )
 
 
 def _keeps_apart(old: list[str], new: list[str]) -> bool:

@@ -77,19 +77,70 @@ def test_what_pickle_itself_writes_is_not_dangerous() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "torch.jit.unsupported_tensor_ops.execWrapper", "numpy.testing._private.utils.runstring", "torch.utils._config_module.ConfigModule.load_config",
-        "torch._inductor.codecache.compile_file", "torch.utils.collect_env.run", "torch._dynamo.guards.GuardBuilder.get", "torch.utils.bottleneck.__main__.run_cprofile",
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression", "torch.utils.data.datapipes.utils.decoder.basichandlers", "torch.hub.load",
-        "idlelib.pyshell.ModifiedInterpreter.runcode", "idlelib.run.Executive.runcode", "idlelib.calltip.get_entity", "lib2to3.pgen2.grammar.Grammar.loads",
-        "lib2to3.pgen2.pgen.ParserGenerator.make_label", "doctest.debug_script", "logging.config._resolve", "uuid._get_command_stdout", "_aix_support._read_cmd_output",
-        "_osx_support._read_output", "_pyrepl.pager.pipe_pager", "ensurepip._run_pip", "pydoc.pipepager", "profile.run", "profile.Profile.runctx", "cProfile.runctx", "trace.Trace.run",
-        "code.InteractiveInterpreter.runcode", "test.support.script_helper.assert_python_ok", "operator.call", "functools.reduce", "timeit.timeit", "pkgutil.resolve_name",
-        "asyncio.unix_events._UnixSubprocessTransport._start", "distutils.file_util.write_file", "pip.main", "numpy.f2py.crackfortran.getlincoef", "ctypes.CDLL", "pty.spawn",
-        "bdb.Bdb.run", "pdb.run", "ssl.get_server_certificate", "imaplib.IMAP4_stream", "http.client.HTTPConnection", "io.open", "shutil.rmtree", "pathlib.Path.write_text",
-        "torch.save", "numpy.savez_compressed", "logging.handlers.RotatingFileHandler", "tokenize._builtin_open", "types.LambdaType", "torch.fx.graph_module._forward_from_src",
-        "torch._utils._import_dotted_name", "pickle.loads", "torch.load", "torch.storage._load_from_bytes", "yaml.unsafe_load", "builtins.exec", "types.CodeType", "importlib.import_module", "marshal.loads",
+        "torch.jit.unsupported_tensor_ops.execWrapper",
+        "numpy.testing._private.utils.runstring",
+        "torch.utils._config_module.ConfigModule.load_config",
+        "torch._inductor.codecache.compile_file",
+        "torch.utils.collect_env.run",
+        "torch._dynamo.guards.GuardBuilder.get",
+        "torch.utils.bottleneck.__main__.run_cprofile",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
+        "torch.utils.data.datapipes.utils.decoder.basichandlers",
+        "torch.hub.load",
+        "idlelib.pyshell.ModifiedInterpreter.runcode",
+        "idlelib.run.Executive.runcode",
+        "idlelib.calltip.get_entity",
+        "lib2to3.pgen2.grammar.Grammar.loads",
+        "lib2to3.pgen2.pgen.ParserGenerator.make_label",
+        "doctest.debug_script",
+        "logging.config._resolve",
+        "uuid._get_command_stdout",
+        "_aix_support._read_cmd_output",
+        "_osx_support._read_output",
+        "_pyrepl.pager.pipe_pager",
+        "ensurepip._run_pip",
+        "pydoc.pipepager",
+        "profile.run",
+        "profile.Profile.runctx",
+        "cProfile.runctx",
+        "trace.Trace.run",
+        "code.InteractiveInterpreter.runcode",
+        "test.support.script_helper.assert_python_ok",
+        "operator.call",
+        "functools.reduce",
+        "timeit.timeit",
+        "pkgutil.resolve_name",
+        "asyncio.unix_events._UnixSubprocessTransport._start",
+        "distutils.file_util.write_file",
+        "pip.main",
+        "numpy.f2py.crackfortran.getlincoef",
+        "ctypes.CDLL",
+        "pty.spawn",
+        "bdb.Bdb.run",
+        "pdb.run",
+        "ssl.get_server_certificate",
+        "imaplib.IMAP4_stream",
+        "http.client.HTTPConnection",
+        "io.open",
+        "shutil.rmtree",
+        "pathlib.Path.write_text",
+        "torch.save",
+        "numpy.savez_compressed",
+        "logging.handlers.RotatingFileHandler",
+        "tokenize._builtin_open",
+        "types.LambdaType",
+        "torch.fx.graph_module._forward_from_src",
+        "torch._utils._import_dotted_name",
+        "pickle.loads",
+        "torch.load",
+        "torch.storage._load_from_bytes",
+        "yaml.unsafe_load",
+        "builtins.exec",
+        "types.CodeType",
+        "importlib.import_module",
+        "marshal.loads",
     ],
-)  # fmt: skip
+)
 def test_what_scanners_missed(name: str) -> None:
     """What advisories for pickle scanners report, in whatever module it stands."""
     module, _, attribute = name.rpartition(".")
@@ -99,12 +150,27 @@ def test_what_scanners_missed(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("torch.serialization", "os.system"), ("torch", "serialization.os.system"), ("torch.serialization", "os"), ("torch.serialization", "pickle.loads"), ("torch.storage", "torch.load"),
-        ("torch.nn", "Module.__init__.__globals__"), ("collections", "OrderedDict.__subclasses__"), ("builtins", "object.__reduce_ex__"), ("functools", "partial.__builtins__"),
-        ("numpy", "builtins.eval"), ("mine.commands", "Net.__class__.__mro__"), ("random", "_os.system"), ("collections", "_sys.modules"), ("torch", "builtins"), ("torch.serialization", "pickle"),
-        ("enum", "bltns.eval"), ("torch.storage", "UntypedStorage.from_file"), ("torch.multiprocessing.reductions", "ForkingPickler.loads"), ("statistics", "reduce"),
+        ("torch.serialization", "os.system"),
+        ("torch", "serialization.os.system"),
+        ("torch.serialization", "os"),
+        ("torch.serialization", "pickle.loads"),
+        ("torch.storage", "torch.load"),
+        ("torch.nn", "Module.__init__.__globals__"),
+        ("collections", "OrderedDict.__subclasses__"),
+        ("builtins", "object.__reduce_ex__"),
+        ("functools", "partial.__builtins__"),
+        ("numpy", "builtins.eval"),
+        ("mine.commands", "Net.__class__.__mro__"),
+        ("random", "_os.system"),
+        ("collections", "_sys.modules"),
+        ("torch", "builtins"),
+        ("torch.serialization", "pickle"),
+        ("enum", "bltns.eval"),
+        ("torch.storage", "UntypedStorage.from_file"),
+        ("torch.multiprocessing.reductions", "ForkingPickler.loads"),
+        ("statistics", "reduce"),
     ],
-)  # fmt: skip
+)
 def test_what_attributes_lead_to(module: str, name: str) -> None:
     """A name with dots goes through a harmless module to a dangerous one, or to its innards; STACK_GLOBAL and GLOBAL alike."""
     assert dangers(b"\x80\x04V" + f"{module}\nV{name}\n".encode() + b"\x93.") == [f"{module}.{name}"]
@@ -114,14 +180,46 @@ def test_what_attributes_lead_to(module: str, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "mine.os.Net", "mine.commands.Net", "mine.requests.Queue", "mine.torch.load.Net", "osmium.Net", "code.models.Net", "trace.models.Net", "test.models.Net", "profile.models.Net",
-        "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.memmap", "numpy.random._pickle.__randomstate_ctor", "uuid.UUID", "logging.getLogger", "signal.Signals",
-        "pathlib.PosixPath", "functools.partial", "argparse.Namespace", "copyreg._reconstructor", "torch.hubert.Net", "torch.fx.graph_module.reduce_graph_module",
-        "torch.distributed.checkpoint.metadata.Metadata", "omegaconf.dictconfig.DictConfig", "_io.BytesIO", "datetime.datetime", "types.SimpleNamespace", "operator.itemgetter",
-        "torch.package_of_mine.Net", "sklearn.pipeline.Pipeline", "cloudpickle.cloudpickle._make_function",
-        "os.stat_result", "posix.stat_result", "os.terminal_size", "os.PathLike", "torch.distributed.reduce", "mine.Metric.reduce", "mine.Net.from_file",
+        "mine.os.Net",
+        "mine.commands.Net",
+        "mine.requests.Queue",
+        "mine.torch.load.Net",
+        "osmium.Net",
+        "code.models.Net",
+        "trace.models.Net",
+        "test.models.Net",
+        "profile.models.Net",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.ndarray",
+        "numpy.memmap",
+        "numpy.random._pickle.__randomstate_ctor",
+        "uuid.UUID",
+        "logging.getLogger",
+        "signal.Signals",
+        "pathlib.PosixPath",
+        "functools.partial",
+        "argparse.Namespace",
+        "copyreg._reconstructor",
+        "torch.hubert.Net",
+        "torch.fx.graph_module.reduce_graph_module",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "omegaconf.dictconfig.DictConfig",
+        "_io.BytesIO",
+        "datetime.datetime",
+        "types.SimpleNamespace",
+        "operator.itemgetter",
+        "torch.package_of_mine.Net",
+        "sklearn.pipeline.Pipeline",
+        "cloudpickle.cloudpickle._make_function",
+        "os.stat_result",
+        "posix.stat_result",
+        "os.terminal_size",
+        "os.PathLike",
+        "torch.distributed.reduce",
+        "mine.Metric.reduce",
+        "mine.Net.from_file",
     ],
-)  # fmt: skip
+)
 def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
     """Modules of the user's that are called like the standard library's, and what trainers save, are unknown and no more."""
     module, _, attribute = name.rpartition(".")
@@ -141,8 +239,14 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
         (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, not called"),
         (b"(cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__o0N.", "builtins.getattr of '__globals__'"),
         (b"cbuiltins\ngetattr\ncmine\nfiles\nX\x03\0\0\0_os\x86R.", "builtins.getattr of '_os'"),
-        (b"cbuiltins\ngetattr\nctorch.fx\ngraph_module\nX\x11\0\0\0_exec_with_source\x86R.", "builtins.getattr of '_exec_with_source'"),
-        (b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86RX\x11\0\0\0_exec_with_sourcetR.", "builtins.getattr of '_exec_with_source'"),
+        (
+            b"cbuiltins\ngetattr\nctorch.fx\ngraph_module\nX\x11\0\0\0_exec_with_source\x86R.",
+            "builtins.getattr of '_exec_with_source'",
+        ),
+        (
+            b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86RX\x11\0\0\0_exec_with_sourcetR.",
+            "builtins.getattr of '_exec_with_source'",
+        ),
         (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85R.", None),
         (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85Rcmine\nNet\n\x85R.", "operator.attrgetter of 'sys'"),
         (b"cmine\nNet\n](coperator\nattrgetter\nX\x03\0\0\0sys\x85Re\x85R.", "operator.attrgetter of 'sys'"),
@@ -152,7 +256,7 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
         (b"cbuiltins\ngetattr\ncmine\nNet\nX\x05\0\0\0Inner\x86R.", None),
         (b"cbuiltins\ngetattr\ncmine\nNet\nX\x04\0\0\0eval\x86R.", None),
     ],
-)  # fmt: skip
+)
 def test_getattr(code: bytes, said: str | None) -> None:
     """pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is computed, or hands the function on, is dangerous."""
     assert dangers(b"\x80\x02" + code) == ([said] if said else [])
@@ -172,15 +276,17 @@ def test_arrays_in_files(core: str) -> None:
 
 #: Functions of dangerous modules that others lend and nothing comes of, and what is called like one.
 HARMLESS = {
-    "Lock", "active_children", "allocate_lock", "current_process", "excepthook", "exit_thread", "fsdecode", "fsencode", "fspath", "get_ident", "get_native_id", "gethostname", "getpid", "getrefcount", "intern",
-    "iscoroutinefunction", "normcase", "parent_process", "path_normpath", "randombytes", "set_sentinel", "stack_size", "unquote", "urandom", "urljoin", "urlparse", "urlquote_from_bytes", "urlsplit", "urlunparse",
-}  # fmt: skip
+    "Lock", "active_children", "allocate_lock", "current_process", "excepthook", "exit_thread", "fsdecode",
+    "fsencode", "fspath", "get_ident", "get_native_id", "gethostname", "getpid", "getrefcount", "intern",
+    "iscoroutinefunction", "normcase", "parent_process", "path_normpath", "randombytes", "set_sentinel",
+    "stack_size", "unquote", "urandom", "urljoin", "urlparse", "urlquote_from_bytes", "urlsplit", "urlunparse",
+}  # a table  # fmt: skip
 
 
 LENDERS = (
-    "argparse", "bz2", "collections", "enum", "gzip", "logging.handlers", "lzma", "mailbox", "pickletools", "random", "tempfile", "threading", "tokenize",
-    "tracemalloc", "turtle", "unittest.mock", "numpy", "torch",
-)  # fmt: skip
+    "argparse", "bz2", "collections", "enum", "gzip", "logging.handlers", "lzma", "mailbox", "pickletools", "random",
+    "tempfile", "threading", "tokenize", "tracemalloc", "turtle", "unittest.mock", "numpy", "torch",
+)  # a table  # fmt: skip
 
 
 def test_what_modules_lend() -> None:

@@ -68,9 +68,12 @@ def test_long_texts_come_from_their_own_shard(tmp_path: Path, deflated: tuple[in
 def test_a_shard_in_which_nothing_changes_keeps_its_pickle(tmp_path: Path) -> None:
     """Shards that stay apart are written as each alone would be: their pickles have the bytes that torch wrote."""
     shards = [
-        OrderedDict((f"{i}.{j}", torch.nn.Parameter(torch.arange(4.0)) if j else torch.arange(6.0).view(2, 3).t()) for j in range(3))
+        OrderedDict(
+            (f"{i}.{j}", torch.nn.Parameter(torch.arange(4.0)) if j else torch.arange(6.0).view(2, 3).t())
+            for j in range(3)
+        )
         for i in range(3)
-    ]  # fmt: skip
+    ]
     folder = write_set(tmp_path / "in", shards)
     convert(folder, tmp_path / "out")
     for path in sorted(folder.iterdir()):

@@ -89,9 +89,17 @@ def frozen_weight_norm() -> nn.Module:
 
 def norms() -> nn.Module:
     return nn.Sequential(
-        nn.BatchNorm2d(3), nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm2d(3, track_running_stats=True, affine=True),
-        nn.InstanceNorm1d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.RMSNorm(3), nn.SyncBatchNorm(3), nn.LocalResponseNorm(2),
-    )  # fmt: skip
+        nn.BatchNorm2d(3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.InstanceNorm2d(3, track_running_stats=True, affine=True),
+        nn.InstanceNorm1d(3),
+        nn.GroupNorm(1, 3),
+        nn.LayerNorm(3),
+        nn.RMSNorm(3),
+        nn.SyncBatchNorm(3),
+        nn.LocalResponseNorm(2),
+    )
 
 
 def lists() -> nn.Module:
@@ -104,17 +112,39 @@ def lists() -> nn.Module:
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "everything": Everything, "zoo": zoo.Net, "odd_names": odd_names, "shared": shared, "compiled inside": compiled_inside, "norms": norms, "lists": lists,
+    "everything": Everything,
+    "zoo": zoo.Net,
+    "odd_names": odd_names,
+    "shared": shared,
+    "compiled inside": compiled_inside,
+    "norms": norms,
+    "lists": lists,
     "weight_norm": frozen_weight_norm,
-    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2), "gru": lambda: nn.Sequential(nn.GRU(3, 4, bias=False), nn.GRUCell(2, 2)),
-    "attention": lambda: nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, bias=False, kdim=3, vdim=5, add_bias_kv=True)]),
-    "transformer": lambda: nn.Transformer(4, 2, 1, 2, 8), "no_bias": lambda: nn.Sequential(nn.Linear(2, 2, bias=False), nn.Conv2d(1, 1, 1, bias=False)),
-    "convolutions": lambda: nn.Sequential(nn.Conv3d(1, 2, 1), nn.ConvTranspose1d(2, 1, 3), nn.Bilinear(2, 3, 4), nn.PReLU(3), nn.Embedding(4, 2, padding_idx=0), nn.EmbeddingBag(3, 2)),
-    "wrapped": lambda: nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
-    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(2, 2))), "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
-    "fake quantized": lambda: torch.ao.quantization.FakeQuantize(), "observers": lambda: torch.ao.quantization.PerChannelMinMaxObserver(),
-    "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]), "empty": nn.Sequential, "double": lambda: nn.Linear(2, 2).double(),
-}  # fmt: skip
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2),
+    "gru": lambda: nn.Sequential(nn.GRU(3, 4, bias=False), nn.GRUCell(2, 2)),
+    "attention": lambda: nn.ModuleList(
+        [nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, bias=False, kdim=3, vdim=5, add_bias_kv=True)]
+    ),
+    "transformer": lambda: nn.Transformer(4, 2, 1, 2, 8),
+    "no_bias": lambda: nn.Sequential(nn.Linear(2, 2, bias=False), nn.Conv2d(1, 1, 1, bias=False)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv3d(1, 2, 1),
+        nn.ConvTranspose1d(2, 1, 3),
+        nn.Bilinear(2, 3, 4),
+        nn.PReLU(3),
+        nn.Embedding(4, 2, padding_idx=0),
+        nn.EmbeddingBag(3, 2),
+    ),
+    "wrapped": lambda: nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
+    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(2, 2))),
+    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    "fake quantized": lambda: torch.ao.quantization.FakeQuantize(),
+    "observers": lambda: torch.ao.quantization.PerChannelMinMaxObserver(),
+    "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]),
+    "empty": nn.Sequential,
+    "double": lambda: nn.Linear(2, 2).double(),
+}
 #: The attributes that torch gives every module, but for those that hold tensors and modules.
 TORCHS_OWN = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
 #: What has no tensors in it has no state dict to take.
@@ -257,7 +287,18 @@ def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
     left = {each.path: each for each in report.left_behind}
     nbytes = {".weight/.plain": 28, ".weight/._buffers/cache": 20, ".weight/.best": 16}
     assert {path: left[path].nbytes for path in nbytes} == nbytes
-    own = {".training", *(f".weight/{path}" for path in ("._modules/head/._forward_hooks", "._parameters/tagged/.training", "._hooks_seen", "._modules/head/.in_features"))}  # fmt: skip
+    own = {
+        ".training",
+        *(
+            f".weight/{path}"
+            for path in (
+                "._modules/head/._forward_hooks",
+                "._parameters/tagged/.training",
+                "._hooks_seen",
+                "._modules/head/.in_features",
+            )
+        ),
+    }
     assert {left[path].why for path in (*own, *nbytes)} == {"not in the state dict of .weight"}
     numbers = f"{3 * len(TORCHS_OWN) - 1} attributes of 3 modules"
     assert left[".weight"].why == f"what every module has for torch's own use (hooks, training; {numbers})"
@@ -395,11 +436,18 @@ def names_of(path: Path, **options: Any) -> list[str]:
         (lambda a, b: {"hyper_parameters": {"model": b}, "state_dict": a.state_dict()}, "a"),
         (lambda a, b: {"hyper_parameters": {"net": b}, "weights_of_it": a.state_dict()}, "a"),
         (lambda a, b: {"model": a, "statistics": {"mean": torch.ones(1), "std": torch.ones(1)}}, "a"),
-        (lambda a, b: {"model": a, "optimizer": torch.optim.Adam(a.parameters()).state_dict(), "rng": torch.get_rng_state()}, "a"),
+        (
+            lambda a, b: {
+                "model": a,
+                "optimizer": torch.optim.Adam(a.parameters()).state_dict(),
+                "rng": torch.get_rng_state(),
+            },
+            "a",
+        ),
         (lambda a, b: zoo.Config(weight=b), "b"),
         (lambda a, b: {"first": {"inside": a}, "model": a, "other": b}, "a"),
     ],
-)  # fmt: skip
+)
 def test_the_one_that_is_meant(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
     """State dicts before modules; a module under a usual name before state dicts that have none; what has no tensors does not count."""
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
@@ -427,10 +475,15 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("fc", "net/._modules/fc"), ("net.fc", "net/._modules/fc"), ("net/fc/0", "net/._modules/fc/._modules/0"), ("_modules/fc", "net/._modules/fc"),
-        ("fc.0.weight", "net/._modules/fc/._modules/0/._parameters/weight"), ("more.0.up", "more[0]/._modules/up"), ("epoch.n", "epoch/n"),
+        ("fc", "net/._modules/fc"),
+        ("net.fc", "net/._modules/fc"),
+        ("net/fc/0", "net/._modules/fc/._modules/0"),
+        ("_modules/fc", "net/._modules/fc"),
+        ("fc.0.weight", "net/._modules/fc/._modules/0/._parameters/weight"),
+        ("more.0.up", "more[0]/._modules/up"),
+        ("epoch.n", "epoch/n"),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_answered_with_its_path(
     name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -551,13 +604,20 @@ def quantized() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
     lstm = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(3, 2)), {nn.LSTM})
     packed = "0._packed_params."
     return {
-        "dynamic": (dynamic, {f"{packed}weight": dynamic[0].weight(), f"{packed}bias": dynamic[0].bias(), "1._packed_params.weight": dynamic[1].weight()}),
+        "dynamic": (
+            dynamic,
+            {
+                f"{packed}weight": dynamic[0].weight(),
+                f"{packed}bias": dynamic[0].bias(),
+                "1._packed_params.weight": dynamic[1].weight(),
+            },
+        ),
         "half": (half, {f"{packed}weight": half[0].weight().float(), f"{packed}bias": half[0].bias()}),
         "conv": (conv, {"weight": conv.weight(), "bias": conv.bias()}),
         "conv inside": (nn.ModuleDict({"c": conv}), {"c.weight": conv.weight(), "c.bias": conv.bias()}),
         "embedding": (embedding, {"_packed_params._packed_weight": embedding.weight()}),
         "lstm": (lstm, {}),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.skipif(not torch.backends.quantized.supported_engines, reason="this torch quantizes nothing")

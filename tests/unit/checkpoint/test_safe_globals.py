@@ -39,12 +39,31 @@ def test_list_is_that_of_torch() -> None:
 
 TAKEN = [
     {"a": [1, -1, 300, 70_000, 1 << 40, -(1 << 2000), 2.5, None, True, ("t",), (), (1, 2, 3, 4)]},
-    OrderedDict(a=1, b=OrderedDict()), Counter("aab"), b"", b"\xff\x00" * 200, bytearray(b"xyz"), {1, "a"}, set(), 1j,
-    torch.Size([2, 3]), torch.device("cuda:0"), torch.float8_e5m2, "\ud800", [b"same"] * 3,
-]  # fmt: skip
+    OrderedDict(a=1, b=OrderedDict()),
+    Counter("aab"),
+    b"",
+    b"\xff\x00" * 200,
+    bytearray(b"xyz"),
+    {1, "a"},
+    set(),
+    1j,
+    torch.Size([2, 3]),
+    torch.device("cuda:0"),
+    torch.float8_e5m2,
+    "\ud800",
+    [b"same"] * 3,
+]
 REFUSED = [
-    frozenset({1}), argparse.Namespace(a=1), 1 << 3000, -(1 << 2040), deque([1]), print, {"x": [frozenset()]}, range(3), ...,
-]  # fmt: skip
+    frozenset({1}),
+    argparse.Namespace(a=1),
+    1 << 3000,
+    -(1 << 2040),
+    deque([1]),
+    print,
+    {"x": [frozenset()]},
+    range(3),
+    ...,
+]
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -104,14 +123,23 @@ def test_a_popped_call_is_an_obstacle() -> None:
 # Generated pickles: the simulation against torch's unpickler
 
 
-CALLED = [b"collections\nOrderedDict", b"collections\nCounter", b"torch\nSize", b"torch\ndevice", b"__builtin__\nset", b"builtins\nset", b"__builtin__\nbytearray",
-          b"__builtin__\ncomplex", b"__builtin__\ndict", b"__builtin__\nlist", b"copy_reg\n_reconstructor", b"UserDict\nUserDict", b"argparse\nNamespace", b"os\ngetcwd",
-          b"torch\nTensor", b"torch.nn.parameter\nParameter"]  # fmt: skip
-ATOMS = [b"N", b"\x88", b"K\x01", b"J\xff\xff\xff\xff", b"G" + bytes(8), b"X\x01\x00\x00\x00a", b"U\x01a", b"U\x02\xc3\xa4", b"U\x01\xff", b"\x8a\x01\x07", b"I7\n", b"L7L\n",
-         b"S'a'\n", b"Va\n", b"\x8c\x01a", b"C\x01a", b"T\x01\x00\x00\x00a", b"]", b")", b"}", b"\x8f", b"(l", b"(d", b"(t", b"ctorch\nfloat32\n", b"c__builtin__\nset\n",
-         b"cos\ngetcwd\n", b"\x82\x01"]  # fmt: skip
+CALLED = [
+    b"collections\nOrderedDict", b"collections\nCounter", b"torch\nSize", b"torch\ndevice", b"__builtin__\nset",
+    b"builtins\nset", b"__builtin__\nbytearray", b"__builtin__\ncomplex", b"__builtin__\ndict", b"__builtin__\nlist",
+    b"copy_reg\n_reconstructor", b"UserDict\nUserDict", b"argparse\nNamespace", b"os\ngetcwd", b"torch\nTensor",
+    b"torch.nn.parameter\nParameter",
+]  # a table  # fmt: skip
+ATOMS = [
+    b"N", b"\x88", b"K\x01", b"J\xff\xff\xff\xff", b"G" + bytes(8), b"X\x01\x00\x00\x00a", b"U\x01a",
+    b"U\x02\xc3\xa4", b"U\x01\xff", b"\x8a\x01\x07", b"I7\n", b"L7L\n", b"S'a'\n", b"Va\n", b"\x8c\x01a", b"C\x01a",
+    b"T\x01\x00\x00\x00a", b"]", b")", b"}", b"\x8f", b"(l", b"(d", b"(t", b"ctorch\nfloat32\n",
+    b"c__builtin__\nset\n", b"cos\ngetcwd\n", b"\x82\x01",
+]  # a table  # fmt: skip
 #: What is done to the value on top of the stack: an opcode and its operands.
-DONE = [b"K\x01K\x02s", b"(K\x01K\x02u", b"(u", b"K\x01a", b"(K\x01e", b"}X\x01\x00\x00\x00aK\x01sb", b"0N", b"2\x85\x85", b"\x85", b"q\x00h\x00\x86", b"(K\x01\x90", b"\x94", b"p5\n"]  # fmt: skip
+DONE = [
+    b"K\x01K\x02s", b"(K\x01K\x02u", b"(u", b"K\x01a", b"(K\x01e", b"}X\x01\x00\x00\x00aK\x01sb", b"0N",
+    b"2\x85\x85", b"\x85", b"q\x00h\x00\x86", b"(K\x01\x90", b"\x94", b"p5\n",
+]  # a table  # fmt: skip
 
 
 @st.composite

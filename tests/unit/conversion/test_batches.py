@@ -46,7 +46,9 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = run / f"step-{i}"
         folder.mkdir(parents=True)
         torch.save(state(n=4 + i), folder / "model.pt")
-        torch.save({"state": {0: {"exp_avg": torch.ones(2) * i}}, "param_groups": [{"params": [0]}]}, folder / "optim.pt")  # fmt: skip
+        torch.save(
+            {"state": {0: {"exp_avg": torch.ones(2) * i}}, "param_groups": [{"params": [0]}]}, folder / "optim.pt"
+        )
     (run / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return run
@@ -105,8 +107,14 @@ def test_other_files_come_along(run_folder: Path, capsys: pytest.CaptureFixture[
     assert "-v tells" not in printed
     assert convert("run", "json", "--copy-others", "--json") == 0
     assert json.loads(capsys.readouterr().out)["items"][0] == {
-        "schema_version": 1, "src": "run/config.json", "dst": "json/config.json", "size": 2, "written": True, "seconds": 0.0, "copied": True
-    }  # fmt: skip
+        "schema_version": 1,
+        "src": "run/config.json",
+        "dst": "json/config.json",
+        "size": 2,
+        "written": True,
+        "seconds": 0.0,
+        "copied": True,
+    }
     Path("run/config.json").write_text("[]")
     assert convert("run", "new", "--copy-others") == 1
     assert convert("run", "new", "--copy-others", "--force", "--verify", "-q") == 0
@@ -202,7 +210,10 @@ def test_a_merged_file_names_what_it_leaves(sets: Path, capsys: pytest.CaptureFi
 def test_what_exists_is_said_once(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With both ways on; so is the input that would be the output."""
     assert convert("run", "new", "-q") == 0
-    for dst, words in (("new", "the output exists; --force replaces it, --skip-existing leaves what is there"), ("run", "the output is the input; --force")):  # fmt: skip
+    for dst, words in (
+        ("new", "the output exists; --force replaces it, --skip-existing leaves what is there"),
+        ("run", "the output is the input; --force"),
+    ):
         assert convert("run", dst) == 1
         said = capsys.readouterr().err
         assert words in said
@@ -236,8 +247,9 @@ def test_json_has_all_of_them(run_folder: Path, capsys: pytest.CaptureFixture[st
     assert said["left"] == ["run/config.json"]
     assert said["unentered"] == []
     assert [item["dst"] for item in said["items"]] == [
-        "new/bad.pt", *(f"new/step-{i}/{name}" for i in range(4) for name in ("model.pt", "optim.pt"))
-    ]  # fmt: skip
+        "new/bad.pt",
+        *(f"new/step-{i}/{name}" for i in range(4) for name in ("model.pt", "optim.pt")),
+    ]
     assert said["items"][0]["error"]["type"] == "UnsupportedError"
     assert "run/bad.pt" in said["items"][0]["error"]["text"]
     assert said["items"][3]["skipped"] is True
@@ -284,9 +296,16 @@ def break_some(folder: Path) -> dict[str, str]:
     (folder / "dcp").mkdir()
     (folder / "dcp" / "__0_0.distcp").write_bytes(good)
     return {
-        "empty.pt": "empty", "cut.pt": "cut|truncated|missing", "text.ckpt": "text file", "lfs.bin": "LFS", "short.safetensors": "", "dangerous.pt": "no checkpoint needs",
-        "gone.pt": "No such file", "pipe.pt": "FIFO", "dcp": "",
-    }  # fmt: skip
+        "empty.pt": "empty",
+        "cut.pt": "cut|truncated|missing",
+        "text.ckpt": "text file",
+        "lfs.bin": "LFS",
+        "short.safetensors": "",
+        "dangerous.pt": "no checkpoint needs",
+        "gone.pt": "No such file",
+        "pipe.pt": "FIFO",
+        "dcp": "",
+    }
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -313,7 +332,9 @@ def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str
     assert not Path("none").exists()
 
 
-def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_bug_is_an_outcome(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What nobody has foreseen ends one job with its name, and its traceback is there with --debug."""
 
     def fail(src: Path, *args: Any, **keywords: Any) -> Any:
@@ -336,7 +357,9 @@ def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
     """A prefix, a pattern, a glob and a dtype that not every file has: each file gets those that it has a use for, although none has a use for all. The reports say so."""
     torch.save({"net.c": torch.ones(3)}, "run/net.pt")
-    jobs = jobs_in("run", "new", strip_prefix=["module.", "net."], rename=[("^a", "x")], exclude="module.b*", dtype="c=bf16")  # fmt: skip
+    jobs = jobs_in(
+        "run", "new", strip_prefix=["module.", "net."], rename=[("^a", "x")], exclude="module.b*", dtype="c=bf16"
+    )
     outcomes = convert_many(jobs, ThreadPoolExecutor(1))
     assert [outcome.error for outcome in outcomes] == [None] * 9
     assert list(torch.load("new/step-0/model.pt")) == ["x.weight"]
@@ -408,9 +431,13 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
     mark = f"CKPTCONV_TEST={os.urandom(8).hex()}"
     name, value = mark.split("=")
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckptconv", "convert", *args], env={**os.environ, name: value}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "ckptconv", "convert", *args],
+        env={**os.environ, name: value},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_for(lambda: process.poll() is not None or any(Path("out").glob("*.pt")))
         assert process.poll() is None
@@ -494,7 +521,9 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
 
 
-def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_interrupted_in_place(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """How far it came, and not that --skip-existing goes on, which would skip everything."""
 
     def interrupt(*_: object) -> None:
@@ -638,8 +667,9 @@ def test_a_job_is_checked_when_it_is_made() -> None:
 def test_a_job_may_be_many_things(run_folder: Path) -> None:
     """Missing folders above an output are made, and go again where nothing came to stand in them."""
     outcomes = convert_many(
-        [Job("run/step-0/model.pt", "a/b/c.pt"), Job("nothing.pt", "d/e/f.pt"), Job("run", "g.pt")], ThreadPoolExecutor(1)
-    )  # fmt: skip
+        [Job("run/step-0/model.pt", "a/b/c.pt"), Job("nothing.pt", "d/e/f.pt"), Job("run", "g.pt")],
+        ThreadPoolExecutor(1),
+    )
     assert [type(outcome.error) for outcome in outcomes] == [type(None), ckptconv.InputError, ckptconv.UnsupportedError]
     assert Path("a/b/c.pt").exists()
     assert not Path("d").exists()

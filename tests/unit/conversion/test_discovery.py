@@ -42,25 +42,50 @@ def test_shards_are_one_thing(tmp_path: Path) -> None:
     """Whether all are there or not, with an index or without, variants too: whoever reads them says what is missing. A number of none makes no set."""
     fill(
         tmp_path,
-        "a/model-00001-of-00003.safetensors", "a/model-00003-of-00003.safetensors", "a/model.safetensors.index.json", "a/optimizer.pt",
-        "b/pytorch_model-00001-of-00002.bin", "b/pytorch_model-00002-of-00002.bin", "b/model-00001-of-00002.safetensors",
-        "c/model.fp16-00001-of-00001.safetensors", "c/model.safetensors.index.fp16.json",
-        "d/model.safetensors.index.json", "e/model-00000-of-00000.bin",
-    )  # fmt: skip
+        "a/model-00001-of-00003.safetensors",
+        "a/model-00003-of-00003.safetensors",
+        "a/model.safetensors.index.json",
+        "a/optimizer.pt",
+        "b/pytorch_model-00001-of-00002.bin",
+        "b/pytorch_model-00002-of-00002.bin",
+        "b/model-00001-of-00002.safetensors",
+        "c/model.fp16-00001-of-00001.safetensors",
+        "c/model.safetensors.index.fp16.json",
+        "d/model.safetensors.index.json",
+        "e/model-00000-of-00000.bin",
+    )
     assert found_in(tmp_path) == [
-        ("a/model.safetensors.index.json", "shards", ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]),
+        (
+            "a/model.safetensors.index.json",
+            "shards",
+            ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"],
+        ),
         ("a/optimizer.pt", "file", ["optimizer.pt"]),
         ("b", "shards", ["model-00001-of-00002.safetensors"]),
         ("b", "shards", ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]),
-        ("c/model.safetensors.index.fp16.json", "shards", ["model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"]),
+        (
+            "c/model.safetensors.index.fp16.json",
+            "shards",
+            ["model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"],
+        ),
         ("d/model.safetensors.index.json", "shards", ["model.safetensors.index.json"]),
         ("e/model-00000-of-00000.bin", "file", ["model-00000-of-00000.bin"]),
-    ]  # fmt: skip
+    ]
 
 
 def test_chunks_are_one_thing(tmp_path: Path) -> None:
     """A folder of torch.distributed.checkpoint, without its metadata too, or with nothing else, which whoever reads it will miss; what Lightning puts beside them is a file. Others call other things metadata."""
-    fill(tmp_path, "x.ckpt/.metadata", "x.ckpt/__0_0.distcp", "x.ckpt/__1_0.distcp", "x.ckpt/meta.pt", "y/__0_0.distcp", "z/.metadata", "zz/.metadata", "s/shard-00001-model-00001-of-00001.safetensors")  # fmt: skip
+    fill(
+        tmp_path,
+        "x.ckpt/.metadata",
+        "x.ckpt/__0_0.distcp",
+        "x.ckpt/__1_0.distcp",
+        "x.ckpt/meta.pt",
+        "y/__0_0.distcp",
+        "z/.metadata",
+        "zz/.metadata",
+        "s/shard-00001-model-00001-of-00001.safetensors",
+    )
     (tmp_path / "zz" / ".metadata").write_bytes(b"\x80\x02}.")
     assert found_in(tmp_path) == [
         ("s", "dcp", ["shard-00001-model-00001-of-00001.safetensors"]),
@@ -80,8 +105,13 @@ def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> 
     os.symlink("nowhere", tmp_path / "gone.pt")
     os.symlink("round", tmp_path / "round")
     assert kinds(tmp_path) == {
-        ".cache": "unentered", "b/c.pt": "file", "gone.pt": "file", "link": "unentered", "link.pt": "file", "round": "other"
-    }  # fmt: skip
+        ".cache": "unentered",
+        "b/c.pt": "file",
+        "gone.pt": "file",
+        "link": "unentered",
+        "link.pt": "file",
+        "round": "other",
+    }
 
 
 def test_the_blobs_of_the_hubs_cache_are_what_its_links_lead_to(tmp_path: Path) -> None:
@@ -89,8 +119,11 @@ def test_the_blobs_of_the_hubs_cache_are_what_its_links_lead_to(tmp_path: Path) 
     fill(tmp_path, "hub/blobs/0a1b", "hub/refs/main", "hub/snapshots/abc/", "other/blobs/x.pt", "other/snapshots/y.pt")
     os.symlink("../../blobs/0a1b", tmp_path / "hub" / "snapshots" / "abc" / "model.safetensors")
     assert kinds(tmp_path) == {
-        "hub/refs/main": "other", "hub/snapshots/abc/model.safetensors": "file", "other/blobs/x.pt": "file", "other/snapshots/y.pt": "file"
-    }  # fmt: skip
+        "hub/refs/main": "other",
+        "hub/snapshots/abc/model.safetensors": "file",
+        "other/blobs/x.pt": "file",
+        "other/snapshots/y.pt": "file",
+    }
 
 
 def test_only_what_stands_there(tmp_path: Path) -> None:

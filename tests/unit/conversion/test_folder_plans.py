@@ -22,7 +22,12 @@ from ckptconv.cli.main import cli
 from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
 
-SET = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors", "model.safetensors.index.json"]  # fmt: skip
+SET = [
+    "model-00001-of-00003.safetensors",
+    "model-00002-of-00003.safetensors",
+    "model-00003-of-00003.safetensors",
+    "model.safetensors.index.json",
+]
 
 
 def weights(prefix: str = "module.") -> dict[str, torch.Tensor]:
@@ -119,9 +124,16 @@ def test_in_place_with_other_shards(model: Path) -> None:
     """In place, shards of another number take the place of the old ones, which go."""
     convert(model, model, max_shard_size="1700", force=True, copy_others=True)
     assert tree(model) == sorted(
-        ["config.json", "inner/ema.pt", "inner/vocab.txt", "optimizer.pt", "model-00001-of-00002.safetensors",
-         "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    )  # fmt: skip
+        [
+            "config.json",
+            "inner/ema.pt",
+            "inner/vocab.txt",
+            "optimizer.pt",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ]
+    )
     assert_equal(load_set(model), weights())
 
 
@@ -140,9 +152,14 @@ def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("edit", "said"),
-    [({"strip_prefix": "modul."}, "modul"), ({"rename": [("^modul_", "")]}, "modul_"), ({"exclude": "*.bias"}, "bias"), ({"dtype": {"*.bias": "bf16"}}, "bias")],
+    [
+        ({"strip_prefix": "modul."}, "modul"),
+        ({"rename": [("^modul_", "")]}, "modul_"),
+        ({"exclude": "*.bias"}, "bias"),
+        ({"dtype": {"*.bias": "bf16"}}, "bias"),
+    ],
     ids=["strip", "rename", "exclude", "dtype"],
-)  # fmt: skip
+)
 def test_an_edit_that_means_nothing_anywhere_is_a_typo(
     model: Path, tmp_path: Path, edit: dict[str, Any], said: str
 ) -> None:

@@ -124,10 +124,21 @@ CHUNKS = (".metadata", "__0_0.distcp")
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of each kind, in which we are."""
     names = [
-        "a.pt", "run/x.pt", "run/deep/model.safetensors", "run/config.json", "run/.git/x.pt", *(f"hub/{name}" for name in (*SHARDS, "config.json", "optimizer.pt")),
-        *(f"dcp/{name}" for name in CHUNKS), *(f"all/dcp/{name}" for name in CHUNKS), *(f"all/hub/{name}" for name in SHARDS), "all/hub/below/y.pt", "all/z.pt",
-        "parts/shard-00001-model-00001-of-00001.safetensors", "empty/config.json", "there/",
-    ]  # fmt: skip
+        "a.pt",
+        "run/x.pt",
+        "run/deep/model.safetensors",
+        "run/config.json",
+        "run/.git/x.pt",
+        *(f"hub/{name}" for name in (*SHARDS, "config.json", "optimizer.pt")),
+        *(f"dcp/{name}" for name in CHUNKS),
+        *(f"all/dcp/{name}" for name in CHUNKS),
+        *(f"all/hub/{name}" for name in SHARDS),
+        "all/hub/below/y.pt",
+        "all/z.pt",
+        "parts/shard-00001-model-00001-of-00001.safetensors",
+        "empty/config.json",
+        "there/",
+    ]
     for name in names:
         path = tmp_path / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
@@ -169,16 +180,41 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("parts", "b", {"format": "pt"}, ["parts dcp b/parts.pt"]),
     # a folder with several
     ("run", "new", {}, ["run/deep/model.safetensors file new/deep/model.safetensors", "run/x.pt file new/x.pt"]),
-    ("run", "there", {"format": "pt"}, ["run/deep/model.safetensors file there/deep/pytorch_model.bin", "run/x.pt file there/x.pt"]),
+    (
+        "run",
+        "there",
+        {"format": "pt"},
+        ["run/deep/model.safetensors file there/deep/pytorch_model.bin", "run/x.pt file there/x.pt"],
+    ),
     ("run/", "run", {}, ["run/deep/model.safetensors file run/deep/model.safetensors", "run/x.pt file run/x.pt"]),
-    ("run", "new", {"copy_others": True}, ["run/config.json other new/config.json", "run/deep/model.safetensors file new/deep/model.safetensors", "run/x.pt file new/x.pt"]),
+    (
+        "run",
+        "new",
+        {"copy_others": True},
+        [
+            "run/config.json other new/config.json",
+            "run/deep/model.safetensors file new/deep/model.safetensors",
+            "run/x.pt file new/x.pt",
+        ],
+    ),
     ("run", "new", {"in_shards": True}, ["run/deep/model.safetensors file new/deep/model/", "run/x.pt file new/x/"]),
     ("all", "new", {}, ["all/dcp dcp new/dcp.pt", "all/hub shards new/hub/", "all/z.pt file new/z.pt"]),
     ("all", "new", {"in_shards": True}, ["all/dcp dcp new/dcp/", "all/hub shards new/hub/", "all/z.pt file new/z/"]),
     # several
-    ("a.pt run hub dcp", "new", {}, ["a.pt file new/a.pt", "run/deep/model.safetensors file new/run/deep/model.safetensors", "run/x.pt file new/run/x.pt", "hub shards new/hub/", "dcp dcp new/dcp.pt"]),
+    (
+        "a.pt run hub dcp",
+        "new",
+        {},
+        [
+            "a.pt file new/a.pt",
+            "run/deep/model.safetensors file new/run/deep/model.safetensors",
+            "run/x.pt file new/run/x.pt",
+            "hub shards new/hub/",
+            "dcp dcp new/dcp.pt",
+        ],
+    ),
     (f"a.pt hub/{SHARDS[2]}", "there", {}, ["a.pt file there/a.pt", f"hub/{SHARDS[2]} shards there/model/"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("srcs", "dst", "keywords", "expected"), TABLE)
@@ -290,8 +326,10 @@ def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among several inputs, ``.`` goes under the name of the folder that we are in; a chunked folder as well."""
     monkeypatch.chdir(tree / "run")
     assert [str(item.dst) for item in list_items([".", "../a.pt"], "../new").items] == [
-        "../new/run/deep/model.safetensors", "../new/run/x.pt", "../new/a.pt"
-    ]  # fmt: skip
+        "../new/run/deep/model.safetensors",
+        "../new/run/x.pt",
+        "../new/a.pt",
+    ]
     monkeypatch.chdir(tree / "dcp")
     assert [str(item.dst) for item in list_items(["."], "../new").items] == ["../new/dcp.pt"]
 

@@ -95,8 +95,12 @@ def test_module_means_module_dot(fixtures: Path, tmp_path: Path, prefix: Any) ->
 def test_strip_rename_add_in_that_order(fixtures: Path, tmp_path: Path) -> None:
     """Whatever the order of the keywords."""
     ckptconv.convert(
-        fixtures / "dataparallel.pt", tmp_path / "x.pt", add_prefix="net", rename=[("^conv", "stem")], strip_prefix="module"
-    )  # fmt: skip
+        fixtures / "dataparallel.pt",
+        tmp_path / "x.pt",
+        add_prefix="net",
+        rename=[("^conv", "stem")],
+        strip_prefix="module",
+    )
     state, _ = tags_of(tmp_path / "x.pt")
     assert list(state)[:3] == ["net.stem.weight", "net.stem.bias", "net.bn.weight"]
     assert list(state._metadata)[:4] == ["", "net", "net.stem", "net.bn"]
@@ -224,8 +228,9 @@ def test_mixed_names_stay_in_place_and_are_counted(tmp_path: Path) -> None:
     assert list(stripped) == ["step", "weight", "bias", "ema.w"]
     assert report.changes.unprefixed == 2
     assert [(change.path, change.old, change.new) for change in report.changes.names] == [
-        (".", "module.weight", "weight"), (".", "module.bias", "bias"),
-    ]  # fmt: skip
+        (".", "module.weight", "weight"),
+        (".", "module.bias", "bias"),
+    ]
 
 
 def test_metadata_of_a_mixed_state_dict(tmp_path: Path) -> None:
@@ -397,23 +402,43 @@ def only_module() -> nn.Module:
 
 STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Module]]] = {
     "strip": (lambda: nn.DataParallel(Named()).state_dict(), {"strip_prefix": "module"}, Named),
-    "strip of two": (lambda: nn.DataParallel(nn.DataParallel(Net())).state_dict(), {"strip_prefix": ["module"] * 2}, Net),
+    "strip of two": (
+        lambda: nn.DataParallel(nn.DataParallel(Net())).state_dict(),
+        {"strip_prefix": ["module"] * 2},
+        Net,
+    ),
     "strip a trainer's": (lambda: nn.ModuleDict({"model": Net()}).state_dict(), {"strip_prefix": "model"}, Net),
     "add": (lambda: Named().state_dict(), {"add_prefix": "module"}, lambda: nn.DataParallel(Named())),
-    "add of two": (lambda: Net().state_dict(), {"add_prefix": ["a", "b.c"]}, lambda: nn.ModuleDict({"b": nn.ModuleDict({"c": nn.ModuleDict({"a": Net()})})})),
+    "add of two": (
+        lambda: Net().state_dict(),
+        {"add_prefix": ["a", "b.c"]},
+        lambda: nn.ModuleDict({"b": nn.ModuleDict({"c": nn.ModuleDict({"a": Net()})})}),
+    ),
     "unwrap": (lambda: nn.DataParallel(Named()).state_dict(), {"unwrap": True}, Named),
     "unwrap of module.module": (lambda: nn.DataParallel(only_module()).state_dict(), {"unwrap": True}, only_module),
     "rename": (lambda: Layers("h").state_dict(), {"rename": [(r"^h\.", "layers.")]}, lambda: Layers("layers")),
     "rename inside": (lambda: Named().state_dict(), {"rename": [(r"\.module\.", ".norm."), ("norm", "module")]}, Named),
     "select": (lambda: {"student": Net().state_dict(), "teacher": Named().state_dict()}, {"select": "teacher"}, Named),
-    "select in a list": (lambda: {"rank": [Net().state_dict(), {"model": Named().state_dict()}]}, {"select": "rank[1]/model"}, Named),
+    "select in a list": (
+        lambda: {"rank": [Net().state_dict(), {"model": Named().state_dict()}]},
+        {"select": "rank[1]/model"},
+        Named,
+    ),
     "state_dict": (lambda: training(Named()), {"state_dict": True, "unwrap": True}, Named),
     "state_dict of a module": (lambda: nn.DataParallel(Named()), {"state_dict": True, "strip_prefix": "module"}, Named),
     "average": (lambda: training(Named()), {"select": "ema", "exclude": "n_averaged", "unwrap": True}, Named),
-    "average, its prefix": (lambda: training(Named()), {"select": "ema", "exclude": "n_*", "strip_prefix": "module"}, Named),
+    "average, its prefix": (
+        lambda: training(Named()),
+        {"select": "ema", "exclude": "n_*", "strip_prefix": "module"},
+        Named,
+    ),
     "include": (lambda: Net().state_dict(), {"include": "head.*", "strip_prefix": "head"}, lambda: Net().head),
-    "exclude": (lambda: Layers("h").state_dict(), {"exclude": ["h.*.1.*", "h.1.*", "h.2.*", "stem.*"], "strip_prefix": "h.0.0"}, lambda: nn.Linear(2, 2)),
-}  # fmt: skip
+    "exclude": (
+        lambda: Layers("h").state_dict(),
+        {"exclude": ["h.*.1.*", "h.1.*", "h.2.*", "stem.*"], "strip_prefix": "h.0.0"},
+        lambda: nn.Linear(2, 2),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", STRICT)
@@ -654,8 +679,9 @@ def test_a_map_that_matches_nothing_is_noted(fixtures: Path, tmp_path: Path) -> 
     rules = {"cuda:5": "cpu", "xpu": "cpu", "cuda:0": "cuda:1", "cuda": "cpu", "any": "cpu"}
     report = ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", map_location=rules)
     assert [note for note in report.notes if "mapping" in note] == [
-        "no tensor is on 'cuda:5', so mapping it changed nothing", "no tensor is on 'xpu', so mapping it changed nothing",
-    ]  # fmt: skip
+        "no tensor is on 'cuda:5', so mapping it changed nothing",
+        "no tensor is on 'xpu', so mapping it changed nothing",
+    ]
     assert set(tags_of(tmp_path / "x.pt")[1]) == {"cuda:1"}
 
 

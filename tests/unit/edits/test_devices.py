@@ -55,11 +55,38 @@ def test_a_bare_device_is_the_target_of_all(text: str, tag: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "xla", "xla:0", "vulkan", "meta", "disk", "any", "*", "", " cpu", "cuda ", "CUDA:0", "cuda:", "cuda:-1", "cuda:+1",
-        "cuda:01", "cuda:00", "cuda:1.0", "cuda:128", "cuda:300", "cuda:٣", "cpu:128", "cpu:00", "mps:1", "cuda:0:1", "cuda0",
-        "cuda:0\n", "gpus", "xcuda", "None", "0",
+        "xla",
+        "xla:0",
+        "vulkan",
+        "meta",
+        "disk",
+        "any",
+        "*",
+        "",
+        " cpu",
+        "cuda ",
+        "CUDA:0",
+        "cuda:",
+        "cuda:-1",
+        "cuda:+1",
+        "cuda:01",
+        "cuda:00",
+        "cuda:1.0",
+        "cuda:128",
+        "cuda:300",
+        "cuda:٣",
+        "cpu:128",
+        "cpu:00",
+        "mps:1",
+        "cuda:0:1",
+        "cuda0",
+        "cuda:0\n",
+        "gpus",
+        "xcuda",
+        "None",
+        "0",
     ],
-)  # fmt: skip
+)
 def test_refused_targets(text: str) -> None:
     """What no tensor can be sent to, or what torch's own parser would take for another device, is a usage error, as target and as NEW."""
     with pytest.raises(UsageError):
@@ -117,14 +144,29 @@ def test_most_specific_wins_in_any_order() -> None:
     """A tag before a family, a family before gpu, gpu before any, and ``--to`` for what nothing matched."""
     rules = ("cuda:1=xpu:7", "cuda=npu", "gpu=mps", "any=hpu:2")
     expected = {
-        "cpu": "hpu:2", "cuda:0": "npu:0", "cuda:1": "xpu:7", "cuda:7": "npu:7",
-        "xpu:1": "mps", "hpu": "mps", "meta": "hpu:2", "odd:3": "mps", "odd": "mps",
-    }  # fmt: skip
+        "cpu": "hpu:2",
+        "cuda:0": "npu:0",
+        "cuda:1": "xpu:7",
+        "cuda:7": "npu:7",
+        "xpu:1": "mps",
+        "hpu": "mps",
+        "meta": "hpu:2",
+        "odd:3": "mps",
+        "odd": "mps",
+    }
     assert became(*rules) == became(*rules[::-1]) == expected
     assert became("mtia:1", *rules[:2]) == {
-        "cpu": "mtia:1", "cuda:0": "npu:0", "cuda:1": "xpu:7", "cuda:7": "npu:7", "mps": "mtia:1", "xpu:1": "mtia:1",
-        "hpu": "mtia:1", "meta": "mtia:1", "odd:3": "mtia:1", "odd": "mtia:1",
-    }  # fmt: skip
+        "cpu": "mtia:1",
+        "cuda:0": "npu:0",
+        "cuda:1": "xpu:7",
+        "cuda:7": "npu:7",
+        "mps": "mtia:1",
+        "xpu:1": "mtia:1",
+        "hpu": "mtia:1",
+        "meta": "mtia:1",
+        "odd:3": "mtia:1",
+        "odd": "mtia:1",
+    }
 
 
 def test_all_at_once_so_swaps_work() -> None:
@@ -205,11 +247,14 @@ class Sender:
         (Sender(), {tag: "cpu" for tag in TAGS if tag != "cpu"}),
         (lambda *tags: "cpu", {tag: "cpu" for tag in TAGS if tag != "cpu"}),
         (lambda tag: torch.device("cpu") if tag == "mps" else tag, {"mps": "cpu"}),
-        (lambda tag: "xpu" if tag.startswith("cuda") else tag, {"cuda:0": "xpu:0", "cuda:1": "xpu:1", "cuda:7": "xpu:7"}),
+        (
+            lambda tag: "xpu" if tag.startswith("cuda") else tag,
+            {"cuda:0": "xpu:0", "cuda:1": "xpu:1", "cuda:7": "xpu:7"},
+        ),
         (str, {}),
         (str.lower, {}),
     ],
-)  # fmt: skip
+)
 def test_functions_from_tag_to_tag(function: Callable[[str], str], expected: dict[str, str]) -> None:
     """Called with each tag, unknown ones too, which it may hand back; builtins and partials serve. It says what a mapping would."""
     assert became(function) == expected

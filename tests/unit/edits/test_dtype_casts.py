@@ -61,8 +61,14 @@ def name_of(dtype: torch.dtype) -> str:
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are one tensor."""
     return (
-        tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def tensors_in(obj: Any) -> Iterator[Found]:
@@ -287,7 +293,7 @@ _VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda base: torch._neg_view(base[1:4]) if base.dtype in (*_DTYPES, torch.complex64) else base[1:4],
     lambda base: base.conj()[2:] if base.is_complex() else base[2:],
     lambda base: nn.Parameter(base[:6]) if base.is_floating_point() and base.itemsize > 1 else base[:6],
-)  # fmt: skip
+)
 _NAMES = ("a.w", "a.b", "b.w", "b.norm.w", "module.a.w", "c")
 _WORDS = ("bf16", "fp16", "fp32", "fp64", "float8_e4m3fn", "F8_E5M2")
 
@@ -411,10 +417,15 @@ def pickled(obj: Any, path: Path) -> None:
 
 #: What writes a source; what the source is called; whether it takes all dtypes.
 SOURCES: dict[str, tuple[Callable[[Any, Path], None] | None, str, bool]] = {
-    "zip": (torch.save, "src.pt", True), "deflated": (deflated, "src.pt", True), "big-endian": (big_endian, "src.pt", True),
-    "without checksums": (without_checksums, "src.pt", True), "legacy": (legacy, "src.pt", False), "pickle": (pickled, "src.pkl", False),
-    "safetensors": (save_file, "src.safetensors", True), "memory": (None, "", True),
-}  # fmt: skip
+    "zip": (torch.save, "src.pt", True),
+    "deflated": (deflated, "src.pt", True),
+    "big-endian": (big_endian, "src.pt", True),
+    "without checksums": (without_checksums, "src.pt", True),
+    "legacy": (legacy, "src.pt", False),
+    "pickle": (pickled, "src.pkl", False),
+    "safetensors": (save_file, "src.safetensors", True),
+    "memory": (None, "", True),
+}
 TARGETS = {"pt": "dst.pt", "legacy": "dst.pt", "pickle": "dst.pkl", "safetensors": "dst.safetensors"}
 
 
@@ -695,14 +706,22 @@ def test_what_stays_is_named(tmp_path: Path) -> None:
     leaf = torch.ones(2, requires_grad=True)
     odd = torch.empty(0, dtype=torch.uint16).set_(torch.UntypedStorage(7).fill_(1), 0, (3,), (1,))
     state = {
-        "w": torch.ones(2), "f8": f8, "z": torch.ones(1, dtype=torch.complex64), "s": torch.eye(2).to_sparse(),
-        "done": torch.ones(1, dtype=torch.bfloat16), "leaf": leaf, "meta": torch.ones(1, device="meta"),
-    }  # fmt: skip
+        "w": torch.ones(2),
+        "f8": f8,
+        "z": torch.ones(1, dtype=torch.complex64),
+        "s": torch.eye(2).to_sparse(),
+        "done": torch.ones(1, dtype=torch.bfloat16),
+        "leaf": leaf,
+        "meta": torch.ones(1, device="meta"),
+    }
     _, report = converted(tmp_path, state, dtype="bf16")
     named = {path: why for why, paths in report.changes.not_cast.items() for path in paths}
     assert named == {
-        "f8": "float8_e4m3fn goes with scales, so only a GLOB casts it", "z": "complex", "s": "sparse", "meta": "meta",
-    }  # fmt: skip
+        "f8": "float8_e4m3fn goes with scales, so only a GLOB casts it",
+        "z": "complex",
+        "s": "sparse",
+        "meta": "meta",
+    }
     _, report = converted(
         tmp_path, {"w": torch.ones(2), "leaf": leaf, "parameter": nn.Parameter(torch.ones(2))}, dtype="float8_e5m2"
     )
@@ -783,8 +802,13 @@ def test_damage_is_seen_while_casting(case: str, where: int, target: str, tmp_pa
     """One bit anywhere in a storage, in bytes that are shown, gathered, or left out: no output, no temporary."""
     base = torch.arange(2000.0 if case == "small" else 60000.0).view(-1, 10)
     state = {
-        "small": {"a": base}, "large": {"a": base}, "upcast": {"a": base}, "separated": {"a": base[:3], "b": base[3:9].t()}, "view": {"a": base.t()}, "unused": {"a": base[5:9]},
-    }[case]  # fmt: skip
+        "small": {"a": base},
+        "large": {"a": base},
+        "upcast": {"a": base},
+        "separated": {"a": base[:3], "b": base[3:9].t()},
+        "view": {"a": base.t()},
+        "unused": {"a": base[5:9]},
+    }[case]
     torch.save(state, tmp_path / "src.pt")
     data, raw = bytearray((tmp_path / "src.pt").read_bytes()), base.numpy().tobytes()
     start = data.index(raw)
@@ -913,7 +937,9 @@ def test_a_glob_gives_way_to_one_that_it_includes(tmp_path: Path) -> None:
     for order in (rules, rules[::-1], rules[2:] + rules[:2]):
         found, _ = converted(tmp_path, state, dtype=order)
         assert dtypes_of(found) == ["float64", "float32", "float16", "float16"]
-    found, _ = converted(tmp_path, {"a.w": torch.ones(1), **state}, dtype=["bf16", "layers.*=fp16", "*.norm=fp64", "layers.*.norm=fp32"])  # fmt: skip
+    found, _ = converted(
+        tmp_path, {"a.w": torch.ones(1), **state}, dtype=["bf16", "layers.*=fp16", "*.norm=fp64", "layers.*.norm=fp32"]
+    )
     assert dtypes_of(found) == ["bfloat16", "float32", "float16", "float32", "float16"]
     with pytest.raises(
         ckptconv.UsageError, match=r"two rules say what becomes of layers.0.norm .*layers.0.\* in layers"
@@ -923,7 +949,10 @@ def test_a_glob_gives_way_to_one_that_it_includes(tmp_path: Path) -> None:
 
 def test_counters_of_optimizers_are_no_weights(tmp_path: Path) -> None:
     """bfloat16 has no 301: a glob leaves ``step`` alone, its path does not."""
-    obj = {"w": torch.ones(1), "optimizer": {"state": {0: {"step": torch.tensor(301.0), "m": torch.ones(1)}}, "param_groups": []}}  # fmt: skip
+    obj = {
+        "w": torch.ones(1),
+        "optimizer": {"state": {0: {"step": torch.tensor(301.0), "m": torch.ones(1)}}, "param_groups": []},
+    }
     found, _ = converted(tmp_path, obj, dtype="optimizer/*=bf16")
     assert (found["optimizer"]["state"][0]["step"], dtypes_of(found)) == (301.0, ["float32", "float32", "bfloat16"])
     found, _ = converted(tmp_path, obj, dtype="optimizer/state[0]/step=fp64")
@@ -948,7 +977,11 @@ def test_paths_are_those_of_either_file(tmp_path: Path) -> None:
 )
 def test_what_to_type_for_a_path(tmp_path: Path, glob: str, hint: str) -> None:
     """A glob without a slash is for names; where a path was meant, the error says how it is written."""
-    obj = {"model": {"w": torch.ones(1)}, "optimizer": {"state": {0: {"m": torch.ones(1)}}, "param_groups": []}, "extra": torch.ones(1)}  # fmt: skip
+    obj = {
+        "model": {"w": torch.ones(1)},
+        "optimizer": {"state": {0: {"m": torch.ones(1)}}, "param_groups": []},
+        "extra": torch.ones(1),
+    }
     with pytest.raises(ckptconv.NoMatchError) as caught:
         converted(tmp_path, obj, dtype=f"{glob}=bf16")
     assert f"a path has a slash: --dtype {hint}" in (caught.value.hint or "")
@@ -999,9 +1032,16 @@ def test_every_line_at_80_columns(tmp_path: Path) -> None:
     base = torch.arange(6.0) * 1e5
     f8 = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
     obj = {
-        "model": {"layers.0.attention.weight": base[:3], "layers.0.attention.bias": base[3:], "layers.0.norm.weight": torch.ones(40, 40)[3:9], "scales": f8, "phases": torch.ones(1, dtype=torch.complex64)},
-        "ema": {"layers.0.norm.weight": torch.ones(3)}, "queue": [base[:3], torch.ones(3)],
-    }  # fmt: skip
+        "model": {
+            "layers.0.attention.weight": base[:3],
+            "layers.0.attention.bias": base[3:],
+            "layers.0.norm.weight": torch.ones(40, 40)[3:9],
+            "scales": f8,
+            "phases": torch.ones(1, dtype=torch.complex64),
+        },
+        "ema": {"layers.0.norm.weight": torch.ones(3)},
+        "queue": [base[:3], torch.ones(3)],
+    }
     _, report = converted(tmp_path, obj, dtype=["fp16", "*.bias=bf16"], compact=True)
     lines = [line.rstrip() for line in report_lines(report, Style(width=80))]
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("  dtypes")) :]

@@ -57,10 +57,19 @@ def test_every_word_of_safetensors(word: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("said", "known"),
     [
-        ("fp64", "float64"), ("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16"), ("double", "float64"),
-        ("float", "float32"), ("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"), ("F8_E4M3FN", "float8_e4m3fn"), ("bfloat", "bfloat16"),
+        ("fp64", "float64"),
+        ("fp32", "float32"),
+        ("fp16", "float16"),
+        ("bf16", "bfloat16"),
+        ("half", "float16"),
+        ("double", "float64"),
+        ("float", "float32"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+        ("F8_E4M3FN", "float8_e4m3fn"),
+        ("bfloat", "bfloat16"),
     ],
-)  # fmt: skip
+)
 def test_what_people_write(said: str, known: str) -> None:
     """Short names, in any case."""
     assert dtype_of(said) == dtype_of(said.upper()) == known

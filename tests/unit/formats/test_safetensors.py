@@ -474,13 +474,22 @@ def unholdable() -> OrderedDict[Any, Any]:
     sparse, quantized = torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8)
     state = OrderedDict[Any, Any](
         [
-            ("fine", torch.arange(3.0)), ("sparse", sparse), ("a.csr", torch.eye(2).to_sparse_csr()),
-            ("quantized[0]", quantized), ("double*", torch.ones(1, dtype=torch.complex128)), ("a/half", torch.ones(1, dtype=torch.complex32)),
-            ("me\\ta", torch.empty(3, device="meta")), ("", torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])),
-            ("__metadata__", torch.ones(1)), ("half \ud800", torch.ones(1)), ("-n it's", torch._neg_view(torch.arange(3))),
-            ("double", torch.ones(2)), ("quantized0", torch.ones(3)), ("wrapper", zoo.WrapperTensor(torch.ones(2), "cpu")),
+            ("fine", torch.arange(3.0)),
+            ("sparse", sparse),
+            ("a.csr", torch.eye(2).to_sparse_csr()),
+            ("quantized[0]", quantized),
+            ("double*", torch.ones(1, dtype=torch.complex128)),
+            ("a/half", torch.ones(1, dtype=torch.complex32)),
+            ("me\\ta", torch.empty(3, device="meta")),
+            ("", torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])),
+            ("__metadata__", torch.ones(1)),
+            ("half \ud800", torch.ones(1)),
+            ("-n it's", torch._neg_view(torch.arange(3))),
+            ("double", torch.ones(2)),
+            ("quantized0", torch.ones(3)),
+            ("wrapper", zoo.WrapperTensor(torch.ones(2), "cpu")),
         ]
-    )  # fmt: skip
+    )
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     return state
 
@@ -549,7 +558,13 @@ def test_objects_of_the_zoo_that_it_cannot_hold(name: str, tmp_path: Path) -> No
 
 def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path) -> None:
     """The dtypes of safetensors that torch has not: 6 bits, and 4 bits in odd rows; on to safetensors they are copied."""
-    tensors_ = {"six": ("F6_E2M3", [4], 3), "one": ("F32", [1], 4), "odd": ("F4", [2, 3], 3), "other six": ("F6_E3M2", [2, 4], 6), "even": ("F4", [3, 2], 3)}  # fmt: skip
+    tensors_ = {
+        "six": ("F6_E2M3", [4], 3),
+        "one": ("F32", [1], 4),
+        "odd": ("F4", [2, 3], 3),
+        "other six": ("F6_E3M2", [2, 4], 6),
+        "even": ("F4", [3, 2], 3),
+    }
     header, at = {}, 0
     for name, (word, shape, nbytes) in tensors_.items():
         header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + nbytes]}
@@ -641,8 +656,11 @@ def test_the_one_under_a_usual_name_is_meant(name: str, tmp_path: Path) -> None:
 def test_the_only_one_is_meant(path: str, tmp_path: Path) -> None:
     """Wherever it stands; an optimizer's tensors are none."""
     places: dict[str, Any] = {
-        "teacher": {"teacher": WEIGHTS}, "a/b/c": {"a": {"b": {"c": WEIGHTS}}}, "list[1]": {"list": [1, WEIGHTS]}, "odd\\/name": {"odd/name": WEIGHTS},
-    }  # fmt: skip
+        "teacher": {"teacher": WEIGHTS},
+        "a/b/c": {"a": {"b": {"c": WEIGHTS}}},
+        "list[1]": {"list": [1, WEIGHTS]},
+        "odd\\/name": {"odd/name": WEIGHTS},
+    }
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     torch.save({**places[path], "optimizer": optimizer}, tmp_path / "src.pt")
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
@@ -686,9 +704,16 @@ def shared_training() -> dict[str, Any]:
     state._metadata = OrderedDict({"": {"version": 1}, "layer": {"version": 2}})  # type: ignore[attr-defined]
     marker = torch.full((64,), 0x4D41524B, dtype=torch.int32)
     return {
-        "optimizer": {"state": {0: {"exp_avg": marker, "same": marker, "of the model": kept.detach()}}, "param_groups": [{"params": [0]}]},
-        "model": state, "epoch": 3, "buffers": [buffer, buffer[1:], kept.detach()], "again": buffer, "best": 0.5,
-    }  # fmt: skip
+        "optimizer": {
+            "state": {0: {"exp_avg": marker, "same": marker, "of the model": kept.detach()}},
+            "param_groups": [{"params": [0]}],
+        },
+        "model": state,
+        "epoch": 3,
+        "buffers": [buffer, buffer[1:], kept.detach()],
+        "again": buffer,
+        "best": 0.5,
+    }
 
 
 LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
@@ -760,7 +785,13 @@ def test_any_part_alone_in_torchs_format(tmp_path: Path) -> None:
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(shared_training(), src, ("cpu",))
     loaded = torch.load(src)
-    parts = {"buffers": loaded["buffers"], "optimizer": loaded["optimizer"], "model/view": loaded["model"]["view"], "buffers[1]": loaded["buffers"][1], ".": loaded}  # fmt: skip
+    parts = {
+        "buffers": loaded["buffers"],
+        "optimizer": loaded["optimizer"],
+        "model/view": loaded["model"]["view"],
+        "buffers[1]": loaded["buffers"][1],
+        ".": loaded,
+    }
     for path, part in parts.items():
         ckptconv.convert(src, dst, select=path, force=True)
         assert_same(part, torch.load(dst))
@@ -1040,10 +1071,16 @@ def test_a_selected_mapping_need_not_be_a_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"rename": ("ab", "cd")}, {"rename": "a"}, {"rename": [("a", 3)]}, {"strip_prefix": [3]}, {"include": 3},
-        {"exclude": b"x"}, {"state_dict": "model"}, {"copy_tied": "no"},
+        {"rename": ("ab", "cd")},
+        {"rename": "a"},
+        {"rename": [("a", 3)]},
+        {"strip_prefix": [3]},
+        {"include": 3},
+        {"exclude": b"x"},
+        {"state_dict": "model"},
+        {"copy_tied": "no"},
     ],
-)  # fmt: skip
+)
 def test_arguments_of_wrong_types(wrong: dict[str, Any], tmp_path: Path) -> None:
     """A TypeError that names the argument; a string is not a list of its letters, nor true."""
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")

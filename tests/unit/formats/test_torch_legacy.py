@@ -252,9 +252,14 @@ def test_big_endian_zips_are_turned_round(tmp_path: Path) -> None:
 def quantized(kind: str) -> nn.Module:
     """A module whose weights torch packs when it is loaded."""
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in torch.backends.quantized.supported_engines else "qnnpack"
-    made: nn.Module = {"linear": lambda: nq.Linear(4, 3), "conv": lambda: nq.Conv2d(2, 2, 3), "embedding": lambda: nq.Embedding(4, 4)}.get(
-        kind, lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=torch.qint8)
-    )()  # fmt: skip
+    made: nn.Module = {
+        "linear": lambda: nq.Linear(4, 3),
+        "conv": lambda: nq.Conv2d(2, 2, 3),
+        "embedding": lambda: nq.Embedding(4, 4),
+    }.get(
+        kind,
+        lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=torch.qint8),
+    )()
     return made
 
 

@@ -236,9 +236,13 @@ def test_deflated_storages_are_inflated_on_the_way(save: Save, tmp_path: Path, c
 
 
 def again(
-    path: Path, to: Path, change: Callable[[str, bytes], bytes | None] = lambda name, data: data, *, method: int = zipfile.ZIP_STORED,
+    path: Path,
+    to: Path,
+    change: Callable[[str, bytes], bytes | None] = lambda name, data: data,
+    *,
+    method: int = zipfile.ZIP_STORED,
     more: dict[str, bytes] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """The archive PATH, written anew to TO, each record as CHANGE wants it, and MORE of them."""
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(to, "w", method) as target:
         for info in source.infolist():
@@ -393,8 +397,10 @@ def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeyp
     wrapped = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
     path = again(
-        save(torch.jit.script(wrapped)), tmp_path / "gpu.pt", lambda name, data: with_tag(data) if name == "data.pkl" else data
-    )  # fmt: skip
+        save(torch.jit.script(wrapped)),
+        tmp_path / "gpu.pt",
+        lambda name, data: with_tag(data) if name == "data.pkl" else data,
+    )
     monkeypatch.chdir(tmp_path)
     findings = ckptconv.inspect(path)["findings"]
     assert {"code", "device", "prefix", "ties"} <= {finding["kind"] for finding in findings}
@@ -483,7 +489,7 @@ def lying(save: Save, tmp_path: Path, old: bytes, new: bytes) -> Path:
             ["0.weight"],
         ),
     ],
-)  # fmt: skip
+)
 def test_lists_that_lie_name_no_more_than_there_is(
     save: Save, tmp_path: Path, old: bytes, new: bytes, names: list[str]
 ) -> None:

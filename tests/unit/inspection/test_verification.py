@@ -92,7 +92,21 @@ def test_every_record_is_compared(sound: Path) -> None:
         "loads with weights_only=True",
         (),
     )
-    records = [b"model/" + name for name in (b"data.pkl", b".format_version", b".storage_alignment", b"byteorder", b"data/0", b"data/1", b"data/2", b"data/3", b"version", b".data/serialization_id")]  # fmt: skip
+    records = [
+        b"model/" + name
+        for name in (
+            b"data.pkl",
+            b".format_version",
+            b".storage_alignment",
+            b"byteorder",
+            b"data/0",
+            b"data/1",
+            b"data/2",
+            b"data/3",
+            b"version",
+            b".data/serialization_id",
+        )
+    ]
     assert verdict.checked == len(records)
     for name in records:
         data = sound.read_bytes()
@@ -165,22 +179,37 @@ def test_a_broken_pickle_hides_no_damage(sound: Path) -> None:
     data = sound.read_bytes()
     data = patched(data, data_of(data, "model/data.pkl") + 2, "<B", 0xFF)
     lines = lines_of(verify(written(sound, flipped(data, data_of(data, "model/data/3")))))
-    assert [("data.pkl: the record is damaged" in line, "no such pickle opcode" in line, "data/3" in line) for line in lines] == [
-        (True, False, False), (False, True, False), (False, False, True),
-    ]  # fmt: skip
+    assert [
+        ("data.pkl: the record is damaged" in line, "no such pickle opcode" in line, "data/3" in line) for line in lines
+    ] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
 
 
 def test_all_wrong_storages_and_tensors_are_listed(tmp_path: Path) -> None:
     """Tensors out of bounds, a storage that is not there, one of another size."""
     pickle = dict_of(
-        text("a"), tensor(shape=(5,)), text("b"), tensor(offset=1), text("c"), tensor(storage("7")), text("d"), tensor(storage("1", integer(9))), text("e"), tensor(),
-    )  # fmt: skip
+        text("a"),
+        tensor(shape=(5,)),
+        text("b"),
+        tensor(offset=1),
+        text("c"),
+        tensor(storage("7")),
+        text("d"),
+        tensor(storage("1", integer(9))),
+        text("e"),
+        tensor(),
+    )
     path = written(tmp_path / "m.pt", torch_zip_of(pickle, {"data/0": bytes(16), "data/1": bytes(16)}))
     lines = [line.removeprefix(f"damaged: {path}: data.pkl: ") for line in lines_of(verify(path))]
     assert [line.split(" (")[0] for line in lines] == [
-        "the file has no such storage", "storage 1 has another size than its record",
-        "at a: a tensor reaches outside its storage", "at b: a tensor reaches outside its storage",
-    ]  # fmt: skip
+        "the file has no such storage",
+        "storage 1 has another size than its record",
+        "at a: a tensor reaches outside its storage",
+        "at b: a tensor reaches outside its storage",
+    ]
 
 
 def test_all_wrong_tensors_of_a_safetensors_header_are_listed(tmp_path: Path) -> None:
@@ -197,7 +226,11 @@ def test_all_wrong_tensors_of_a_safetensors_header_are_listed(tmp_path: Path) ->
         True,
     ]
     holes = lines_of(verify(file_of(a=good, b=good | {"data_offsets": [16, 24]}, c=good | {"data_offsets": [20, 28]})))
-    assert ["hole or an overlap at 'b'" in holes[0], "hole or an overlap at 'c'" in holes[1], "12 bytes follow" in holes[2]] == [True] * 3  # fmt: skip
+    assert [
+        "hole or an overlap at 'b'" in holes[0],
+        "hole or an overlap at 'c'" in holes[1],
+        "12 bytes follow" in holes[2],
+    ] == [True] * 3
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -498,12 +531,18 @@ def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda path: torch.save(STATE, path), "ok: m.pt: torch zip, 10 checksums right (624 B), loads with weights_only=True"),
+        (
+            lambda path: torch.save(STATE, path),
+            "ok: m.pt: torch zip, 10 checksums right (624 B), loads with weights_only=True",
+        ),
         (lambda path: torch.save(Custom(), path), "ok: m.pt: torch zip, 6 checksums right (119 B), needs code"),
-        (lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False), "ok: m.pt: torch legacy, no checksums, loads with weights_only=True"),
+        (
+            lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False),
+            "ok: m.pt: torch legacy, no checksums, loads with weights_only=True",
+        ),
     ],
     ids=["zip", "code", "legacy"],
-)  # fmt: skip
+)
 def test_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[str], None], line: str) -> None:
     """Says what it is, what was compared, and what loading it takes."""
     monkeypatch.chdir(tmp_path)

@@ -36,9 +36,13 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.manual_seed(1)
     base = torch.randn(123_457, generator=generator) * 3e4
     state = {
-        "a": base[:50_000], "b": base[50_003:], "c": torch.randn(77_777, generator=generator).double() * 1e5, "d": torch.randn(300, 301, generator=generator).t(),
-        "small": torch.ones(5), "ints": torch.arange(9000),
-    }  # fmt: skip
+        "a": base[:50_000],
+        "b": base[50_003:],
+        "c": torch.randn(77_777, generator=generator).double() * 1e5,
+        "d": torch.randn(300, 301, generator=generator).t(),
+        "small": torch.ones(5),
+        "ints": torch.arange(9000),
+    }
     torch.save(state, path)
     return path
 
@@ -149,7 +153,7 @@ def failing(original: Callable[..., Any], after: int, error: BaseException) -> C
         (os, "pwrite", OSError(errno.ENOSPC, "No space left on device"), ckptconv.OutputError),
         (TorchCastBuffer, "cast", MemoryError("no"), MemoryError),
     ],
-)  # fmt: skip
+)
 def test_an_error_in_a_thread(
     owner: Any,
     name: str,

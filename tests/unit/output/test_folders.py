@@ -22,7 +22,23 @@ from ckptconv.output.folders import write_folder
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}
 #: All by which the state of a disk changes.
-CALLS = {os: ("mkdir", "open", "pwrite", "copy_file_range", "fsync", "fchmod", "chmod", "rename", "replace", "unlink", "rmdir"), linux: ("exchange", "fallocate"), shutil: ("rmtree",)}  # fmt: skip
+CALLS = {
+    os: (
+        "mkdir",
+        "open",
+        "pwrite",
+        "copy_file_range",
+        "fsync",
+        "fchmod",
+        "chmod",
+        "rename",
+        "replace",
+        "unlink",
+        "rmdir",
+    ),
+    linux: ("exchange", "fallocate"),
+    shutil: ("rmtree",),
+}
 FAULTS = (errno.ENOSPC, errno.EACCES)
 
 
@@ -44,9 +60,10 @@ def files_for(target: Path, source: Source) -> tuple[list[OutFile], dict[str, by
     """Three files, one of them in a folder, and what will be in them."""
     data = source.path.read_bytes()
     files = [
-        OutFile(target / "a", (ByteRange(source, 0, 9000),), 9000), OutFile(target / "b", (b"head", ByteRange(source, 5, 7)), 11),
+        OutFile(target / "a", (ByteRange(source, 0, 9000),), 9000),
+        OutFile(target / "b", (b"head", ByteRange(source, 5, 7)), 11),
         OutFile(target / "inner" / "c", (b"index",), 5),
-    ]  # fmt: skip
+    ]
     return files, {"a": data[:9000], "b": b"head" + data[5:12], "inner/c": b"index"}
 
 

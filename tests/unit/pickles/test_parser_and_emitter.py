@@ -55,17 +55,56 @@ def test_opcodes_are_those_of_pickletools() -> None:
 
 
 PUSHES = [
-    (b"N", "atom"), (b"\x88", "atom"), (b"\x89", "atom"), (b"I01\n", "atom"), (b"I-7\n", "atom"), (b"L9L\n", "atom"), (b"L-123456789012\n", "atom"),
-    (b"J\xff\xff\xff\x80", "atom"), (b"K\x05", "atom"), (b"M\x05\x01", "atom"), (b"\x8a\x00", "atom"), (b"\x8a\x02\xff\x00", "atom"), (b"\x8b\x01\x00\x00\x00\xff", "atom"),
-    (b"F-1.5e3\n", "atom"), (b"Fnan\n", "atom"), (b"G\x7f\xf0\x00\x00\x00\x00\x00\x01", "atom"), (b"G\x80\x00\x00\x00\x00\x00\x00\x00", "atom"),
-    (b"S'a\\x00b'\n", "atom"), (b"T\x02\x00\x00\x00\xffz", "atom"), (b"U\x02zz", "atom"), (b"Vab\\u1234\n", "text"), (b"\x8c\x02ab", "text"),
-    (b"X\x03\x00\x00\x00\xed\xa0\x80", "text"), (b"X\x00\x00\x00\x00", "text"), (b"\x8d\x02\x00\x00\x00\x00\x00\x00\x00n\n", "text"),
-    (b"C\x02bb", "atom"), (b"B\x03\x00\x00\x00bbb", "atom"), (b"\x8e\x02\x00\x00\x00\x00\x00\x00\x00bb", "atom"), (b"\x96\x02\x00\x00\x00\x00\x00\x00\x00bb", "atom"),
-    (b"Pid\n", "atom"), (b")", "tuple"), (b"]", "list"), (b"}", "dict"), (b"\x8f", "set"), (b"]q\x00", "list"), (b"}q\x01", "dict"), (b"\x8fq\x02", "set"),
-    (b"cm\nf\n", "global"), (b"ccommands\ngetoutput\n", "global"), (b"\x8c\x01m\x8c\x03a.b\x93", "global"), (b"\x82\x05", "global"), (b"\x83\x00\x01", "global"), (b"\x84\x00\x00\x01\x00", "global"),
-    (b"cm\nf\n)R", "made"), (b"cm\nf\n)Rq\x03", "made"), (b"cm\nC\n)\x81q\x03", "made"), (b"cm\nf\nN\x85", "global tuple"), (b"cm\nf\ncm\ng\n)R", "global made"),
+    (b"N", "atom"),
+    (b"\x88", "atom"),
+    (b"\x89", "atom"),
+    (b"I01\n", "atom"),
+    (b"I-7\n", "atom"),
+    (b"L9L\n", "atom"),
+    (b"L-123456789012\n", "atom"),
+    (b"J\xff\xff\xff\x80", "atom"),
+    (b"K\x05", "atom"),
+    (b"M\x05\x01", "atom"),
+    (b"\x8a\x00", "atom"),
+    (b"\x8a\x02\xff\x00", "atom"),
+    (b"\x8b\x01\x00\x00\x00\xff", "atom"),
+    (b"F-1.5e3\n", "atom"),
+    (b"Fnan\n", "atom"),
+    (b"G\x7f\xf0\x00\x00\x00\x00\x00\x01", "atom"),
+    (b"G\x80\x00\x00\x00\x00\x00\x00\x00", "atom"),
+    (b"S'a\\x00b'\n", "atom"),
+    (b"T\x02\x00\x00\x00\xffz", "atom"),
+    (b"U\x02zz", "atom"),
+    (b"Vab\\u1234\n", "text"),
+    (b"\x8c\x02ab", "text"),
+    (b"X\x03\x00\x00\x00\xed\xa0\x80", "text"),
+    (b"X\x00\x00\x00\x00", "text"),
+    (b"\x8d\x02\x00\x00\x00\x00\x00\x00\x00n\n", "text"),
+    (b"C\x02bb", "atom"),
+    (b"B\x03\x00\x00\x00bbb", "atom"),
+    (b"\x8e\x02\x00\x00\x00\x00\x00\x00\x00bb", "atom"),
+    (b"\x96\x02\x00\x00\x00\x00\x00\x00\x00bb", "atom"),
+    (b"Pid\n", "atom"),
+    (b")", "tuple"),
+    (b"]", "list"),
+    (b"}", "dict"),
+    (b"\x8f", "set"),
+    (b"]q\x00", "list"),
+    (b"}q\x01", "dict"),
+    (b"\x8fq\x02", "set"),
+    (b"cm\nf\n", "global"),
+    (b"ccommands\ngetoutput\n", "global"),
+    (b"\x8c\x01m\x8c\x03a.b\x93", "global"),
+    (b"\x82\x05", "global"),
+    (b"\x83\x00\x01", "global"),
+    (b"\x84\x00\x00\x01\x00", "global"),
+    (b"cm\nf\n)R", "made"),
+    (b"cm\nf\n)Rq\x03", "made"),
+    (b"cm\nC\n)\x81q\x03", "made"),
+    (b"cm\nf\nN\x85", "global tuple"),
+    (b"cm\nf\ncm\ng\n)R", "global made"),
     (b"cm\nf\ncm\ng\n)RR", "made"),
-]  # fmt: skip
+]
 SLOTS = (0, 1, 2, 3, 300, (1 << 32) - 16)
 KINDS_IN_SLOTS = ("list", "dict", "set", "made")
 CALLABLE, ARGUMENTS = ("global", "made"), ("tuple", "made")
@@ -179,15 +218,40 @@ def test_any_program_does_the_same_things_in_the_same_order(data: bytes) -> None
     "data",
     [
         P2 + b"r\xf0\xff\xff\xff".join((b"N", b"j\xf0\xff\xff\xff\x86.")),
-        b"I01\n.", b"I00\n.", b"I5\n.", b"L5L\n.", b"L5\n.", b"F1.5\n.", b"S'a\\'b'\n.", b'S"a"\n.', b"Va\\u1234\n.", b"(lp0\n.",
-        b"(dp0\n.", b"(I1\nI2\nd.", b"(I1\nI2\nl.", b"(I1\ntp1\n0g1\n.", b"(I1\nim\nC\n.", b"Pabc\n.",
-        P2 + b"T\x2c\x01\x00\x00" + b"s" * 300 + b".", P2 + b"(NN1N.", P2 + b"(0N.", P2 + b"\x8a\x00.", P2 + b"\x8b\x00\x00\x00\x00.",
-        P4 + b"\x8fq\x00(K\x01\x90.", P4 + b"(K\x01\x91.", P4 + b"\x8c\x01m\x8c\x03a.b\x93.", P4 + b"\x8c\x03m\nn\x8c\x01f\x93.",
-        P4 + b"\x8d\x01\x00\x00\x00\x00\x00\x00\x00a.", P4 + b"\x96\x01\x00\x00\x00\x00\x00\x00\x00a.", P4 + b"cm\nC\n)}\x92.",
-        P4 + b"\x95\x02\x00\x00\x00\x00\x00\x00\x00N.", P4 + b"B\x2c\x01\x00\x00" + b"b" * 300 + b".", P4 + b"]\x942h\x00\x87.",
+        b"I01\n.",
+        b"I00\n.",
+        b"I5\n.",
+        b"L5L\n.",
+        b"L5\n.",
+        b"F1.5\n.",
+        b"S'a\\'b'\n.",
+        b'S"a"\n.',
+        b"Va\\u1234\n.",
+        b"(lp0\n.",
+        b"(dp0\n.",
+        b"(I1\nI2\nd.",
+        b"(I1\nI2\nl.",
+        b"(I1\ntp1\n0g1\n.",
+        b"(I1\nim\nC\n.",
+        b"Pabc\n.",
+        P2 + b"T\x2c\x01\x00\x00" + b"s" * 300 + b".",
+        P2 + b"(NN1N.",
+        P2 + b"(0N.",
+        P2 + b"\x8a\x00.",
+        P2 + b"\x8b\x00\x00\x00\x00.",
+        P4 + b"\x8fq\x00(K\x01\x90.",
+        P4 + b"(K\x01\x91.",
+        P4 + b"\x8c\x01m\x8c\x03a.b\x93.",
+        P4 + b"\x8c\x03m\nn\x8c\x01f\x93.",
+        P4 + b"\x8d\x01\x00\x00\x00\x00\x00\x00\x00a.",
+        P4 + b"\x96\x01\x00\x00\x00\x00\x00\x00\x00a.",
+        P4 + b"cm\nC\n)}\x92.",
+        P4 + b"\x95\x02\x00\x00\x00\x00\x00\x00\x00N.",
+        P4 + b"B\x2c\x01\x00\x00" + b"b" * 300 + b".",
+        P4 + b"]\x942h\x00\x87.",
         P4 + b"cm\nC\n)Rq\x000h\x00h\x00\x86.",
     ],
-)  # fmt: skip
+)
 def test_rare_opcodes(data: bytes) -> None:
     """Opcodes of old protocols and rare ones come out as something that says the same."""
     assert trace(written(data)) == trace(data)
@@ -213,7 +277,7 @@ ORDERS = {
     "a list changed, read, and changed": L + b"h\x00K\x01a0" + F + b"h\x00\x85Rh\x00K\x02a\x86.",
     "a call whose result is thrown away": F + b"(K\x01tR0" + F + b")R.",
     "keyword arguments that grow": D + F + b")h\x00\x92h\x00\x8c\x01aNs\x86.",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -256,7 +320,17 @@ def test_floats_keep_their_bits(bits: int) -> None:
     assert written(data) == data
 
 
-@pytest.mark.parametrize(("code", "opcode"), [(1, b"\x82\x01"), (255, b"\x82\xff"), (256, b"\x83\x00\x01"), (65535, b"\x83\xff\xff"), (65536, b"\x84\x00\x00\x01\x00"), ((1 << 31) - 1, b"\x84\xff\xff\xff\x7f")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "opcode"),
+    [
+        (1, b"\x82\x01"),
+        (255, b"\x82\xff"),
+        (256, b"\x83\x00\x01"),
+        (65535, b"\x83\xff\xff"),
+        (65536, b"\x84\x00\x00\x01\x00"),
+        ((1 << 31) - 1, b"\x84\xff\xff\xff\x7f"),
+    ],
+)
 def test_an_extension_keeps_its_number(code: int, opcode: bytes) -> None:
     """In the shortest opcode, whichever it came in; nothing is looked up."""
     assert written(P2 + b"\x84" + code.to_bytes(4, "little") + b".") == P2 + opcode + b"."
@@ -378,9 +452,34 @@ NAMED = Named()
 NAMES = st.sampled_from([NAMED, len, Plain, 1j])
 CLASSES = (Plain, Slots, Rows, Table, Members, Keywords, Setter, Numbered)
 LEAVES = st.one_of(
-    st.sampled_from([None, True, False, 0.0, -0.0, float("inf"), "", "a", "a\ud800\0", "x" * 300, b"", b"\x00\xff", b"b" * 300, 1 << 3000, -(1 << 31), 1 << 31, ()]),
-    st.integers(), st.floats(), st.text(), st.binary(), st.binary().map(bytearray), st.integers(0, (1 << 64) - 1).map(lambda n: struct.unpack(">d", n.to_bytes(8, "big"))[0]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            None,
+            True,
+            False,
+            0.0,
+            -0.0,
+            float("inf"),
+            "",
+            "a",
+            "a\ud800\0",
+            "x" * 300,
+            b"",
+            b"\x00\xff",
+            b"b" * 300,
+            1 << 3000,
+            -(1 << 31),
+            1 << 31,
+            (),
+        ]
+    ),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.binary().map(bytearray),
+    st.integers(0, (1 << 64) - 1).map(lambda n: struct.unpack(">d", n.to_bytes(8, "big"))[0]),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -538,8 +637,14 @@ MALFORMED = {
     "a short read": (P2 + b"J\x01.", "the pickle ends too early"),
     "FRAME too long": (P4 + b"\x95\xff\x00\x00\x00\x00\x00\x00\x00N.", "a length in the pickle reaches beyond its end"),
     "FRAME that ends behind STOP": (P4 + b"\x95\x03\x00\x00\x00\x00\x00\x00\x00N.N", "the pickle ends inside a frame"),
-    "FRAME straddled": (P4 + b"\x95\x02\x00\x00\x00\x00\x00\x00\x00J\x01\x00\x00\x00.", "an opcode straddles the end of its frame"),
-    "FRAME in a FRAME": (P4 + b"\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x95\x01\x00\x00\x00\x00\x00\x00\x00NNN.", "a frame inside a frame"),
+    "FRAME straddled": (
+        P4 + b"\x95\x02\x00\x00\x00\x00\x00\x00\x00J\x01\x00\x00\x00.",
+        "an opcode straddles the end of its frame",
+    ),
+    "FRAME in a FRAME": (
+        P4 + b"\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x95\x01\x00\x00\x00\x00\x00\x00\x00NNN.",
+        "a frame inside a frame",
+    ),
     "text that is not UTF-8": (P2 + b"X\x01\x00\x00\x00\xff.", "a text is not UTF-8"),
     "long text that is not UTF-8": (P2 + b"X\x01\x00\x02\x00" + b"\xff" * 0x20001 + b".", "a text is not UTF-8"),
     "a global that is not UTF-8": (P2 + b"c\xff\nf\n.", "a global's name is not UTF-8"),
@@ -551,7 +656,7 @@ MALFORMED = {
     "UNICODE with a bad escape": (b"V\\u12\n.", "a UNICODE has a bad escape"),
     "a line without an end": (b"Iabc", "a line of the pickle has no end"),
     "nothing": (b"", "the pickle ends too early"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -565,10 +670,25 @@ def test_malformed(name: str) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        b"I010\n.", b"I0x10\n.", b"I1_0\n.", b"I 1\n.", b"L010L\n.", b"L0b1L\n.", b"L\n.", b"LL\n.", b"F1_0\n.", b"F 1.5\n.", b"F\n.", b"NpX\n.", b"Np0_1\n.",
-        b"P\xc3\xa9\n.", b"S'\\d'\n.", b"S'\\777'\n.", b"S'a\\'\n.",
+        b"I010\n.",
+        b"I0x10\n.",
+        b"I1_0\n.",
+        b"I 1\n.",
+        b"L010L\n.",
+        b"L0b1L\n.",
+        b"L\n.",
+        b"LL\n.",
+        b"F1_0\n.",
+        b"F 1.5\n.",
+        b"F\n.",
+        b"NpX\n.",
+        b"Np0_1\n.",
+        b"P\xc3\xa9\n.",
+        b"S'\\d'\n.",
+        b"S'\\777'\n.",
+        b"S'a\\'\n.",
     ],
-)  # fmt: skip
+)
 def test_text_that_pickles_two_machines_read_differently_is_malformed(program: bytes) -> None:
     """Octal for C and an error or a decimal for Python, digits in groups, escapes that only warn: no pickler writes them."""
     with pytest.raises(MalformedError, match="here at byte"):
@@ -630,8 +750,15 @@ def test_doubling_stays_small(frame: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [b"X\xff\xff\xff\xff", b"B\xff\xff\xff\xff", b"T\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\x7f", *(c + b"\xff" * 7 + b"\x7f" for c in (b"\x8d", b"\x8e", b"\x96", b"\x95"))]
-)  # fmt: skip
+    "code",
+    [
+        b"X\xff\xff\xff\xff",
+        b"B\xff\xff\xff\xff",
+        b"T\xff\xff\xff\x7f",
+        b"\x8b\xff\xff\xff\x7f",
+        *(c + b"\xff" * 7 + b"\x7f" for c in (b"\x8d", b"\x8e", b"\x96", b"\x95")),
+    ],
+)
 def test_a_length_that_lies_costs_nothing(code: bytes) -> None:
     """A length of gigabytes or more in a file of a few bytes: a typed error, and nothing is allocated for it."""
     with pytest.raises(CkptconvError):

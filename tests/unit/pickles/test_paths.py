@@ -105,8 +105,12 @@ def test_keys_of_mappings_and_attributes_are_kept() -> None:
     """``key`` is the unescaped string; a position has none."""
     places = places_of(pickle.dumps({"a/b": [1], "t": Thing(rng=2)}, 2))
     assert [(place.path, place.key) for place in places] == [
-        (".", None), ("a\\/b", "a/b"), ("a\\/b[0]", None), ("t", "t"), ("t/.rng", "rng"),
-    ]  # fmt: skip
+        (".", None),
+        ("a\\/b", "a/b"),
+        ("a\\/b[0]", None),
+        ("t", "t"),
+        ("t/.rng", "rng"),
+    ]
 
 
 def test_shared_and_cyclic_things_are_entered_once() -> None:

@@ -219,7 +219,7 @@ RUNS = ways.NAMINGS["REDUCE"](__name__, "runs", ARGS)
         b"U%c%sU\x04runs\x93" % (len(__name__), __name__.encode()) + ARGS + b"R.",
         b"}Nb" + RUNS + b".",
     ],
-)  # fmt: skip
+)
 def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
     """A pickle that our parser refuses and Python runs, or breaks off after the call: inside a byte string nobody refuses it, so it is found."""
     ran.clear()
@@ -304,8 +304,26 @@ def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "errors"),
-    [(codec, None) for codec in ("utf-8", "U8", "utf_16_le", "UTF-16LE", "utf 16 be", "utf-32-le", "utf-32-be", "utf-7", "ascii", "646", "iso-8859-1", "utf-16" + "-" * 50 + "le", "raw_unicode_escape")] + [("ascii", "ignore")],
-)  # fmt: skip
+    [
+        (codec, None)
+        for codec in (
+            "utf-8",
+            "U8",
+            "utf_16_le",
+            "UTF-16LE",
+            "utf 16 be",
+            "utf-32-le",
+            "utf-32-be",
+            "utf-7",
+            "ascii",
+            "646",
+            "iso-8859-1",
+            "utf-16" + "-" * 50 + "le",
+            "raw_unicode_escape",
+        )
+    ]
+    + [("ascii", "ignore")],
+)
 def test_codecs(write: Write, codec: str, errors: str | None) -> None:
     """A text is what its own codec makes of it, however that is spelled, in memory and as a range of the file. Python is the judge."""
     for length in (0, 70_000):
@@ -519,7 +537,13 @@ def test_strangers(corpus: Path) -> None:
 # What is carried
 
 
-HIDDEN = {"call": CALL, "bytes": ways.NESTS["BINBYTES8"](INNER), "long": ways.NESTS["long bytes"](INNER), "text": ways.NESTS["_codecs.encode"](INNER), "popped call": CALL + b"0N"}  # fmt: skip
+HIDDEN = {
+    "call": CALL,
+    "bytes": ways.NESTS["BINBYTES8"](INNER),
+    "long": ways.NESTS["long bytes"](INNER),
+    "text": ways.NESTS["_codecs.encode"](INNER),
+    "popped call": CALL + b"0N",
+}
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -550,7 +574,13 @@ def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", [*ways.NAMINGS, *ways.PLACES, *ways.NESTS])
 def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> None:
     """The weights of a hostile file come out as numbers: the state dict's bytes, names and texts, and no byte of the call."""
-    code = ways.NAMINGS[way]("os", "system", ARGS) if way in ways.NAMINGS else ways.PLACES[way](CALL) if way in ways.PLACES else ways.NESTS[way](INNER)  # fmt: skip
+    code = (
+        ways.NAMINGS[way]("os", "system", ARGS)
+        if way in ways.NAMINGS
+        else ways.PLACES[way](CALL)
+        if way in ways.PLACES
+        else ways.NESTS[way](INNER)
+    )
     state = b"}" + text("w") + tensor() + b"s"
     path = write(torch_zip_of(dict_of(text("state_dict"), state, text("x"), code, protocol=4)))
     out = tmp_path / "m.safetensors"

@@ -114,8 +114,9 @@ def test_every_kind_of_map_location_that_torch_takes(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "location", [{"any": "cpu"}, {"gpu": "cpu"}, {"cuda": "cpu", "mps": "cpu", "xpu": "cpu"}, lambda tag: "cpu", "any=cpu", "auto"]
-)  # fmt: skip
+    "location",
+    [{"any": "cpu"}, {"gpu": "cpu"}, {"cuda": "cpu", "mps": "cpu", "xpu": "cpu"}, lambda tag: "cpu", "any=cpu", "auto"],
+)
 def test_every_kind_of_map_location_that_convert_takes(location: Any, tmp_path: Path) -> None:
     """Families, ``any``, a rule as text, a function of the tag, and ``auto`` on a machine without a GPU."""
     if location == "auto" and torch.accelerator.is_available():
@@ -150,7 +151,7 @@ def test_a_function_of_another_shape_is_a_type_error(function: Any, training: Pa
 )
 def test_devices_that_are_not_here_are_named_before_torch_is_asked(
     location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """DeviceUnavailable says which, and which argument helps; nothing was loaded."""
     zoo.save(zoo.state_dict(), tmp_path / "a.pt", tags=["cuda:0", "cuda:111"])
     monkeypatch.setattr(torch, "load", None)

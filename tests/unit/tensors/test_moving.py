@@ -160,7 +160,13 @@ def test_tensors_made_of_several(pretended: Pretended, name: str) -> None:
 def test_a_storage_moves_once_and_views_stay_views(pretended: Pretended) -> None:
     """Offsets, strides, dtypes and sharing are kept, across containers, modules, and bare storages."""
     whole = torch.arange(24.0)
-    obj = {"whole": whole, "rows": [whole.view(4, 6)[1:3]], "t": whole.view(4, 6).t(), "bits": whole.view(torch.int32)[5:], "storage": whole.untyped_storage()}  # fmt: skip
+    obj = {
+        "whole": whole,
+        "rows": [whole.view(4, 6)[1:3]],
+        "t": whole.view(4, 6).t(),
+        "bits": whole.view(torch.int32)[5:],
+        "storage": whole.untyped_storage(),
+    }
     new = remap(obj, "cuda:0")
     assert pretended.moved == [("cpu", "cuda:0")]
     assert new["rows"][0].storage_offset() == 6 and new["t"].stride() == (1, 6)
@@ -262,7 +268,7 @@ def on(pretended: Pretended, *tags: str) -> list[torch.Tensor]:
         (lambda tag: "cuda", ["cuda:0", "cuda:0", "cuda:1", "cuda:0"]),
         (None, ["cpu", "cuda:0", "cuda:1", "mps"]),
     ],
-)  # fmt: skip
+)
 def test_what_goes_where(pretended: Pretended, monkeypatch: pytest.MonkeyPatch, wish: Any, expected: list[str]) -> None:
     """The grammar of ``map_location``; a device without an index is the current one for all tensors, and keeps the index in a rule. Each way for copies and in place."""
     monkeypatch.setattr(devices_here, "automatic", lambda: "cuda")
@@ -536,13 +542,35 @@ SHARED = [W]
 @pytest.mark.parametrize(
     "obj",
     [
-        {"b": W, "a": [W, {"c": (W,)}]}, OrderedDict(z=W, a=1), defaultdict(list, {"x": [W]}), Counter({"x": 2}), {W: W}, {(1, W): 1},
-        (W, (1, 2)), zoo.Pair(W, [W]), torch.max(torch.eye(2), 0), {W, 1}, frozenset({W}), {frozenset({(W, 1)})}, deque([W, 2], maxlen=4),
-        [SHARED, SHARED, (SHARED,)], Frozen(W), {Frozen((1, W)): 1}, {Frozen(1), Frozen(W)}, WithSlots(W, [W]), FrozenWithSlots(W), Locked(x=W), zoo.Config(weight=W), Output(W),
-        UserDict(x=W, y=[W]), UserDict(UserDict(x=W)), zoo.ListAndDict([W]), [None, Ellipsis, zoo.a_function, zoo.Config, torch.float8_e5m2],
+        {"b": W, "a": [W, {"c": (W,)}]},
+        OrderedDict(z=W, a=1),
+        defaultdict(list, {"x": [W]}),
+        Counter({"x": 2}),
+        {W: W},
+        {(1, W): 1},
+        (W, (1, 2)),
+        zoo.Pair(W, [W]),
+        torch.max(torch.eye(2), 0),
+        {W, 1},
+        frozenset({W}),
+        {frozenset({(W, 1)})},
+        deque([W, 2], maxlen=4),
+        [SHARED, SHARED, (SHARED,)],
+        Frozen(W),
+        {Frozen((1, W)): 1},
+        {Frozen(1), Frozen(W)},
+        WithSlots(W, [W]),
+        FrozenWithSlots(W),
+        Locked(x=W),
+        zoo.Config(weight=W),
+        Output(W),
+        UserDict(x=W, y=[W]),
+        UserDict(UserDict(x=W)),
+        zoo.ListAndDict([W]),
+        [None, Ellipsis, zoo.a_function, zoo.Config, torch.float8_e5m2],
     ],
     ids=lambda obj: type(obj).__name__,
-)  # fmt: skip
+)
 def test_containers(pretended: Pretended, obj: Any) -> None:
     """Copied with type, order and sharing; the old one is as it was."""
     before = saved_and_loaded(obj)
@@ -690,7 +718,7 @@ def test_devices_counts_each_storage_once(pretended: Pretended) -> None:
         (lambda: zoo.nested(), 20),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 20 + 24),
     ],
-)  # fmt: skip
+)
 def test_devices_of_tensors_made_of_others(tensor: Any, nbytes: int) -> None:
     """Sparse ones count values and indices; what has a layout of its own counts elements."""
     assert devices([tensor()]) == {"cpu": nbytes}

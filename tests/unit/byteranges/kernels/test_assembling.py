@@ -60,7 +60,11 @@ def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain:
         if not plain:
             chance.shuffle(order)
         stored = part.permute(order).contiguous()
-        stride = row_major(chunk.sizes) if order == sorted(order) else stored.permute([order.index(d) for d in range(whole.dim())]).stride()  # fmt: skip
+        stride = (
+            row_major(chunk.sizes)
+            if order == sorted(order)
+            else stored.permute([order.index(d) for d in range(whole.dim())]).stride()
+        )
         before = chance.randrange(5)
         data = bytes(before) + bytes_of(stored)
         boxes.append(

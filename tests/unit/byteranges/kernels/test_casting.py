@@ -27,9 +27,14 @@ _MANTISSAS = {
 
 #: The largest number, and the step to the one that would come next.
 _LARGEST = {
-    "float32": ((2 - 2**-23) * 2.0**127, 2.0**104), "bfloat16": ((2 - 2**-7) * 2.0**127, 2.0**120), "float16": (65504, 32),
-    "float8_e4m3fn": (448, 32), "float8_e4m3fnuz": (240, 16), "float8_e5m2": (57344, 8192), "float8_e5m2fnuz": (57344, 8192),
-}  # fmt: skip
+    "float32": ((2 - 2**-23) * 2.0**127, 2.0**104),
+    "bfloat16": ((2 - 2**-7) * 2.0**127, 2.0**120),
+    "float16": (65504, 32),
+    "float8_e4m3fn": (448, 32),
+    "float8_e4m3fnuz": (240, 16),
+    "float8_e5m2": (57344, 8192),
+    "float8_e5m2fnuz": (57344, 8192),
+}
 
 
 @cache
@@ -46,7 +51,12 @@ def patterns(name: str) -> torch.Tensor:
         tops = (0, half << 1, whole - (half << 1) + 1)  # even, odd, the last before the exponent changes
         found |= {(top + half + little) & whole for top in tops for little in (-1, 0, 1)}
     most = 1 << (8 * dtype.itemsize - 1 - width)
-    exponents = torch.tensor([i for i in range(most) if dtype.itemsize == 4 or i % 61 == 0 or abs(i - most // 2) < 160 or i > most - 3]) << width  # fmt: skip
+    exponents = (
+        torch.tensor(
+            [i for i in range(most) if dtype.itemsize == 4 or i % 61 == 0 or abs(i - most // 2) < 160 or i > most - 3]
+        )
+        << width
+    )
     bits = (exponents[:, None] | torch.tensor(sorted(found))[None]).reshape(-1)
     signed = torch.cat([bits, bits | (1 << 31 if dtype.itemsize == 4 else torch.iinfo(torch.int64).min)])
     words = signed.view(torch.int32)[::2] if dtype.itemsize == 4 else signed  # the lower halves
@@ -168,7 +178,16 @@ def test_integers_that_become_infinite_are_counted(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("swapped", "swap"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(("old", "new"), [("float32", "bfloat16"), ("float64", "float16"), ("bfloat16", "float64"), ("float16", "float8_e5m2"), ("float8_e4m3fn", "float32")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("float32", "bfloat16"),
+        ("float64", "float16"),
+        ("bfloat16", "float64"),
+        ("float16", "float8_e5m2"),
+        ("float8_e4m3fn", "float32"),
+    ],
+)
 def test_bytes_are_turned_round_on_both_sides(old: str, new: str, swapped: bool, swap: bool) -> None:
     """Of what comes in, of what goes out, and of both."""
 
@@ -194,9 +213,17 @@ def test_every_target_is_among_them() -> None:
     """The tests above miss no dtype that the command line takes."""
     assert {to_dtypes(name)[0].dtype for name in TARGETS} == set(TARGETS)
     assert {to_dtypes(f"x={name}")[0].dtype for name in INTEGERS} == INTEGERS
-    assert {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and getattr(torch, name).is_floating_point} <= {
-        *FLOATS, "double", "float", "half", "float4_e2m1fn_x2",
-    }  # fmt: skip
+    assert {
+        name
+        for name in dir(torch)
+        if isinstance(getattr(torch, name), torch.dtype) and getattr(torch, name).is_floating_point
+    } <= {
+        *FLOATS,
+        "double",
+        "float",
+        "half",
+        "float4_e2m1fn_x2",
+    }
 
 
 @pytest.mark.parametrize("most", [4, 40, 1 << 22])

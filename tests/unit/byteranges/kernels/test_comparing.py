@@ -28,7 +28,9 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
-def compared(a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:  # fmt: skip
+def compared(
+    a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0
+) -> ValueDifference:
     """What a comparer says of A and B, given so many elements AT_ONCE."""
     comparer = Comparer(name(a.dtype), name(b.dtype), rtol, atol)
     for start in range(0, a.numel(), at_once):
@@ -37,14 +39,18 @@ def compared(a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: 
 
 
 def result(comparer: Comparer, elements: int) -> ValueDifference:
-    return ValueDifference(elements, comparer.differing, comparer.largest, comparer.largest_relative, comparer.not_finite)  # fmt: skip
+    return ValueDifference(
+        elements, comparer.differing, comparer.largest, comparer.largest_relative, comparer.not_finite
+    )
 
 
 def bits(dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
     """Seven elements of any bits, with those of odd numbers (NaN, infinities, zeros, extremes) among them often."""
     width = dtype.itemsize
     word = st.one_of(st.binary(min_size=width, max_size=width), st.sampled_from(odd(dtype)))
-    return st.lists(word, min_size=7, max_size=7).map(lambda words: torch.frombuffer(bytearray(b"".join(words)), dtype=dtype))  # fmt: skip
+    return st.lists(word, min_size=7, max_size=7).map(
+        lambda words: torch.frombuffer(bytearray(b"".join(words)), dtype=dtype)
+    )
 
 
 def odd(dtype: torch.dtype) -> list[bytes]:

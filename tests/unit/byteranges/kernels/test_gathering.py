@@ -110,9 +110,7 @@ def views(draw: st.DrawFn) -> Cast:
     )
 
 
-@given(
-    view=views(), block=st.integers(16, 20000), tile=st.integers(16, 20000), gap=st.integers(0, 5000)
-)  # fmt: skip
+@given(view=views(), block=st.integers(16, 20000), tile=st.integers(16, 20000), gap=st.integers(0, 5000))
 def test_torch_gathers_the_same(storage: Source, view: Cast, block: int, tile: int, gap: int) -> None:
     """Every view comes out as torch's `contiguous()` has it, in as many blocks and tiles as may be."""
     with pytest.MonkeyPatch.context() as patch:

@@ -38,9 +38,10 @@ def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSum
     for n in shape:
         nbytes *= n
     row: TensorSummary = {
-        "path": path, "name": path, "kind": "strided", "dtype": "float32", "shape": list(shape), "stride": [], "offset": 0,
-        "device": "cpu", "module": None, "nbytes": nbytes, "storage_nbytes": nbytes, "requires_grad": False, "tied_to": None,
-    }  # fmt: skip
+        "path": path, "name": path, "kind": "strided", "dtype": "float32", "shape": list(shape), "stride": [],
+        "offset": 0, "device": "cpu", "module": None, "nbytes": nbytes, "storage_nbytes": nbytes,
+        "requires_grad": False, "tied_to": None,
+    }  # a table  # fmt: skip
     return {**row, **fields}  # type: ignore[typeddict-item]
 
 
@@ -69,10 +70,18 @@ def two_gpus(folder: Path) -> Summary:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     state = OrderedDict((f"module.{name}", value.detach()) for name, value in model.state_dict().items())
-    torch.save({
-        "epoch": 12, "arch": "mlp", "best_acc": 0.75, "state_dict": state, "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(), "args": {"device": "cuda:0", "lr": 0.001, "milestones": [30, 60, 90]},
-    }, folder / "x.pt")  # fmt: skip
+    torch.save(
+        {
+            "epoch": 12,
+            "arch": "mlp",
+            "best_acc": 0.75,
+            "state_dict": state,
+            "optimizer": optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "args": {"device": "cuda:0", "lr": 0.001, "milestones": [30, 60, 90]},
+        },
+        folder / "x.pt",
+    )
     summary = inspect(folder / "x.pt")
     for row in summary["tensors"]:
         if row["path"] != "rng" and not row["path"].endswith("step"):
@@ -88,10 +97,19 @@ def two_gpus(folder: Path) -> Summary:
     }
     return judged(
         summary,
-        finding("device", "12 of 17 tensors (2.54 kB) are on cuda:0 and cuda:1, and no GPU is here", "ckptconv convert epoch12.pt epoch12-cpu.pt --to cpu"),
-        finding("prefix", "every name of state_dict starts with module., as DataParallel writes it", "ckptconv convert epoch12.pt epoch12-plain.pt --strip-prefix module.", blocks=False),
+        finding(
+            "device",
+            "12 of 17 tensors (2.54 kB) are on cuda:0 and cuda:1, and no GPU is here",
+            "ckptconv convert epoch12.pt epoch12-cpu.pt --to cpu",
+        ),
+        finding(
+            "prefix",
+            "every name of state_dict starts with module., as DataParallel writes it",
+            "ckptconv convert epoch12.pt epoch12-plain.pt --strip-prefix module.",
+            blocks=False,
+        ),
         remedy="ckptconv convert epoch12.pt epoch12-cpu-plain.pt --to cpu --strip-prefix module.",
-    )  # fmt: skip
+    )
 
 
 def transformer(folder: Path) -> Summary:
@@ -126,7 +144,11 @@ def folders(folder: Path) -> Summary:
 
 def hub(folder: Path) -> Summary:
     """A safetensors file with texts."""
-    state = {f"bert.encoder.layer.{i}.{part}": torch.zeros(4, 4, dtype=torch.bfloat16) for i in range(12) for part in ("query.weight", "key.weight")}  # fmt: skip
+    state = {
+        f"bert.encoder.layer.{i}.{part}": torch.zeros(4, 4, dtype=torch.bfloat16)
+        for i in range(12)
+        for part in ("query.weight", "key.weight")
+    }
     save_file({**state, "classifier.bias": torch.zeros(2)}, folder / "x.safetensors", {"format": "pt"})
     return judged(inspect(folder / "x.safetensors"))
 
@@ -268,18 +290,30 @@ def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
     note = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
     lines = list(facts(judged(transformer(tmp_path), note, *some, remedy=command), Style(80)))
     assert [line.strip() for line in lines[1:11]] == [
-        "loads here    no; this mends it all:", command,
-        "because       reason 0", f"{command} --map cuda:0=cpu", "reason 1", f"{command} --map cuda:1=cpu",
-        "reason 2", f"{command} --map cuda:2=cpu", "note          a note", note["command"],
-    ]  # fmt: skip
+        "loads here    no; this mends it all:",
+        command,
+        "because       reason 0",
+        f"{command} --map cuda:0=cpu",
+        "reason 1",
+        f"{command} --map cuda:1=cpu",
+        "reason 2",
+        f"{command} --map cuda:2=cpu",
+        "note          a note",
+        note["command"],
+    ]
     lines = list(facts(judged(transformer(tmp_path), *some[:1]), Style(80)))
     assert [line.strip() for line in lines[1:3]] == ["loads here    no: reason 0", some[0]["command"]]
     other = finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)
     lines = list(facts(judged(transformer(tmp_path), note, other, remedy=command + " --add-prefix x."), Style(80)))
     assert [line.strip() for line in lines[1:8]] == [
-        "loads here    yes", "note          a note", note["command"], "note          another", other["command"],
-        "all at once   in one command:", f"{command} --add-prefix x.",
-    ]  # fmt: skip
+        "loads here    yes",
+        "note          a note",
+        note["command"],
+        "note          another",
+        other["command"],
+        "all at once   in one command:",
+        f"{command} --add-prefix x.",
+    ]
 
 
 def test_no_is_said_once(tmp_path: Path) -> None:
@@ -426,13 +460,16 @@ def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
     """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes the path of them."""
     for look in (Style(80), Style(80, unicode=False), Style(None)):
         for path, quoted in itertools.product(
-            ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"), (shlex.join, lambda words: shell(*words))
-        ):  # fmt: skip
+            ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"),
+            (shlex.join, lambda words: shell(*words)),
+        ):
             (line,) = (
                 line
-                for line in facts(judged(PLAIN.copy(), finding("device", "reason", quoted(["printf", "%s", path]))), look)
+                for line in facts(
+                    judged(PLAIN.copy(), finding("device", "reason", quoted(["printf", "%s", path]))), look
+                )
                 if "printf" in line
-            )  # fmt: skip
+            )
             assert line.isprintable()
             assert look.unicode or line.isascii()
             done = subprocess.run(["/bin/bash", "-c", line], capture_output=True, env={"LC_ALL": "C.UTF-8"})
@@ -460,9 +497,16 @@ def test_blocks_that_are_alike_fold() -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [{"dtype": "float16"}, {"shape": (3,)}, {"device": "cuda:0"}, {"kind": "sparse_coo"}, {"nbytes": 1}, {"tied_to": "x"}],
+    [
+        {"dtype": "float16"},
+        {"shape": (3,)},
+        {"device": "cuda:0"},
+        {"kind": "sparse_coo"},
+        {"nbytes": 1},
+        {"tied_to": "x"},
+    ],
     ids=lambda odd: next(iter(odd)),
-)  # fmt: skip
+)
 def test_a_block_that_differs_stays_apart(odd: dict[str, Any]) -> None:
     """One tensor of one block with another dtype, shape, device, kind, size or tie keeps that whole block out."""
     tensors = [tensor(f"l.{i}.{n}", **(odd if (i, n) == (2, "b") else {})) for i in range(4) for n in "ab"]
@@ -478,11 +522,13 @@ def test_only_the_inner_number_folds_where_the_product_has_a_hole() -> None:
 
 @given(
     st.lists(
-        st.lists(st.sampled_from(["0", "1", "2", "10", "a", "b", "[0]", "[1]", "a.", "", "\\.x"]), min_size=1, max_size=5),
+        st.lists(
+            st.sampled_from(["0", "1", "2", "10", "a", "b", "[0]", "[1]", "a.", "", "\\.x"]), min_size=1, max_size=5
+        ),
         max_size=40,
     ),
     st.data(),
-)  # fmt: skip
+)
 def test_folded_rows_stand_for_each_tensor_once(names: list[list[str]], data: st.DataObject) -> None:
     """Unfolded, the rows give back the paths that went in, each once and with its shape."""
     paths = list(dict.fromkeys(".".join(name) or "." for name in names))
@@ -549,9 +595,14 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicod
     """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width, and to ASCII where that is all there is."""
     long = st.lists(st.integers(0, 10**6), max_size=12).map(tuple)
     tensors = [
-        tensor(name, data.draw(long), device=data.draw(st.sampled_from(["cpu", "cuda:0", name])), tied_to=data.draw(st.sampled_from([None, name])))
+        tensor(
+            name,
+            data.draw(long),
+            device=data.draw(st.sampled_from(["cpu", "cuda:0", name])),
+            tied_to=data.draw(st.sampled_from([None, name])),
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     look = Style(width, unicode=unicode)
     summary = judged(PLAIN.copy(), finding("device", " ".join(names), None), finding("x", names[0], None, blocks=False))
     if data.draw(st.booleans()):
@@ -599,8 +650,10 @@ def on_a_terminal(path: Path, **env: str) -> str:
     master, slave = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckptconv", "inspect", str(path)], stdout=slave, env={**clean, "COLUMNS": "80", "TERM": "xterm", **env}
-    )  # fmt: skip
+        [sys.executable, "-m", "ckptconv", "inspect", str(path)],
+        stdout=slave,
+        env={**clean, "COLUMNS": "80", "TERM": "xterm", **env},
+    )
     os.close(slave)
     written = b""
     while True:

@@ -162,7 +162,11 @@ def test_same_folders_differ_in_nothing(ranks: Path) -> None:
 def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
     """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put together."""
     for checkpoint in opened(ranks / "rows"):
-        kinds = {path.rpartition("/")[2]: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}  # fmt: skip
+        kinds = {
+            path.rpartition("/")[2]: type(info.storage.data)
+            for path, info in checkpoint.tensors.items()
+            if info.storage
+        }
     assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Concat}
     assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {ByteRange}
     assert {kinds[name] for name in ("transposed", "model.kernel")} == {Assemble}
@@ -290,9 +294,14 @@ def test_views_and_dtypes(tmp_path: Path) -> None:
     """Every dtype comes through, and views of all kinds come out in order."""
     base = torch.arange(24.0)
     state: dict[str, Any] = {
-        "slice": base[3:9], "step": base[::5], "expanded": torch.ones(1).expand(3, 4), "permuted": base.view(2, 3, 4).permute(2, 0, 1),
-        "conjugated": torch.ones(3, dtype=torch.complex64).mul(2j).conj().resolve_conj(), "empty": torch.empty(0), "odd": torch.empty(3, 0, 2),
-    }  # fmt: skip
+        "slice": base[3:9],
+        "step": base[::5],
+        "expanded": torch.ones(1).expand(3, 4),
+        "permuted": base.view(2, 3, 4).permute(2, 0, 1),
+        "conjugated": torch.ones(3, dtype=torch.complex64).mul(2j).conj().resolve_conj(),
+        "empty": torch.empty(0),
+        "odd": torch.empty(3, 0, 2),
+    }
     for name in (
         "float64",
         "float16",
@@ -433,11 +442,14 @@ def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (torch.ones(3, 2), "float32 of shape (3, 2)"), (torch.ones(2, 3, dtype=torch.float16), "float16 of shape (2, 3)"),
-        ({"a": 1}, "no plain tensor"), (torch.ones(2, 3).to_sparse(), "no plain tensor"),
-        (torch.ones(4, 3)[:2], "stored in a way"), (torch.ones(1, 1).expand(2, 3), "stored in a way"),
+        (torch.ones(3, 2), "float32 of shape (3, 2)"),
+        (torch.ones(2, 3, dtype=torch.float16), "float16 of shape (2, 3)"),
+        ({"a": 1}, "no plain tensor"),
+        (torch.ones(2, 3).to_sparse(), "no plain tensor"),
+        (torch.ones(4, 3)[:2], "stored in a way"),
+        (torch.ones(1, 1).expand(2, 3), "stored in a way"),
     ],
-)  # fmt: skip
+)
 def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
     """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the name of the tensor."""
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
@@ -506,8 +518,14 @@ def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "paths",
-    [{"a": ("x",), "b": ("x",)}, {"a": ("x",), "b": ("x", "y")}, {"a": ("x", 0), "b": ("x", "y")}, {"a": ("x", 20_000), "b": ("y",)}, {"a": ("x", "y"), "b": ("x",)}],
-)  # fmt: skip
+    [
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("x",), "b": ("x", "y")},
+        {"a": ("x", 0), "b": ("x", "y")},
+        {"a": ("x", 20_000), "b": ("y",)},
+        {"a": ("x", "y"), "b": ("x",)},
+    ],
+)
 def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
     """Two items that would stand in one place, in each other, or far outside of a list are refused."""
     folder = saved(tmp_path / "dcp", {"a": torch.ones(1), "b": torch.ones(1)})

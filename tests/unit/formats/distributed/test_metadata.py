@@ -34,9 +34,15 @@ WHERE = Path("folder/.metadata")
 
 def good() -> Metadata:
     """A tensor in two chunks and an object, as torch describes them."""
-    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3])), ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([1, 3]))]  # fmt: skip
+    chunks = [
+        ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3])),
+        ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([1, 3])),
+    ]
     return Metadata(
-        {"a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3, 3]), chunks), "epoch": BytesStorageMetadata()},
+        {
+            "a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3, 3]), chunks),
+            "epoch": BytesStorageMetadata(),
+        },
         {"a.w": ("a", "w"), "epoch": ("epoch",)},
         {
             MetadataIndex("a.w", torch.Size([0, 0]), 0): _StorageInfo("__0_0.distcp", 0, 100),
@@ -45,7 +51,7 @@ def good() -> Metadata:
         },
         StorageMeta(WHERE, "an id"),
         "1.0.0",
-    )  # fmt: skip
+    )
 
 
 def read(raw: bytes) -> Read:
@@ -55,8 +61,12 @@ def read(raw: bytes) -> Read:
 EXPECTED = Read(
     {"a.w": TensorItem(BY_NAME["bfloat16"], (3, 3), [Chunk((0, 0), (2, 3)), Chunk((2, 0), (1, 3))]), "epoch": None},
     {"a.w": ("a", "w"), "epoch": ("epoch",)},
-    {("a.w", (0, 0)): Stored("__0_0.distcp", 0, 100), ("a.w", (2, 0)): Stored("__1_0.distcp", 0, 90), ("epoch", None): Stored("__0_0.distcp", 100, 50)},
-)  # fmt: skip
+    {
+        ("a.w", (0, 0)): Stored("__0_0.distcp", 0, 100),
+        ("a.w", (2, 0)): Stored("__1_0.distcp", 0, 90),
+        ("epoch", None): Stored("__0_0.distcp", 100, 50),
+    },
+)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -161,10 +171,19 @@ MALFORMED = {
     "no properties": (_set(_tensor, "properties", None), "another class"),
     "a dtype that is none": (_set(lambda m: _tensor(m).properties, "dtype", torch.float32.__class__), None),
     "no places": (_set(lambda m: m, "storage_data", None), "storage_data is no dict"),
-    "a place twice": (lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}), "'a.w' is stored twice"),
+    "a place twice": (
+        lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}),
+        "'a.w' is stored twice",
+    ),
     "bytes of two items": (_set(_info, "offset", 99), "are stored in the same bytes"),
-    "bytes of a chunk, and of the same without a place": (lambda m: m.storage_data.update({_index(None): m.storage_data[_index(torch.Size([0, 0]))]}), "are stored in the same bytes"),
-    "an object with fields without end": (lambda m: vars(_info(m)).update((f"x{i}", 1) for i in range(99)), "too many fields"),
+    "bytes of a chunk, and of the same without a place": (
+        lambda m: m.storage_data.update({_index(None): m.storage_data[_index(torch.Size([0, 0]))]}),
+        "are stored in the same bytes",
+    ),
+    "an object with fields without end": (
+        lambda m: vars(_info(m)).update((f"x{i}", 1) for i in range(99)),
+        "too many fields",
+    ),
     "a negative offset": (_set(_info, "offset", -1), "no sound offset"),
     "a huge length": (_set(_info, "length", 1 << 62), "no sound offset"),
     "a length that is a float": (_set(_info, "length", 5.0), "no sound offset"),
@@ -176,7 +195,7 @@ MALFORMED = {
         f"the file {file!r}": (_set(_info, "relative_path", file), "no path inside the folder")
         for file in ("../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a\\b", "a\0b", "..", 3)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -236,7 +255,10 @@ def test_one_list_of_chunks_for_many() -> None:
     """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made; lists of their own are as many as there are."""
 
     def many(count: int, chunks: Callable[[], list[ChunkStorageMetadata]]) -> Metadata:
-        items = {f"w{i}": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([9]), chunks()) for i in range(count)}  # fmt: skip
+        items = {
+            f"w{i}": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([9]), chunks())
+            for i in range(count)
+        }
         return Metadata(items, {}, {})
 
     def nine() -> list[ChunkStorageMetadata]:
@@ -255,7 +277,9 @@ def test_what_is_named_again_is_made_once() -> None:
     path, size = ("a", "w") * 50, torch.Size([1] * 60)
     metadata.planner_data = {"a.w": path, "epoch": path}
     chunks = [ChunkStorageMetadata(size, size)]
-    metadata.state_dict_metadata = {"a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2] * 60), chunks)}  # fmt: skip
+    metadata.state_dict_metadata = {
+        "a.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2] * 60), chunks)
+    }
     known = read(pickle.dumps(metadata))
     assert known.paths["a.w"] == path and known.paths["a.w"] is known.paths["epoch"]
     item = known.items["a.w"]
@@ -287,7 +311,7 @@ def test_a_great_many_chunks() -> None:
         ((3, 3), [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2))], "leave holes"),
         ((3, 3), [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((0, 0), (1, 1))], "overlap"),
     ],
-)  # fmt: skip
+)
 def test_holes_and_overlaps(shape: tuple[int, ...], chunks: list[Any], words: str) -> None:
     """Holes and overlaps are found, also where the number of elements is right."""
     with pytest.raises(MalformedError, match=f"the chunks of 'w' {words}"):

@@ -147,10 +147,26 @@ def test_parts_of_two_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "info",
-    ["", "[]", "{", "3", '{"w": {"saved_offsets": [0]}, "v": {"saved_offsets": [0]}}', "{}", '{"w": {"saved_offsets": [-1]}}', '{"w": {"saved_offsets": [0, 0]}}',
-     '{"w": {"saved_offsets": [true]}}', '{"w": {"saved_offsets": [0.0]}}', '{"w": {}}', '{"w": [0]}', '{"w": {"saved_offsets": "0"}}', '{"w": {"saved_offsets": [0]}, "w": {"saved_offsets": [1]}}',
-     '{"w": {"saved_offsets": [9223372036854775808]}}', "[" * 100_000, '{"w": {"saved_offsets": [' + "9" * 5000 + "]}}"],
-)  # fmt: skip
+    [
+        "",
+        "[]",
+        "{",
+        "3",
+        '{"w": {"saved_offsets": [0]}, "v": {"saved_offsets": [0]}}',
+        "{}",
+        '{"w": {"saved_offsets": [-1]}}',
+        '{"w": {"saved_offsets": [0, 0]}}',
+        '{"w": {"saved_offsets": [true]}}',
+        '{"w": {"saved_offsets": [0.0]}}',
+        '{"w": {}}',
+        '{"w": [0]}',
+        '{"w": {"saved_offsets": "0"}}',
+        '{"w": {"saved_offsets": [0]}, "w": {"saved_offsets": [1]}}',
+        '{"w": {"saved_offsets": [9223372036854775808]}}',
+        "[" * 100_000,
+        '{"w": {"saved_offsets": [' + "9" * 5000 + "]}}",
+    ],
+)
 def test_bad_info(tmp_path: Path, info: str) -> None:
     """Whatever the text says that makes no sense is one typed error, for the folder and for the file."""
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"

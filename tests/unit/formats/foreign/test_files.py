@@ -106,32 +106,69 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "the file is empty", "download or copy it again"),
     "pointer": (LFS, "a Git LFS pointer and not the file itself of 123,456,789 bytes", "lfs pull"),
     "pointer without size": (LFS[:60], "a Git LFS pointer and not the file itself", "lfs pull"),
-    "login page": (b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>", r"an HTML page .*'Sign in to X'", "logged in"),
-    "Drive's warning": (
-        b"<html><head><title>Google Drive - Virus scan warning</title>", "'Google Drive - Virus scan warning'", "download the file",
+    "login page": (
+        b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>",
+        r"an HTML page .*'Sign in to X'",
+        "logged in",
     ),
-    "page without title": (b"\xef\xbb\xbf \n<!-- x --><HTML lang=de>", "an HTML page and not a checkpoint", "download the file"),
+    "Drive's warning": (
+        b"<html><head><title>Google Drive - Virus scan warning</title>",
+        "'Google Drive - Virus scan warning'",
+        "download the file",
+    ),
+    "page without title": (
+        b"\xef\xbb\xbf \n<!-- x --><HTML lang=de>",
+        "an HTML page and not a checkpoint",
+        "download the file",
+    ),
     "restricted": (
         b"Access to model meta-llama/Llama-2-7b is restricted and you are not in the authorized list.",
-        "a server's answer .*meta-llama/Llama-2-7b is restricted", "logged in",
+        "a server's answer .*meta-llama/Llama-2-7b is restricted",
+        "logged in",
     ),
-    "Hub's other answer": (b"Invalid username or password.", "a server's answer .*Invalid username", "download it again"),
+    "Hub's other answer": (
+        b"Invalid username or password.",
+        "a server's answer .*Invalid username",
+        "download it again",
+    ),
     "object store": (
-        b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "a server's answer .*'AccessDenied'", "download it again",
+        b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+        "a server's answer .*'AccessDenied'",
+        "download it again",
     ),
     "JSON error": (b'{"error":"Not Found"}', "a server's answer .*'Not Found'", "download it again"),
-    "JSON error in an object": (b'{"error":{"code":403,"message":"no quota"}}', "a server's answer .*'no quota'", "download"),
-    "configuration": (b'{"architectures": ["X"]}', r"a model's configuration, and not a checkpoint: '{", "file with the weights"),
+    "JSON error in an object": (
+        b'{"error":{"code":403,"message":"no quota"}}',
+        "a server's answer .*'no quota'",
+        "download",
+    ),
+    "configuration": (
+        b'{"architectures": ["X"]}',
+        r"a model's configuration, and not a checkpoint: '{",
+        "file with the weights",
+    ),
     "JSON": (b"[1, 2]", r"a JSON file, and not a checkpoint: '\[1, 2\]'", "file with the weights"),
-    "Python": (b"import torch\nx = 1\n" + b"# long" * 99, r"a text file, which starts with 'import torch x = 1 # long#.*…'", "file with the weights"),
-    "text of other letters, cut": (("a" + "é" * 5000).encode(), "a text file, which starts with 'aéé", "file with the weights"),
+    "Python": (
+        b"import torch\nx = 1\n" + b"# long" * 99,
+        r"a text file, which starts with 'import torch x = 1 # long#.*…'",
+        "file with the weights",
+    ),
+    "text of other letters, cut": (
+        ("a" + "é" * 5000).encode(),
+        "a text file, which starts with 'aéé",
+        "file with the weights",
+    ),
     "first bytes of a zip": (b"PK\x03", "a zip archive of which only 3 bytes are left", "again"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(64), "a GGUF file", "gguf package"),
     "GGML": (b"tjgg\x03\0\0\0" + bytes(64), "a GGML file", "publisher"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", "h5py"),
     "Flax": (PARAMS, r"a Flax checkpoint \(msgpack\)", "flax.serialization.msgpack_restore"),
     "ONNX": (ONNX, "an ONNX model", "onnx package"),
-    "TensorFlow's index": (b"\0\0\x02ab" + bytes(40) + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb", "the index of a TensorFlow checkpoint", "TensorFlow"),
+    "TensorFlow's index": (
+        b"\0\0\x02ab" + bytes(40) + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb",
+        "the index of a TensorFlow checkpoint",
+        "TensorFlow",
+    ),
     "TensorFlow Lite": (b"\x1c\0\0\0TFL3" + b"\x01" * 8, "a TensorFlow Lite model", "TensorFlow"),
     "gzip": (gzip.compress(b"x" * 99), "compressed with gzip", "gzip -dc"),
     "gzip of tar": (tar_of({"weights.th": b"x"}, "w:gz"), "a tar archive, compressed with gzip", "tar -xzf"),
@@ -150,12 +187,18 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "Parquet": (b"PAR1\x15\x04\x15", "a Parquet table", "file with the weights"),
     "SQLite": (b"SQLite format 3\0\x10\0", "an SQLite database", "file with the weights"),
     "tar": (tar_of({"./a.txt": b"x" * 600, "sub/model.ckpt": b"y"}), "a tar archive of sub/model.ckpt", "tar -xf"),
-    "tar without members": (bytes(257) + b"ustar\x0000" + bytes(248), "a tar archive, whose first name cannot be read;", "tar -xf"),
+    "tar without members": (
+        bytes(257) + b"ustar\x0000" + bytes(248),
+        "a tar archive, whose first name cannot be read;",
+        "tar -xf",
+    ),
     "torch 0.1": (
-        tar_of({"sys_info": b"1", "pickle": b"2" * 600, "tensors": b"3", "storages": b"4"}), r"format from before 0\.1\.10", "torch.load",
+        tar_of({"sys_info": b"1", "pickle": b"2" * 600, "tensors": b"3", "storages": b"4"}),
+        r"format from before 0\.1\.10",
+        "torch.load",
     ),
     "unknown": (b"\x00\x01\xfe\xff" * 9, r"no checkpoint that this version reads .*00 01 fe ff", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -243,21 +286,51 @@ def test_a_deeply_nested_json_is_text(say: Make) -> None:
 
 
 ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
-    "torch 1.0": ({"m/model.json": b"{}", "m/code/m.py": b"", "m/tensors/0": b""}, "a TorchScript archive as torch wrote it before 1.3", "torch.jit.load"),
-    "torch 1.2": ({"m/model.json": b"{}", "m/attributes.pkl": b"N."}, "a TorchScript archive as torch wrote it before 1.3", "torch 1.13"),
+    "torch 1.0": (
+        {"m/model.json": b"{}", "m/code/m.py": b"", "m/tensors/0": b""},
+        "a TorchScript archive as torch wrote it before 1.3",
+        "torch.jit.load",
+    ),
+    "torch 1.2": (
+        {"m/model.json": b"{}", "m/attributes.pkl": b"N."},
+        "a TorchScript archive as torch wrote it before 1.3",
+        "torch 1.13",
+    ),
     "pt2": ({"m/archive_format": b"pt2", "m/data/weights/w": b""}, r"a \.pt2 archive", "torch.export.load"),
-    "older pt2": ({"serialized_exported_program.json": b"{}", "version": b"5.1"}, r"a \.pt2 archive", "torch.export.load"),
+    "older pt2": (
+        {"serialized_exported_program.json": b"{}", "version": b"5.1"},
+        r"a \.pt2 archive",
+        "torch.export.load",
+    ),
     "mar": ({"MAR-INF/MANIFEST.json": b"{}", "model.pt": b""}, r"TorchServe model archive", "x.pt model.pt"),
-    "mar without a checkpoint": ({"MAR-INF/MANIFEST.json": b"{}", "handler.py": b""}, r"TorchServe model archive", "unpack it: unzip"),
-    "Stable-Baselines 2": ({"data": b"{}", "parameters": b"", "parameter_list": b"[]"}, "Stable-Baselines 2", "x.pt parameters"),
+    "mar without a checkpoint": (
+        {"MAR-INF/MANIFEST.json": b"{}", "handler.py": b""},
+        r"TorchServe model archive",
+        "unpack it: unzip",
+    ),
+    "Stable-Baselines 2": (
+        {"data": b"{}", "parameters": b"", "parameter_list": b"[]"},
+        "Stable-Baselines 2",
+        "x.pt parameters",
+    ),
     "Stable-Baselines3": (
-        {"data": b"{}", "pytorch_variables.pth": b"", "policy.pth": b"", "policy.optimizer.pth": b""}, "Stable-Baselines3", "x.pt policy.pth",
+        {"data": b"{}", "pytorch_variables.pth": b"", "policy.pth": b"", "policy.optimizer.pth": b""},
+        "Stable-Baselines3",
+        "x.pt policy.pth",
     ),
     "Keras": ({"metadata.json": b"{}", "config.json": b"{}", "model.weights.h5": b""}, "a Keras model", "Keras"),
-    "one checkpoint": ({"readme.txt": b"", "run 1/best.ckpt": b""}, "with a checkpoint in it: run 1/best.ckpt", "'run 1/best.ckpt'"),
-    "Word": ({"[Content_Types].xml": b"", "word/a.xml": b"", "word/b.xml": b"", "c": b""}, "none of torch's: .*word/b.xml and 1 more", ""),
+    "one checkpoint": (
+        {"readme.txt": b"", "run 1/best.ckpt": b""},
+        "with a checkpoint in it: run 1/best.ckpt",
+        "'run 1/best.ckpt'",
+    ),
+    "Word": (
+        {"[Content_Types].xml": b"", "word/a.xml": b"", "word/b.xml": b"", "c": b""},
+        "none of torch's: .*word/b.xml and 1 more",
+        "",
+    ),
     "Java": ({"META-INF/MANIFEST.MF": b""}, "none of torch's: META-INF/MANIFEST.MF", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

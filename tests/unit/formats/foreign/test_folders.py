@@ -71,34 +71,56 @@ SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 #: By what it is: names, what the message says, the words of the command.
 FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "Hugging Face": (
-        ["config.json", "pytorch_model.bin", "model.safetensors", "tokenizer.json"], "the checkpoint in it is model.safetensors",
+        ["config.json", "pytorch_model.bin", "model.safetensors", "tokenizer.json"],
+        "the checkpoint in it is model.safetensors",
         ["{}/model.safetensors"],
     ),
     "older Hugging Face": (["config.json", "pytorch_model.bin"], "it is pytorch_model.bin", ["{}/pytorch_model.bin"]),
-    "PEFT": (["adapter_config.json", "adapter_model.safetensors"], "it is adapter_model.safetensors", ["{}/adapter_model.safetensors"]),
+    "PEFT": (
+        ["adapter_config.json", "adapter_model.safetensors"],
+        "it is adapter_model.safetensors",
+        ["{}/adapter_model.safetensors"],
+    ),
     "Trainer": (
-        ["model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"],
+        [
+            "model.safetensors",
+            "optimizer.pt",
+            "rng_state.pth",
+            "scheduler.pt",
+            "trainer_state.json",
+            "training_args.bin",
+        ],
         "the model in it is model.safetensors, beside optimizer.pt, rng_state.pth, scheduler.pt and 1 more",
         ["{}/model.safetensors"],
     ),
     "shards": (
-        ["config.json", "model.safetensors.index.json", *SHARDS], "a checkpoint in 3 shards;",
+        ["config.json", "model.safetensors.index.json", *SHARDS],
+        "a checkpoint in 3 shards;",
         ["ckptconv", "convert", "{}", "out.safetensors"],
     ),
     "two formats of shards": (
-        ["pytorch_model-00001-of-00009.bin", *SHARDS], "a checkpoint in 3 shards", ["ckptconv", "convert", "{}", "out.safetensors"],
+        ["pytorch_model-00001-of-00009.bin", *SHARDS],
+        "a checkpoint in 3 shards",
+        ["ckptconv", "convert", "{}", "out.safetensors"],
     ),
-    "shards, some missing": (SHARDS[1:2], "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing; download or copy", []),
+    "shards, some missing": (
+        SHARDS[1:2],
+        "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing; download or copy",
+        [],
+    ),
     "DCP": (
-        [".metadata", "__0_0.distcp", "__1_0.distcp"], "a checkpoint of torch.distributed.checkpoint",
+        [".metadata", "__0_0.distcp", "__1_0.distcp"],
+        "a checkpoint of torch.distributed.checkpoint",
         ["ckptconv", "convert", "{}", "out.pt"],
     ),
     "DeepSpeed": (
-        ["latest", "zero_to_fp32.py", "global_step9/"], "a DeepSpeed ZeRO checkpoint",
+        ["latest", "zero_to_fp32.py", "global_step9/"],
+        "a DeepSpeed ZeRO checkpoint",
         ["python", "-m", "deepspeed.utils.zero_to_fp32", "{}", "OUT_FOLDER"],
     ),
     "inside DeepSpeed's": (
-        ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"], "a DeepSpeed ZeRO checkpoint",
+        ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
+        "a DeepSpeed ZeRO checkpoint",
         ["python", "-m", "deepspeed.utils.zero_to_fp32", "{}/..", "OUT_FOLDER", "--tag", "my folder"],
     ),
     "SavedModel": (["saved_model.pb", "variables/"], "a TensorFlow SavedModel", []),
@@ -108,24 +130,43 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "Orbax, one item": (["manifest.ocdbt", "_METADATA", "d/"], r"an Orbax checkpoint \(JAX\)", []),
     "Keras": (["config.json", "metadata.json", "model.weights.h5"], "a Keras model", []),
     "checkpoints": (
-        ["b.pt", "a.ckpt", "c.pth", "d.safetensors", "notes.txt"], "the checkpoints in it are a.ckpt, b.pt, c.pth and 1 more",
+        ["b.pt", "a.ckpt", "c.pth", "d.safetensors", "notes.txt"],
+        "the checkpoints in it are a.ckpt, b.pt, c.pth and 1 more",
         ["{}/a.ckpt"],
     ),
-    "checkpoints further down": (["unet/x.safetensors", "vae/y.bin", "z/"], "unet/x.safetensors, vae/y.bin", ["{}/unet/x.safetensors"]),
-    "the Hub's cache": (
-        ["models--a--b/blobs/0a1b", "models--a--b/refs/main", *(f"models--a--b/snapshots/abc/{name}" for name in SHARDS)],
-        "the checkpoint in it is models--a--b/snapshots/abc;", ["{}/models--a--b/snapshots/abc"],
+    "checkpoints further down": (
+        ["unet/x.safetensors", "vae/y.bin", "z/"],
+        "unet/x.safetensors, vae/y.bin",
+        ["{}/unet/x.safetensors"],
     ),
-    "accelerate's random states": (["a/b/random_states_0.pkl"], "it is a/b/random_states_0.pkl", ["{}/a/b/random_states_0.pkl"]),
+    "the Hub's cache": (
+        [
+            "models--a--b/blobs/0a1b",
+            "models--a--b/refs/main",
+            *(f"models--a--b/snapshots/abc/{name}" for name in SHARDS),
+        ],
+        "the checkpoint in it is models--a--b/snapshots/abc;",
+        ["{}/models--a--b/snapshots/abc"],
+    ),
+    "accelerate's random states": (
+        ["a/b/random_states_0.pkl"],
+        "it is a/b/random_states_0.pkl",
+        ["{}/a/b/random_states_0.pkl"],
+    ),
     "steps of Orbax": (["100/_METADATA", "200/_METADATA"], "the checkpoints in it are 100, 200", ["{}/100"]),
     "accelerate's FSDP": (
-        ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.txt"], "the checkpoint in it is pytorch_model_fsdp_0",
+        ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.txt"],
+        "the checkpoint in it is pytorch_model_fsdp_0",
         ["{}/pytorch_model_fsdp_0"],
     ),
-    "shards, none of them": (["x-00000-of-00000.bin"], "the checkpoint in it is x-00000-of-00000.bin", ["{}/x-00000-of-00000.bin"]),
+    "shards, none of them": (
+        ["x-00000-of-00000.bin"],
+        "the checkpoint in it is x-00000-of-00000.bin",
+        ["{}/x-00000-of-00000.bin"],
+    ),
     "something else": (["a.txt", "b/", "c", "d", "e"], "no checkpoint is in it, but a.txt, b/, c and 2 more", []),
     "nothing": ([], "it is empty", []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -151,8 +192,16 @@ def test_all_of_them_can_be_converted(folder: Path) -> None:
     error = error_of(folder / "run")
     assert "the checkpoints in it are a.pt, step-1/b.PT; give one" in str(error)
     command = str(error.hint).split("; or convert all of them: ")[1]
-    subprocess.run(["bash", "-c", command.replace("ckptconv", f"{sys.executable} -m ckptconv", 1)], check=True, cwd=folder, capture_output=True)  # fmt: skip
-    assert sorted(str(path.relative_to(folder / "OUT_FOLDER")) for path in (folder / "OUT_FOLDER").rglob("*.*")) == ["a.pt", "step-1/b.PT"]  # fmt: skip
+    subprocess.run(
+        ["bash", "-c", command.replace("ckptconv", f"{sys.executable} -m ckptconv", 1)],
+        check=True,
+        cwd=folder,
+        capture_output=True,
+    )
+    assert sorted(str(path.relative_to(folder / "OUT_FOLDER")) for path in (folder / "OUT_FOLDER").rglob("*.*")) == [
+        "a.pt",
+        "step-1/b.PT",
+    ]
     fill(folder / "run", "orbax/_METADATA")
     assert "convert all" not in str(error_of(folder / "run").hint)
 

@@ -63,10 +63,18 @@ def test_what_a_good_index_says() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", ".", "..", "../model-00002-of-00002.safetensors", "/etc/passwd.safetensors", "sub/b.safetensors", "..\\b.safetensors",
-        "C:b.safetensors", "b\0.safetensors", "\\\\host\\b.safetensors",
+        "",
+        ".",
+        "..",
+        "../model-00002-of-00002.safetensors",
+        "/etc/passwd.safetensors",
+        "sub/b.safetensors",
+        "..\\b.safetensors",
+        "C:b.safetensors",
+        "b\0.safetensors",
+        "\\\\host\\b.safetensors",
     ],
-)  # fmt: skip
+)
 def test_a_shard_stands_beside_its_index(name: str) -> None:
     """A name that has a folder in it, or is none, is refused, and shown."""
     with pytest.raises(MalformedError, match="without a folder") as caught:
@@ -221,7 +229,11 @@ def test_an_index_is_a_set(tmp_path: Path) -> None:
     touch(tmp_path, "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
         found = find_set(path)
-        assert found and (found.stem, found.suffix, found.index) == ("model", ".safetensors", "model.safetensors.index.json")  # fmt: skip
+        assert found and (found.stem, found.suffix, found.index) == (
+            "model",
+            ".safetensors",
+            "model.safetensors.index.json",
+        )
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
@@ -259,16 +271,33 @@ def test_sets_by_their_names() -> None:
     """Families, variants and counts are told apart; shards that have an index are in its set."""
     sets = sets_in(
         [
-            "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
-            "model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json", "x-00001-of-00002.bin", "x-00001-of-00003.bin",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "model.fp16-00001-of-00001.safetensors",
+            "model.safetensors.index.fp16.json",
+            "x-00001-of-00002.bin",
+            "x-00001-of-00003.bin",
         ]
-    )  # fmt: skip
+    )
     assert [(each.stem, each.suffix, each.index, each.shards, each.count) for each in sets] == [
-        ("model.fp16", ".safetensors", "model.safetensors.index.fp16.json", ("model.fp16-00001-of-00001.safetensors",), 0),
-        ("model", ".safetensors", "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), 0),
+        (
+            "model.fp16",
+            ".safetensors",
+            "model.safetensors.index.fp16.json",
+            ("model.fp16-00001-of-00001.safetensors",),
+            0,
+        ),
+        (
+            "model",
+            ".safetensors",
+            "model.safetensors.index.json",
+            ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+            0,
+        ),
         ("x", ".bin", None, ("x-00001-of-00002.bin",), 2),
         ("x", ".bin", None, ("x-00001-of-00003.bin",), 3),
-    ]  # fmt: skip
+    ]
 
 
 def test_missing_shards(tmp_path: Path) -> None:
@@ -304,7 +333,26 @@ def test_sizes_are_decimal(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5GiB", "-5GB", -5, 0, "0GB", "0.1KBB", "1e9", "nanGB", "infGB", "1.5", "5 G B", "٥GB", 400 * "9" + "TB"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GB",
+        "5GiB",
+        "-5GB",
+        -5,
+        0,
+        "0GB",
+        "0.1KBB",
+        "1e9",
+        "nanGB",
+        "infGB",
+        "1.5",
+        "5 G B",
+        "٥GB",
+        400 * "9" + "TB",
+    ],
+)
 def test_a_size_that_makes_no_sense(text: int | str) -> None:
     """Is refused with examples."""
     with pytest.raises(UsageError, match="5GB, 500MB"):
@@ -323,7 +371,14 @@ def test_the_plan_is_huggingface_hubs() -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
     tied = torch.zeros(50)
-    state = {"a": torch.zeros(100), "tied": tied, "big": torch.zeros(1000), "b": torch.zeros(60), "again": tied, "c": torch.zeros(9)}  # fmt: skip
+    state = {
+        "a": torch.zeros(100),
+        "tied": tied,
+        "big": torch.zeros(1000),
+        "b": torch.zeros(60),
+        "again": tied,
+        "c": torch.zeros(9),
+    }
     theirs = split_torch_state_dict_into_shards(state, max_shard_size=860)
     weights = {name: Weight(t.untyped_storage().nbytes(), t.untyped_storage().data_ptr()) for name, t in state.items()}
     ours = deal(weights, 860, "model", ".safetensors")

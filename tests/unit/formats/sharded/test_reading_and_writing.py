@@ -39,14 +39,26 @@ State = dict[str, torch.Tensor]
 
 
 def convert(
-    src: Path, dst: Path, *, format: str | None = None, max_shard_size: int | str | None = None, copy_tied: bool = False,
-    force: bool = False, **edits: Any,
-) -> Report:  # fmt: skip
+    src: Path,
+    dst: Path,
+    *,
+    format: str | None = None,
+    max_shard_size: int | str | None = None,
+    copy_tied: bool = False,
+    force: bool = False,
+    **edits: Any,
+) -> Report:
     """To a file where DST has a suffix, else to a folder."""
     return conversion.run(
-        src, dst, conversion.edits_from(**edits), format=format, max_shard_size=max_shard_size, copy_tied=copy_tied,
-        force=force, is_folder=not dst.suffix,
-    )  # fmt: skip
+        src,
+        dst,
+        conversion.edits_from(**edits),
+        format=format,
+        max_shard_size=max_shard_size,
+        copy_tied=copy_tied,
+        force=force,
+        is_folder=not dst.suffix,
+    )
 
 
 def some_state() -> State:
@@ -116,9 +128,13 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
         config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)
     else:
         config = transformers.LlamaConfig(
-            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
             tie_word_embeddings=False,
-        )  # fmt: skip
+        )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
@@ -226,7 +242,9 @@ def test_without_an_index(saved: Path, tmp_path: Path) -> None:
     there = index.read_bytes()
     index.unlink()
     convert(saved, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in saved.iterdir()} | {index.name}  # fmt: skip
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in saved.iterdir()} | {
+        index.name
+    }
     assert index_of(tmp_path / "out")["weight_map"] == json.loads(there)["weight_map"]
 
 
@@ -258,7 +276,9 @@ def test_renamed_across_shards(saved: Path, tmp_path: Path) -> None:
 def test_cast(saved: Path, tmp_path: Path) -> None:
     """The new sizes are in the index."""
     convert(saved, tmp_path / "out", dtype=["bf16", "module.1.*=fp16"])
-    expected = {name: tensor.to(torch.float16 if ".1." in name else torch.bfloat16) for name, tensor in some_state().items()}  # fmt: skip
+    expected = {
+        name: tensor.to(torch.float16 if ".1." in name else torch.bfloat16) for name, tensor in some_state().items()
+    }
     loaded = load_set(tmp_path / "out")
     assert_equal(loaded, {name: expected[name] for name in loaded})
     assert set(expected) - set(loaded) <= {"module.tied"}
@@ -297,7 +317,12 @@ def test_counts_that_would_be_false_are_left_out(model: Any, tmp_path: Path) -> 
     convert(tmp_path / "set", tmp_path / "same", format="pt", add_prefix="module")
     assert index_of(tmp_path / "same")["metadata"]["total_parameters"] == kept
     for n, size in enumerate((None, "30KB")):
-        report = convert(tmp_path / "set", tmp_path / f"less{n}", max_shard_size=size, exclude="*norm*" if "Llama" in type(model).__name__ else "*ln*")  # fmt: skip
+        report = convert(
+            tmp_path / "set",
+            tmp_path / f"less{n}",
+            max_shard_size=size,
+            exclude="*norm*" if "Llama" in type(model).__name__ else "*ln*",
+        )
         assert "total_parameters" not in index_of(tmp_path / f"less{n}")["metadata"]
         assert "model.safetensors.index.json/metadata/total_parameters" in [each.path for each in report.left_behind]
 
@@ -559,7 +584,9 @@ def test_what_is_no_tensor(tmp_path: Path) -> None:
     for size in (None, 400):
         report = convert(saved, tmp_path / f"safe{size}", format="safetensors", max_shard_size=size)
         assert [each.path for each in report.left_behind] == ["c_extra_state"]
-        assert_equal(load_set(tmp_path / f"safe{size}"), {name: value for name, value in state.items() if value is not None})  # fmt: skip
+        assert_equal(
+            load_set(tmp_path / f"safe{size}"), {name: value for name, value in state.items() if value is not None}
+        )
 
 
 def test_long_texts(tmp_path: Path) -> None:
@@ -679,9 +706,14 @@ def test_tensors_that_are_larger_than_a_shard(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="less than any tensor") as caught:
             convert(tmp_path / "whole.pt", tmp_path / "no", format=format, max_shard_size="5")
         assert (caught.value.expected, caught.value.hint) == ("at least 8 bytes", "a number without a unit is bytes")
-    assert not any("larger" in note for note in convert(tmp_path / "whole.pt", tmp_path / "80", max_shard_size=80).notes)  # fmt: skip
+    assert not any(
+        "larger" in note for note in convert(tmp_path / "whole.pt", tmp_path / "80", max_shard_size=80).notes
+    )
     torch.save({"b": state["b"]}, tmp_path / "one.pt")
-    assert any("1 tensor is larger" in note for note in convert(tmp_path / "one.pt", tmp_path / "1", max_shard_size="0.01KB").notes)  # fmt: skip
+    assert any(
+        "1 tensor is larger" in note
+        for note in convert(tmp_path / "one.pt", tmp_path / "1", max_shard_size="0.01KB").notes
+    )
 
 
 def test_nothing_to_deal(tmp_path: Path) -> None:
@@ -740,7 +772,11 @@ def test_dealt_and_dealt_again(
     assert_equal(out, state)
     for a, first in state.items():
         for b, second in state.items():
-            if first.numel() and (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride()):  # fmt: skip
+            if first.numel() and (first.data_ptr(), first.shape, first.stride()) == (
+                second.data_ptr(),
+                second.shape,
+                second.stride(),
+            ):
                 assert out[a].data_ptr() == out[b].data_ptr(), (a, b)
     if format == "pt":
         whole = torch.load(folder / "whole.pt", weights_only=True)

@@ -91,9 +91,18 @@ def run() -> dict[str, Any]:
     net(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     return {
-        "model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "device": torch.device("cuda:1"), "classes": ("cat", "dog"),
-        "seen": {"b", "a", 3}, "array": np.arange(4.0), "long": "x" * 70_000, "data": b"\0\xff" * 40_000, "size": torch.Size([2, 3]), "weights": torch.arange(6.0),
-    }  # fmt: skip
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "device": torch.device("cuda:1"),
+        "classes": ("cat", "dog"),
+        "seen": {"b", "a", 3},
+        "array": np.arange(4.0),
+        "long": "x" * 70_000,
+        "data": b"\0\xff" * 40_000,
+        "size": torch.Size([2, 3]),
+        "weights": torch.arange(6.0),
+    }
 
 
 # What is the same
@@ -124,7 +133,10 @@ def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: 
             assert found.same, (a.name, b.name, found)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in ("rng", "training", "numpy_objects", "objects", *zoo.NEEDS_PROTOCOL)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [name for name in zoo.ZOO if name not in ("rng", "training", "numpy_objects", "objects", *zoo.NEEDS_PROTOCOL)],
+)
 def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
     """What pickle spells in several ways (bytes, sets, bytearrays) is the same; numpy's arrays are other calls in protocol 5, and are not."""
     torch.manual_seed(0)
@@ -151,7 +163,10 @@ def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
         found = ckptconv.diff(tmp_path / a, tmp_path / b)
         assert found.same and found.tensors == 7
         (note,) = found.notes
-        assert note.startswith("not compared: ") and f" of {side} beside its tensors (optimizer, epoch, device, classes, " in note  # fmt: skip
+        assert (
+            note.startswith("not compared: ")
+            and f" of {side} beside its tensors (optimizer, epoch, device, classes, " in note
+        )
         (note,) = compare(tmp_path / a, tmp_path / b, Edits(), brief=True).notes
         assert " beside its tensors (optimizer, epoch, device and " in note
 
@@ -182,29 +197,47 @@ def tensor_of(obj: Any) -> torch.Tensor:
 
 CHANGES: dict[str, tuple[Change, list[tuple[str, str]]]] = {
     "value": (lambda obj: tensor_of(obj)[0].fill_(7), [("model/0.weight", "values")]),
-    "dtype": (lambda obj: obj["model"].update({"0.bias": obj["model"]["0.bias"].double()}), [("model/0.bias", "dtype")]),
+    "dtype": (
+        lambda obj: obj["model"].update({"0.bias": obj["model"]["0.bias"].double()}),
+        [("model/0.bias", "dtype")],
+    ),
     "shape": (lambda obj: obj.update(weights=obj["weights"].view(2, 3)), [("weights", "shape")]),
     "requires_grad": (lambda obj: obj["weights"].requires_grad_(), [("weights", "requires_grad")]),
-    "parameter": (lambda obj: obj.update(weights=torch.nn.Parameter(obj["weights"], False)), [("weights", "class_name")]),
-    "class": (lambda obj: obj.update(weights=obj["weights"].as_subclass(zoo.AttributedTensor)), [("weights", "class_name")]),
+    "parameter": (
+        lambda obj: obj.update(weights=torch.nn.Parameter(obj["weights"], False)),
+        [("weights", "class_name")],
+    ),
+    "class": (
+        lambda obj: obj.update(weights=obj["weights"].as_subclass(zoo.AttributedTensor)),
+        [("weights", "class_name")],
+    ),
     "kind": (lambda obj: obj.update(weights=obj["weights"].to_sparse()), [("weights", "made_of")]),
     "name gone": (lambda obj: obj["model"].pop("0.bias"), [("model/0.bias", "only_in_a")]),
     "name added": (lambda obj: obj["model"].update(more=torch.ones(2)), [("model/more", "only_in_b")]),
     "number": (lambda obj: obj.update(epoch=4), [("epoch", "3 → 4")]),
     "type of a number": (lambda obj: obj.update(epoch=3.0), [("epoch", "3 → 3.0")]),
-    "learning rate": (lambda obj: obj["optimizer"]["param_groups"][0].update(lr=0.5), [("optimizer/param_groups[0]/lr", "0.001 → 0.5")]),
+    "learning rate": (
+        lambda obj: obj["optimizer"]["param_groups"][0].update(lr=0.5),
+        [("optimizer/param_groups[0]/lr", "0.001 → 0.5")],
+    ),
     "step": (lambda obj: obj["optimizer"]["state"][0]["step"].add_(1), [("optimizer/state[0]/step", "values")]),
-    "device": (lambda obj: obj.update(device=torch.device("cuda:2")), [("device", "torch.device('cuda:1') → torch.device('cuda:2')")]),
+    "device": (
+        lambda obj: obj.update(device=torch.device("cuda:2")),
+        [("device", "torch.device('cuda:1') → torch.device('cuda:2')")],
+    ),
     "size": (lambda obj: obj.update(size=torch.Size([3, 2])), [("size", "torch.Size((2, 3)) → torch.Size((3, 2))")]),
     "member": (lambda obj: obj.update(classes=("cat", "cow")), [("classes[1]", "'dog' → 'cow'")]),
     "list": (lambda obj: obj.update(classes=["cat", "dog"]), [("classes", "('cat', 'dog') → ['cat', 'dog']")]),
-    "long text": (lambda obj: obj.update(long="x" * 69_999 + "y"), [("long", "str of 70,000 bytes → str of 70,000 bytes, but not the same")]),
+    "long text": (
+        lambda obj: obj.update(long="x" * 69_999 + "y"),
+        [("long", "str of 70,000 bytes → str of 70,000 bytes, but not the same")],
+    ),
     "long bytes": (lambda obj: obj.update(data=b"\0\xff" * 39_999 + b"\0\0"), [("data", "")]),
     "longer bytes": (lambda obj: obj.update(data=b"\0\xff" * 40_001), [("data", "")]),
     "item": (lambda obj: obj.pop("epoch"), [("epoch", "3 → None")]),
     "metadata": (lambda obj: obj["model"]._metadata["0"].update(version=9), [("model/._metadata/0/version", "1 → 9")]),
     "array": (lambda obj: obj["array"].fill(1), [("array", "")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -229,9 +262,15 @@ def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path
 
 def findings(found: Difference) -> list[tuple[str, str]]:
     """Each finding as a path and a word for what differs there."""
-    every = [(each.path, "only_in_a") for each in found.only_in_a] + [(each.path, "only_in_b") for each in found.only_in_b]  # fmt: skip
+    every = [(each.path, "only_in_a") for each in found.only_in_a] + [
+        (each.path, "only_in_b") for each in found.only_in_b
+    ]
     for each in found.differing:
-        kinds = [name for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of") if getattr(each, name)]  # fmt: skip
+        kinds = [
+            name
+            for name in ("dtype", "shape", "device", "requires_grad", "class_name", "made_of")
+            if getattr(each, name)
+        ]
         kinds += ["values"] if each.values and each.values.differing and each.dtype is None else []
         every += [(each.path, kind) for kind in kinds]
     return every + [(other.path, f"{other.a} → {other.b}") for other in found.others]
@@ -287,8 +326,18 @@ def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
 
 def test_how_far_apart_values_are(tmp_path: Path) -> None:
     """Elements, largest absolute and relative difference; another dtype is compared by value; views by what they show."""
-    a = {"w": torch.tensor([1.0, 2.0, 4.0, float("nan")]), "n": torch.tensor([1, 2]), "h": torch.ones(3), "t": torch.arange(6.0).view(2, 3).t()}  # fmt: skip
-    b = {"w": torch.tensor([1.0, 2.5, 4.0, float("nan")]), "n": torch.tensor([1, -(1 << 62)]), "h": torch.ones(3).half(), "t": torch.arange(6.0).view(2, 3).t().contiguous() + torch.eye(3, 2)}  # fmt: skip
+    a = {
+        "w": torch.tensor([1.0, 2.0, 4.0, float("nan")]),
+        "n": torch.tensor([1, 2]),
+        "h": torch.ones(3),
+        "t": torch.arange(6.0).view(2, 3).t(),
+    }
+    b = {
+        "w": torch.tensor([1.0, 2.5, 4.0, float("nan")]),
+        "n": torch.tensor([1, -(1 << 62)]),
+        "h": torch.ones(3).half(),
+        "t": torch.arange(6.0).view(2, 3).t().contiguous() + torch.eye(3, 2),
+    }
     found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b))
     assert found.differing == (
         TensorDifference("w", values=ValueDifference(4, 1, 0.5, 0.2)),
@@ -327,14 +376,17 @@ def test_large_tensors_are_compared_in_all_their_parts(tmp_path: Path) -> None:
 def test_tensors_that_are_more_than_a_storage(kind: str, tmp_path: Path) -> None:
     """A changed number inside them is found, in one finding for the name."""
     changed: dict[str, Callable[[], Any]] = {
-        "quantized": lambda: {**zoo.quantized(), "qint8": torch.quantize_per_tensor(torch.arange(6.0).view(2, 3), 0.2, 3, torch.qint8)},
+        "quantized": lambda: {
+            **zoo.quantized(),
+            "qint8": torch.quantize_per_tensor(torch.arange(6.0).view(2, 3), 0.2, 3, torch.qint8),
+        },
         "sparse": lambda: {**zoo.sparse(), "coo": zoo.sparse()["coo"] * 2},
         "nested": lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.ones(3)]),
         "meta": lambda: [*zoo.meta()[:-1], torch.zeros(2)],
         "subclass": lambda: {**zoo.subclass(), "scale": torch.tensor(3.0)},
         "storages": lambda: {**zoo.storages(), "its": torch.ones(4, dtype=torch.uint8).untyped_storage()},
         "user_data": lambda: {**zoo.user_data(), "dtype": torch.float8_e4m3fn},
-    }  # fmt: skip
+    }
     a, b = saved(tmp_path / "a.pt", zoo.ZOO[kind]()), saved(tmp_path / "b.pt", changed[kind]())
     found = ckptconv.diff(a, b)
     assert len({path for path, _ in findings(found)}) == 1, found
@@ -350,7 +402,10 @@ def test_a_scale_alone_is_found(tmp_path: Path) -> None:
 
 def test_a_wrapper_s_device_is_one_finding(tmp_path: Path) -> None:
     """It stands among the arguments that are compared, and is a device all the same; what is wrapped is compared under its own name."""
-    a, b, c = ({"w": zoo.WrapperTensor(torch.full((2,), n), device)} for n, device in ((1.0, "cuda:0"), (1.0, "cuda:1"), (2.0, "cuda:0")))  # fmt: skip
+    a, b, c = (
+        {"w": zoo.WrapperTensor(torch.full((2,), n), device)}
+        for n, device in ((1.0, "cuda:0"), (1.0, "cuda:1"), (2.0, "cuda:0"))
+    )
     a, b, c = (saved(tmp_path / f"{i}.pt", obj) for i, obj in enumerate((a, b, c)))
     assert findings(ckptconv.diff(a, b)) == [("w", "device")]
     assert findings(ckptconv.diff(a, c)) == [("w/.inner", "values")]
@@ -359,7 +414,10 @@ def test_a_wrapper_s_device_is_one_finding(tmp_path: Path) -> None:
 def test_numbers_that_share_a_byte(tmp_path: Path) -> None:
     """Tensors of four-bit numbers are compared byte by byte, all of them."""
     scales = torch.ones(2)
-    a, b = (torch.quantize_per_channel(numbers.view(2, 8), scales, scales, 0, torch.quint4x2) for numbers in (torch.arange(16.0) % 8, torch.arange(16.0) % 7))  # fmt: skip
+    a, b = (
+        torch.quantize_per_channel(numbers.view(2, 8), scales, scales, 0, torch.quint4x2)
+        for numbers in (torch.arange(16.0) % 8, torch.arange(16.0) % 7)
+    )
     found = ckptconv.diff(saved(tmp_path / "a.pt", [a]), without_checksums(tmp_path / "b.pt", [b]))
     values = found.differing[0].values
     assert values and (values.elements, values.differing) == (8 + 4, 5)  # with scales and zero points
@@ -383,15 +441,28 @@ def untyped(data: bytes) -> torch.UntypedStorage:
 def packed(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Rebuilt:
     """A tensor of four-bit numbers."""
     storage = torch.storage.TypedStorage(wrap_storage=untyped(data), dtype=torch.quint4x2, _internal=True)
-    return Rebuilt(torch._utils._rebuild_qtensor, storage, offset, shape, stride, (torch.per_tensor_affine, 1.0, 0), False, OrderedDict())  # fmt: skip
+    return Rebuilt(
+        torch._utils._rebuild_qtensor,
+        storage,
+        offset,
+        shape,
+        stride,
+        (torch.per_tensor_affine, 1.0, 0),
+        False,
+        OrderedDict(),
+    )
 
 
 @pytest.mark.parametrize(
     ("a", "b"),
     [
-        (((4,), (1,), 1), None), (((4,), (1,), 2), None), (((3,), (1,)), None), (((2, 2), (1, 2)), None), (((2, 2), (1, 2)), ((2, 2), (2, 1))),
+        (((4,), (1,), 1), None),
+        (((4,), (1,), 2), None),
+        (((3,), (1,)), None),
+        (((2, 2), (1, 2)), None),
+        (((2, 2), (1, 2)), ((2, 2), (2, 1))),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -> None:
     """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not compared, and never the same."""
     left = saved(tmp_path / "a.pt", [packed(b"\x10\x20\x01\x00", *a)])
@@ -413,11 +484,15 @@ def test_every_dtype(name: str, tmp_path: Path) -> None:
     n = 64 // dtype.itemsize * dtype.packed
 
     def tensor(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...]) -> Rebuilt:
-        return Rebuilt(torch._utils._rebuild_tensor_v3, untyped(data), 0, shape, stride, False, OrderedDict(), getattr(torch, name))  # fmt: skip
+        return Rebuilt(
+            torch._utils._rebuild_tensor_v3, untyped(data), 0, shape, stride, False, OrderedDict(), getattr(torch, name)
+        )
 
     before, after = b"\x01" * 64, b"\x01" * 32 + b"\x00" * dtype.itemsize + b"\x01" * (32 - dtype.itemsize)
     a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (n,), (1,))}) for i, data in enumerate((before, after)))
-    other = saved(tmp_path / "other.pt", {"w": torch.ones(n, dtype=torch.float16 if name == "float32" else torch.float32)})  # fmt: skip
+    other = saved(
+        tmp_path / "other.pt", {"w": torch.ones(n, dtype=torch.float16 if name == "float32" else torch.float32)}
+    )
     assert ckptconv.diff(a, saved(tmp_path / "again.pt", {"w": tensor(before, (n,), (1,))})).same
     for pair in ((a, b), (b, a)):
         (only,) = ckptconv.diff(*pair).differing
@@ -426,7 +501,10 @@ def test_every_dtype(name: str, tmp_path: Path) -> None:
         (only,) = ckptconv.diff(*pair).differing
         assert only.dtype and bool(only.values) is comparable(name, str(only.dtype[pair.index(other)]))
     if dtype.packed == 1:
-        a, b = (saved(tmp_path / f"{i}.pt", {"w": tensor(data, (2, n // 2), step)}) for i, (data, step) in enumerate(((before, (1, 2)), (after, (n // 2, 1)))))  # fmt: skip
+        a, b = (
+            saved(tmp_path / f"{i}.pt", {"w": tensor(data, (2, n // 2), step)})
+            for i, (data, step) in enumerate(((before, (1, 2)), (after, (n // 2, 1))))
+        )
         (only,) = ckptconv.diff(a, b).differing
         assert only.values and (only.values.elements, only.values.differing) == (n, 1)
 
@@ -532,13 +610,33 @@ def test_deflated_and_turned_round(tmp_path: Path) -> None:
     [
         (run(), run()["model"], ["--select", "model"]),
         (run()["model"], run(), ["--select", "model"]),
-        ({f"module.{name}": tensor for name, tensor in run()["model"].items()}, dict(run()["model"]), ["--strip-prefix", "module."]),
-        (dict(run()["model"]), {f"net.{name}": tensor for name, tensor in run()["model"].items()}, ["--add-prefix", "net."]),
-        ({"model": {f"module.{name}": tensor for name, tensor in run()["model"].items()}}, {"model": dict(run()["model"])}, ["--strip-prefix", "module."]),
-        ({"ema": {f"a b.{name}": tensor for name, tensor in run()["model"].items()}}, dict(run()["model"]), ["--select", "ema", "--strip-prefix", "a b."]),
-        ({name.replace(".", "._orig_mod."): tensor for name, tensor in run()["model"].items()}, dict(run()["model"]), ["--unwrap"]),
+        (
+            {f"module.{name}": tensor for name, tensor in run()["model"].items()},
+            dict(run()["model"]),
+            ["--strip-prefix", "module."],
+        ),
+        (
+            dict(run()["model"]),
+            {f"net.{name}": tensor for name, tensor in run()["model"].items()},
+            ["--add-prefix", "net."],
+        ),
+        (
+            {"model": {f"module.{name}": tensor for name, tensor in run()["model"].items()}},
+            {"model": dict(run()["model"])},
+            ["--strip-prefix", "module."],
+        ),
+        (
+            {"ema": {f"a b.{name}": tensor for name, tensor in run()["model"].items()}},
+            dict(run()["model"]),
+            ["--select", "ema", "--strip-prefix", "a b."],
+        ),
+        (
+            {name.replace(".", "._orig_mod."): tensor for name, tensor in run()["model"].items()},
+            dict(run()["model"]),
+            ["--unwrap"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_no_name_matches_the_command_that_compares(
     a: Any, b: Any, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -704,9 +802,16 @@ def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFix
     cut = tmp_path / "cut.pt"
     cut.write_bytes(good.read_bytes()[:-300])
     for args in (
-        [good, tmp_path / "missing.pt"], [cut, good], [good, cut], [good, tmp_path], [good, good, "--exclude", "nothing*"], [good, good, "--rtol", "x"],
-        [good, good, "--rtol", "-1"], [good], [good, tmp_path / "missing.pt", "--debug"],
-    ):  # fmt: skip
+        [good, tmp_path / "missing.pt"],
+        [cut, good],
+        [good, cut],
+        [good, tmp_path],
+        [good, good, "--exclude", "nothing*"],
+        [good, good, "--rtol", "x"],
+        [good, good, "--rtol", "-1"],
+        [good],
+        [good, tmp_path / "missing.pt", "--debug"],
+    ):
         assert status(*args, "-q") == 2, args
         assert capsys.readouterr().err
 
@@ -838,10 +943,17 @@ def test_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert found["differing"] == [
         {
-            "path": "w", "dtype": None, "shape": None, "device": None, "requires_grad": None, "class_name": None, "made_of": None,
-            "values": {"elements": 2, "differing": 1, "not_finite": 1, "largest": 0.0, "largest_relative": 0.0}, "rng_state": False,
+            "path": "w",
+            "dtype": None,
+            "shape": None,
+            "device": None,
+            "requires_grad": None,
+            "class_name": None,
+            "made_of": None,
+            "values": {"elements": 2, "differing": 1, "not_finite": 1, "largest": 0.0, "largest_relative": 0.0},
+            "rng_state": False,
         }
-    ]  # fmt: skip
+    ]
     assert found["only_in_a"] == [{"path": "x", "dtype": "float32", "shape": [2], "nbytes": 8, "tied_to": None}]
     assert found["others"] == [{"path": "e", "a": "nan", "b": "1"}]
     assert status(a, b, "--json", "-q") == 1 and json.loads(capsys.readouterr().out) == found
@@ -853,7 +965,9 @@ def test_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def example(tmp_path: Path) -> Difference:
     """Something of everything."""
-    state = OrderedDict((f"layers.{i}.{part}", torch.full((2, 2), float(i))) for i in range(12) for part in ("weight", "bias"))  # fmt: skip
+    state = OrderedDict(
+        (f"layers.{i}.{part}", torch.full((2, 2), float(i))) for i in range(12) for part in ("weight", "bias")
+    )
     other = OrderedDict((name, tensor + 1e-3) for name, tensor in state.items() if name != "layers.11.bias")
     other["layers.0.bias"] = other["layers.0.bias"].bfloat16()
     other["layers.1.bias"] = torch.zeros(3)
@@ -888,7 +1002,9 @@ def example(tmp_path: Path) -> Difference:
     return Difference(**{**vars(found), "a": "a.pt", "b": "b.pt"})
 
 
-@pytest.mark.parametrize(("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))]
+)
 def test_text(name: str, look: Style, tmp_path: Path) -> None:
     """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its cursor."""
     lines = list(difference_lines(example(tmp_path), look))
@@ -899,7 +1015,10 @@ def test_text(name: str, look: Style, tmp_path: Path) -> None:
 
 def test_text_of_what_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and what is only believed; a pipe and -v list everything where there is something; -q nothing."""
-    a, b = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}), saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)})  # fmt: skip
+    a, b = (
+        saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}),
+        saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)}),
+    )
     assert status(a, a) == 0 and capsys.readouterr().out == (
         "the same: 1 tensor, 4 kB\n  note          1 storage has equal checksums in both files and was not read\n"
     )
@@ -943,17 +1062,23 @@ def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
     ones = {name: torch.ones(2) for name in ("far", "near", "nan")}
     state = {"n": torch.tensor(1), "rng_state": rng, **ones}
     other = {
-        "n": torch.tensor(100), "rng_state": rng ^ 255,
-        "far": torch.full((2,), 9.0), "near": torch.full((2,), 1.5), "nan": torch.tensor([1.0, float("nan")]),
-    }  # fmt: skip
+        "n": torch.tensor(100),
+        "rng_state": rng ^ 255,
+        "far": torch.full((2,), 9.0),
+        "near": torch.full((2,), 1.5),
+        "nan": torch.tensor([1.0, float("nan")]),
+    }
     found = ckptconv.diff(saved(tmp_path / "a.pt", {"rng": state}), saved(tmp_path / "b.pt", {"rng": other}))
     assert {each.path for each in found.differing if each.rng_state} == {"rng/rng_state"}
     lines = list(difference_lines(found))
     at = next(i for i, line in enumerate(lines) if line.startswith("  values"))
     assert lines[at + 1 :] == [
-        "    rng/nan  1 of 2  NaN or infinite on one side", "    rng/far  2 of 2  8  0.889", "    rng/near  2 of 2  0.5  0.333",
-        "    rng/n  1 of 1  99  0.99", "    rng/rng_state  state differs",
-    ]  # fmt: skip
+        "    rng/nan  1 of 2  NaN or infinite on one side",
+        "    rng/far  2 of 2  8  0.889",
+        "    rng/near  2 of 2  0.5  0.333",
+        "    rng/n  1 of 1  99  0.99",
+        "    rng/rng_state  state differs",
+    ]
 
 
 def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
@@ -977,7 +1102,13 @@ def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
 
 def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
     """Its tensors and bytes are those of the file that torch wrote."""
-    obj = {"w": torch.arange(5.0), "b": b"\0\xff", "big": b"\1\xfe" * 50_000, "set": {1, "a"}, "array": bytearray(b"xy")}  # fmt: skip
+    obj = {
+        "w": torch.arange(5.0),
+        "b": b"\0\xff",
+        "big": b"\1\xfe" * 50_000,
+        "set": {1, "a"},
+        "array": bytearray(b"xy"),
+    }
     a = saved(tmp_path / "a.pt", obj, pickle_protocol=4)
     for protocol in (2, 4, 5):
         (tmp_path / "b.pkl").write_bytes(pickle.dumps(obj, protocol))

@@ -172,7 +172,7 @@ def test_no_torch_is_needed(fixtures: Path) -> None:
         ("layers.0._checkpoint_wrapped_module.", ["--unwrap"]),
         ("module.a._orig_mod._fsdp_wrapped_module.b.", ["--unwrap"]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("format", ["pt", "safetensors"])
 def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
     """In the order in which they were put on; the plain model loads the rest, in both formats."""
@@ -248,16 +248,23 @@ HEALTHY: dict[str, Any] = {
     "linear": nn.Linear(2, 2).state_dict(),
     "list of wrappers": nn.ModuleDict({"hidden": nn.ModuleList([Wrapped(), Wrapped()]), "out": Wrapped()}).state_dict(),
     "a module beside others": nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)}).state_dict(),
-    "a name that only looks like it": {"my_module.w": torch.ones(1), "x_orig_mod.w": torch.ones(1), "modules.w": torch.ones(1)},
+    "a name that only looks like it": {
+        "my_module.w": torch.ones(1),
+        "x_orig_mod.w": torch.ones(1),
+        "modules.w": torch.ones(1),
+    },
     "a list of deeper wrappers": {f"hidden.{i}.module.attention.weight": torch.ones(1) for i in range(2)},
     "a large view beside more": {"a": torch.ones(400_000)[:10], "b": torch.ones(1_000_000)},
     "a small view": {"a": torch.ones(1000)[:3]},
     "two halves": dict(enumerate(torch.ones(600_000).chunk(2))),
     "training": {
-        "model": nn.Linear(2, 2).state_dict(), "optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict(), "rng": torch.get_rng_state(),
-        "device": torch.device("cuda:0"), "where": "cuda:0",
+        "model": nn.Linear(2, 2).state_dict(),
+        "optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict(),
+        "rng": torch.get_rng_state(),
+        "device": torch.device("cuda:0"),
+        "where": "cuda:0",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -624,10 +631,18 @@ def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("m.pth.tar", "m-cpu.pth.tar"), ("pytorch_model.bin", "pytorch_model-cpu.bin"), ("m", "m-cpu.pt"), ("epoch=3.x", "epoch=3.x-cpu.pt"), ("M.PT", "M-cpu.PT"),
-        ("-m.pt", "./-m-cpu.pt"), ("it's a $HOME;.pt", "it's a $HOME;-cpu.pt"), ("m.safetensors", "m-cpu.pt"), ("~.pt", "~-cpu.pt"), ("m-cpu.pt", "m-cpu-cpu.pt"),
+        ("m.pth.tar", "m-cpu.pth.tar"),
+        ("pytorch_model.bin", "pytorch_model-cpu.bin"),
+        ("m", "m-cpu.pt"),
+        ("epoch=3.x", "epoch=3.x-cpu.pt"),
+        ("M.PT", "M-cpu.PT"),
+        ("-m.pt", "./-m-cpu.pt"),
+        ("it's a $HOME;.pt", "it's a $HOME;-cpu.pt"),
+        ("m.safetensors", "m-cpu.pt"),
+        ("~.pt", "~-cpu.pt"),
+        ("m-cpu.pt", "m-cpu-cpu.pt"),
     ],
-)  # fmt: skip
+)
 def test_commands_run_as_typed(name: str, target: str) -> None:
     """Whatever the file is called; the output has a name of its own and the source's suffix."""
     zoo.save({"a": torch.ones(1)}, Path(name), ["cuda:0"])

@@ -87,10 +87,26 @@ def test_other_systems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "seen"),
     [
-        ("", 0), ("-1", 0), ("0", 1), ("2,1", 2), ("0,2,-1,1", 2), ("0,0", 0), ("3", 0), ("0,3,1", 1), (" 1 , 2", 2), ("1gpu2,2ampere", 2),
-        ("GPU-1fb4", 1), ("GPU-8932", 0), ("GPU-8932f,GPU-1", 2), ("GPU-1,GPU-1fb4", 0), ("GPU-1,0", 1), ("0,GPU-1", 1), ("GPU-none", 0), ("none", 0),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,1", 2),
+        ("0,2,-1,1", 2),
+        ("0,0", 0),
+        ("3", 0),
+        ("0,3,1", 1),
+        (" 1 , 2", 2),
+        ("1gpu2,2ampere", 2),
+        ("GPU-1fb4", 1),
+        ("GPU-8932", 0),
+        ("GPU-8932f,GPU-1", 2),
+        ("GPU-1,GPU-1fb4", 0),
+        ("GPU-1,0", 1),
+        ("0,GPU-1", 1),
+        ("GPU-none", 0),
+        ("none", 0),
     ],
-)  # fmt: skip
+)
 def test_the_variable_reduces_them(tmp_path: Path, variable: str, seen: int) -> None:
     """Indices or the starts of UUIDs; the list ends at what is no device; a device that stands twice leaves none. So says CUDA's guide, and torch agrees."""
     assert cuda(nvidia(tmp_path, 3), CUDA_VISIBLE_DEVICES=variable) == seen == torch_count(variable, 3)
@@ -105,7 +121,10 @@ def test_what_only_the_driver_knows(tmp_path: Path) -> None:
     assert cuda(nvidia(tmp_path / "none", 0), CUDA_VISIBLE_DEVICES="MIG-aaaa") == 0
 
 
-WORDS = ["0", "1", "2", "3", "7", "-1", "+1", "-0", " 2", "1x", "x", "", "GPU-1", "GPU-1fb42d", "GPU-8932", "GPU-8932a", "GPU-no", "00"]  # fmt: skip
+WORDS = [
+    "0", "1", "2", "3", "7", "-1", "+1", "-0", " 2", "1x", "x", "", "GPU-1", "GPU-1fb42d", "GPU-8932", "GPU-8932a",
+    "GPU-no", "00",
+]  # a table  # fmt: skip
 
 
 @given(words=st.lists(st.sampled_from(WORDS), max_size=5), count=st.integers(0, 3))
