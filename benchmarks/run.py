@@ -1,4 +1,7 @@
-"""How long ckptconv takes, in how much memory: whole processes, beside `cp` and torch. Prints Markdown; README.md says what the figures mean."""
+"""How long ckptconv takes, in how much memory: whole processes, beside `cp` and torch.
+
+Prints Markdown; README.md says what the figures mean.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,9 @@ def convert(folder: Path, size: int, runs: int) -> None:
 
 
 def to_safetensors(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and beside what torch and the library do."""
+    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and beside what torch and the
+    library do.
+    """
     title, rival = (
         f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`",
         "`torch.load(mmap=True)` + `save_file` + `sync`",
@@ -187,7 +192,9 @@ def from_safetensors(folder: Path, size: int, runs: int) -> None:
 
 
 def legacy(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file and beside what torch does."""
+    """SIZE bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file and
+    beside what torch does.
+    """
     src, dst = make(folder / "legacy.pt", size, MAKE_LEGACY), folder / "dst.pt"
     edits = ["--to", "cpu", "--strip-prefix", "module."]
     commands = {
@@ -249,7 +256,9 @@ def cast(folder: Path, size: int, runs: int) -> None:
 
 
 def gather(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share storages."""
+    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share
+    storages.
+    """
     src = make(folder / "views.pt", size, MAKE_VIEWS)
     title, rival = (
         f"{size / GIB:g} GiB of views: `.pt` → `.safetensors`",
@@ -420,7 +429,10 @@ def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str
             if turn >= 0:
                 seconds[name].append(taken)
                 peaks[name] = max(kib, peaks.get(name, 0))
-    quartile: Callable[[str], float] = lambda name: statistics.quantiles(seconds[name], method="inclusive")[0]  # noqa: E731
+
+    def quartile(name: str) -> float:
+        return statistics.quantiles(seconds[name], method="inclusive")[0]
+
     print(f"\n| {title} | lower quartile | median | of {unit} | peak memory |\n| --- | --- | --- | --- | --- |")
     for name in names:
         peak = f"{peaks[name] * 1024 / 1e6:,.0f} MB" if peaks[name] else ""

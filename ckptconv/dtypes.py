@@ -1,6 +1,7 @@
-"""One table of dtypes: torch's name, the storage class that a pickle names for it, bytes for each element, safetensors' word.
+"""The table of dtypes: torch's name, storage class, item size, and safetensors' name.
 
-Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13, ``Dtype`` in ``tensor.rs`` of safetensors 0.8; tests compare them.
+Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13, ``Dtype`` in ``tensor.rs`` of
+safetensors 0.8; tests compare them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ __all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "get_dt
 
 @dataclass(frozen=True)
 class DType:
-    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in bytes.
+    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in
+    bytes.
 
     ``word`` is safetensors' name for it, where that has one.
     """

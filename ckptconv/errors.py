@@ -1,4 +1,4 @@
-"""Every error that ckptconv raises on purpose: one base class, each error a line for a person and data for a program.
+"""The exception tree: one base class; each error is one line for a person and data for a program.
 
 CkptconvError
 ├── UsageError          the request contradicts itself or cannot be understood
@@ -146,7 +146,9 @@ class InputChangedError(InputError):
 
 
 class DeviceUnavailable(CkptconvError):
-    """Tensors would go to a device that torch does not have here: the tags, and the argument that sends them elsewhere."""
+    """Tensors would go to a device that torch does not have here: the tags, and the argument that sends
+    them elsewhere.
+    """
 
 
 class RefusedError(CkptconvError):
@@ -164,7 +166,8 @@ class CollisionError(RefusedError):
 class NoMatchError(RefusedError):
     """A prefix, filter or path that matches nothing.
 
-    ``unmatched``: the field of :class:`~ckptconv.edits.options.Edits`, and what in it means nothing here, where the rest could be done without it: in a batch it may mean something in another file.
+    ``unmatched``: the field of :class:`~ckptconv.edits.options.Edits`, and what in it means nothing here, where the
+    rest could be done without it: in a batch it may mean something in another file.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The commands that errors tell people to type, quoted for a shell."""
+"""Commands and keywords that errors and notes suggest, quoted for a shell or for Python."""
 
 from __future__ import annotations
 
@@ -14,9 +14,32 @@ from ckptconv.errors import CkptconvError, printable
 
 __all__ = ["edit_flag", "for_python", "in_python", "literal", "saved_by_torch", "shell", "shell_escape"]
 
+_P = ParamSpec("_P")
+
+_R = TypeVar("_R")
+
+_WORD = r"((?:'[^']*'|\"[^\"]*\"|\\.|[^\s;,)'\"\\])+)"
+
+_SWITCHES = (
+    "force",
+    "state-dict",
+    "allow-unsafe",
+    "copy-tied",
+    "copy-others",
+    "skip-existing",
+    "verify",
+    "dry-run",
+    "unwrap",
+)
+
+_VALUES = ("select", "include", "exclude", "strip-prefix", "add-prefix", "format")
+
 
 def shell(*words: str | os.PathLike[str]) -> str:
-    """A command of these WORDS. A path that starts with a dash gets a folder, so that no program takes it for an option."""
+    """A command of these WORDS.
+
+    A path that starts with a dash gets a folder, so that no program takes it for an option.
+    """
     return " ".join(_quoted(word if isinstance(word, str) else _no_option(os.fspath(word))) for word in words)
 
 
@@ -55,31 +78,6 @@ def shell_escape(character: str, *, ascii_only: bool = False) -> str:
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
         return f"\\x{code - 0xDC00:02x}"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))
-
-
-_P = ParamSpec("_P")
-
-
-_R = TypeVar("_R")
-
-
-_WORD = r"((?:'[^']*'|\"[^\"]*\"|\\.|[^\s;,)'\"\\])+)"
-
-
-_SWITCHES = (
-    "force",
-    "state-dict",
-    "allow-unsafe",
-    "copy-tied",
-    "copy-others",
-    "skip-existing",
-    "verify",
-    "dry-run",
-    "unwrap",
-)
-
-
-_VALUES = ("select", "include", "exclude", "strip-prefix", "add-prefix", "format")
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,4 +1,7 @@
-"""The most that a file may ask of us, each number with its reason. One frozen dataclass, one instance: :data:`LIMITS`."""
+"""The limits on input, each with its reason, in one frozen dataclass: :data:`LIMITS`.
+
+One frozen dataclass, one instance: :data:`LIMITS`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ MIB = 1024 * KIB
 class Limits:
     """Bounds on input; what is above one of them raises :class:`~ckptconv.errors.LimitError`."""
 
-    #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that. Long texts inside it do not count.
+    #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that. Long texts inside it do not
+    #: count.
     pickle_bytes: int = 256 * MIB
     #: 60,000 tensors take 1.9 million opcodes; one of ours costs at most 300 bytes, so this bounds memory at 6 GB.
     pickle_opcodes: int = 20_000_000
@@ -24,15 +28,18 @@ class Limits:
     pickle_line: int = 16 * MIB
     #: pickle's own writer gives up near 1,000 (Python's recursion limit), so nobody can have written more.
     nesting: int = 1_000
-    #: Of all paths together. A key that the pickle names once can stand in the path of everything below it. Names in a safetensors header fit.
+    #: Of all paths together. A key that the pickle names once can stand in the path of everything below it. Names in a
+    #: safetensors header fit.
     path_characters: int = 128 * MIB
     #: And for each opcode: a tensor takes some thirty, and its path is seldom longer than a hundred.
     path_characters_each: int = 100
     #: torch's tensors have at most 64 dimensions.
     rank: int = 64
-    #: Elements, offsets, strides: torch counts in 64 bits with a sign, and in bytes; below this no product of one of them with an item's size overflows there.
+    #: Elements, offsets, strides: torch counts in 64 bits with a sign, and in bytes; below this no product of one of
+    #: them with an item's size overflows there.
     elements: int = 1 << 62
-    #: Calls around each other that make one tensor (a parameter of a subclass of a view); torch writes three. They are read by recursion.
+    #: Calls around each other that make one tensor (a parameter of a subclass of a view); torch writes three. They are
+    #: read by recursion.
     nested_calls: int = 50
     #: Pickles inside byte strings inside pickles; one happens, two are an attack.
     nested_pickles: int = 8
@@ -48,11 +55,14 @@ class Limits:
     member_name: int = 64 * KIB
     #: The records in which one word stands: 'little', '3', '64'.
     note_bytes: int = 64
-    #: A pickle of protocol 0 or 1 has no mark, so a text that could be one is tried; those that are none are mostly longer.
+    #: A pickle of protocol 0 or 1 has no mark, so a text that could be one is tried; those that are none are mostly
+    #: longer.
     unmarked_pickle_bytes: int = MIB
-    #: What protocol 0 makes of a persistent id is a text, in which key and device are found by a pattern. torch's keys are addresses of at most twenty digits.
+    #: What protocol 0 makes of a persistent id is a text, in which key and device are found by a pattern. torch's keys
+    #: are addresses of at most twenty digits.
     id_text: int = 100
-    #: Of the code of a TorchScript archive: lines that say classes, attributes, listed names, devices. A model of 10,000 layers has some ten of them for each.
+    #: Of the code of a TorchScript archive: lines that say classes, attributes, listed names, devices. A model of
+    #: 10,000 layers has some ten of them for each.
     script_words: int = 500_000
     #: Real pickles, and code, deflate 5 to 20 : 1; deflate itself ends at 1,032 : 1.
     pickle_inflate_ratio: int = 100
@@ -60,7 +70,8 @@ class Limits:
     script_bytes: int = 64 * MIB
     #: The safetensors library's own bound; no reader takes more.
     safetensors_header: int = 100_000_000
-    #: A tensor in a header takes 3 brackets and 8 quotation marks; more of either than a million tensors have is refused before anything is made of them.
+    #: A tensor in a header takes 3 brackets and 8 quotation marks; more of either than a million tensors have is
+    #: refused before anything is made of them.
     header_brackets: int = 3_000_000
     header_quotes: int = 10_000_000
     #: Commas beyond those of the ranks that torch allows: in texts.
@@ -71,17 +82,21 @@ class Limits:
     shards: int = 99_999
     #: Of a number in an index; a float ends there.
     index_digits: int = 300
-    #: Places in lists, where empty dicts and lists stood, which torch.distributed.checkpoint does not store: an index of 2^60 must not make a list of that length.
+    #: Places in lists, where empty dicts and lists stood, which torch.distributed.checkpoint does not store: an index
+    #: of 2^60 must not make a list of that length.
     list_holes: int = 10_000
-    #: What sets one field of an object in the metadata of torch.distributed.checkpoint: keys, values and opcodes; no class there has more than eight fields.
+    #: What sets one field of an object in the metadata of torch.distributed.checkpoint: keys, values and opcodes; no
+    #: class there has more than eight fields.
     metadata_state: int = 32
-    #: Each chunk in that metadata takes more than three times as many opcodes, a list of them at least one; one list that many tensors share must not be read for each of them.
+    #: Each chunk in that metadata takes more than three times as many opcodes, a list of them at least one; one list
+    #: that many tensors share must not be read for each of them.
     opcodes_of_a_chunk: int = 4
     #: A configuration beside a model, of which a dtype is taken, has some thousands.
     config_bytes: int = MIB
     #: Names in a folder that are looked at, where it is said what the folder is.
     folder_names: int = 5_000
-    #: What is read of a file that is no checkpoint, to say what it is: of JSON, a configuration has some thousands of bytes;
+    #: What is read of a file that is no checkpoint, to say what it is: of JSON, a configuration has some thousands of
+    #: bytes;
     stranger_json: int = MIB
     #: of an index of shards, 90,000 tensors have nine million bytes;
     stranger_index: int = 16 * MIB
@@ -90,7 +105,8 @@ class Limits:
     stranger_members: int = 100
     #: That verify names of one checkpoint; the rest is counted. More lines nobody reads.
     findings: int = 1_000
-    #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger of the two counts.
+    #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger
+    #: of the two counts.
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16
 

@@ -1,4 +1,6 @@
-"""Draws ``inspect.svg``: what ``ckptconv inspect`` shows of a checkpoint that a DistributedDataParallel run saved on a GPU. ``python docs/make_picture.py [OUT]``."""
+"""Draws ``inspect.svg``: what ``ckptconv inspect`` shows of a checkpoint that a DistributedDataParallel run saved on a
+GPU. ``python docs/make_picture.py [OUT]``.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ COLUMNS = 80
 #: rich's own frame without the font that it would fetch from the network.
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
-.{unique_id}-matrix {{ font-family: "Fira Code", Menlo, Consolas, monospace; font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-matrix {{ font-family: "Fira Code", Menlo, Consolas, monospace;
+  font-size: {char_height}px; line-height: {line_height}px; }}
 .{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: arial; }}
 {styles}
 </style>
-<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>{lines}</defs>
+<defs><clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>{lines}</defs>
 {chrome}
 <g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}

@@ -1,4 +1,6 @@
-"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the strangers' files are wherever CKPTCONV_CORPUS says."""
+"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the strangers' files are wherever
+CKPTCONV_CORPUS says.
+"""
 
 from __future__ import annotations
 

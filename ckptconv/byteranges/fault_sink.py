@@ -1,6 +1,9 @@
-"""The sink: what becomes of what is wrong with a file while it is read. Whoever wants a checkpoint has the first fault raised; ``verify`` collects them all.
+"""What a reader does with a fault in its input: raise it, or collect it and go on.
 
-A reader hands a fault to :meth:`FaultSink.found` of its source and goes on without the member, the tensor or the shard that is meant. Where it cannot go on it raises, and who collects takes that as one more.
+Whoever wants a checkpoint has the first fault raised; ``verify`` collects them all.
+
+A reader hands a fault to :meth:`FaultSink.found` of its source and goes on without the member, the tensor or the shard
+that is meant. Where it cannot go on it raises, and who collects takes that as one more.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ class UnreadRecord(NamedTuple):
 
 
 class PickleSequence(NamedTuple):
-    """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors. KNOWN are the globals that whoever reads them has to know."""
+    """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors.
+
+    KNOWN are the globals that whoever reads them has to know.
+    """
 
     name: str
     of: ByteSource
@@ -58,7 +64,9 @@ RAISED = FaultSink()
 
 
 class CollectingSink(FaultSink):
-    """For those who want to know all: ``errors`` in the order in which they were found, each line once, at most ``LIMITS.findings`` of them and how many MORE; what is unread, and every pickle."""
+    """For those who want to know all: ``errors`` in the order in which they were found, each line once, at most
+    ``LIMITS.findings`` of them and how many MORE; what is unread, and every pickle.
+    """
 
     def __init__(self) -> None:
         self.errors: list[CkptconvError] = []

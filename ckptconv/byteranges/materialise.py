@@ -1,4 +1,4 @@
-"""The bytes of pieces, a buffer at a time, whatever they are made of."""
+"""Produce the bytes of any piece, a buffer at a time: copied, inflated, gathered, assembled or cast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class CastBuffer(Protocol):
 
 
 class Pieces:
-    """Reads EVERY piece, any number of times. A context manager: leaving it forgets what was inflated, for a while, into files without a name in FOLDER (else where the system has such)."""
+    """Reads EVERY piece, any number of times.
+
+    A context manager: leaving it forgets what was inflated, for a while, into files without a name in FOLDER (else
+    where the system has such).
+    """
 
     def __init__(self, every: Iterable[Piece], folder: Path | None = None) -> None:
         every = list(every)
@@ -38,7 +42,8 @@ class Pieces:
         self._tensors = _modules() if needed else None
         #: Bytes that are needed in FOLDER for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
-        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show were too large for their new dtype.
+        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show were too large for their new
+        #: dtype.
         self.overflowed: dict[tuple[str, ...], int] = {}
 
     def __enter__(self) -> Pieces:
@@ -89,7 +94,10 @@ class Pieces:
             self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + numbers
 
     def _cast(self, piece: Cast) -> Iterator[memoryview]:
-        """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum. Raises MalformedError."""
+        """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum.
+
+        Raises MalformedError.
+        """
         buffer = self.buffer_for(piece, reading.BUFFER)
         at = 0
         for filled in fillings(self._checked(piece.of), buffer.room):
@@ -161,7 +169,9 @@ class Pieces:
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
-    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each time that it is full, and at the end."""
+    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each time that it is full, and at the
+    end.
+    """
     filled = 0
     for chunk in chunks:
         left = memoryview(chunk)
@@ -185,7 +195,9 @@ class _Modules(NamedTuple):
 
 
 def _modules() -> _Modules:
-    """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
+    """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does
+    not stand there.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from ckptconv.byteranges.kernels import assembling, casting, gathering

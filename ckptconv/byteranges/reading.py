@@ -1,4 +1,4 @@
-"""Read byte ranges a buffer at a time, inflated where they are deflated."""
+"""Read byte ranges a buffer at a time, and inflate those that are deflated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def read_into(piece: ByteRange | Concat, offset: int, buffer: memoryview) -> Non
 
 
 def inflated(piece: Inflate) -> Iterator[bytes]:
-    """The bytes that PIECE stands for. Raises MalformedError where they are not as many, or not those, that the archive promises."""
+    """The bytes that PIECE stands for.
+
+    Raises MalformedError where they are not as many, or not those, that the archive promises.
+    """
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
     where = f"{piece.of.source.path} at byte {piece.of.offset}"

@@ -1,4 +1,4 @@
-"""Pieces of a storage: a range of its bytes, and the elements of a tensor in row-major order, whatever the storage is made of."""
+"""Slice pieces: a part of the bytes of a storage, whatever the storage is made of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def stored(data: Piece) -> ByteRange | None:
 
 
 def crc32_known(data: Piece) -> int | None:
-    """The checksum that DATA should have, where its source says it: that of a chain of whole records follows from theirs."""
+    """The checksum that DATA should have, where its source says it: that of a chain of whole records follows from
+    theirs.
+    """
     if isinstance(data, (ByteRange, Inflate)):
         return data.crc32
     if not isinstance(data, Concat) or data.whole is not None:

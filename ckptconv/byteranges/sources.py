@@ -1,4 +1,4 @@
-"""The input: files opened once and read by position, so that nothing that happens to them can kill or mislead the process.
+"""Input files, opened once and read by position.
 
 Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
 """
@@ -24,7 +24,11 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class Readable:
-    """An open file, read by position. ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what readers find wrong with it."""
+    """An open file, read by position.
+
+    ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what
+    readers find wrong with it.
+    """
 
     path: Path
     fd: int
@@ -164,9 +168,12 @@ class Source(Readable):
 
 
 class SourceFolder(Readable):
-    """Files that are one checkpoint: PATH is the folder that they stand in, or the index that names them. Its bytes are those of its parts, one behind another.
+    """Files that are one checkpoint: PATH is the folder that they stand in, or the index that names them.
 
-    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
+    Its bytes are those of its parts, one behind another.
+
+    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are
+    those of its parts.
     """
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
@@ -239,7 +246,9 @@ class SourceFolder(Readable):
 
 
 def _leave_spare(fd: int) -> None:
-    """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as many as it may: a set can have more shards than the usual 1,024."""
+    """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as
+    many as it may: a set can have more shards than the usual 1,024.
+    """
     try:
         import resource  # of Unix alone
     except ImportError:

@@ -1,4 +1,4 @@
-"""Byte ranges and what is made of them: the data that describes where the bytes of a storage or a file come from."""
+"""Byte ranges and what is computed from them, as data: the pieces of storages and output files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ __all__ = [
     "Piece",
     "Progress",
 ]
+
+#: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
+Overflow: TypeAlias = Mapping[tuple[str, ...], int]
+
+#: Called with the number of bytes written since the last call.
+Progress: TypeAlias = Callable[[int], None]
+
+#: Bytes of a block that filesystems share between files, where both places agree modulo this.
+FILESYSTEM_BLOCK = 4096
 
 
 class ByteSource(Protocol):
@@ -69,7 +78,11 @@ class InflateSlice:
 
 @dataclass(frozen=True)
 class Concat:
-    """PARTS one behind another, LENGTH bytes in all. They are parts of WHOLE, whose checksum says whether they are what they should be; where that is None, each is whole and has its own."""
+    """PARTS one behind another, LENGTH bytes in all.
+
+    They are parts of WHOLE, whose checksum says whether they are what they should be; where that is None, each is whole
+    and has its own.
+    """
 
     parts: tuple[ByteRange, ...]
     whole: ByteRange | None
@@ -78,7 +91,10 @@ class Concat:
 
 @dataclass(frozen=True)
 class Gather:
-    """The elements of a strided view of OF, in row-major order, LENGTH bytes in all. Shape, stride and offset count elements of ITEMSIZE bytes."""
+    """The elements of a strided view of OF, in row-major order, LENGTH bytes in all.
+
+    Shape, stride and offset count elements of ITEMSIZE bytes.
+    """
 
     of: ByteRange | Inflate
     itemsize: int
@@ -90,7 +106,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension of the tensor, and its own strides in OF."""
+    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension of the tensor, and
+    its own strides in OF.
+    """
 
     of: ByteRange
     offsets: tuple[int, ...]
@@ -100,7 +118,9 @@ class ChunkPlacement:
 
 @dataclass(frozen=True)
 class Assemble:
-    """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of BOXES, which are in the order of their first indices."""
+    """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of
+    BOXES, which are in the order of their first indices.
+    """
 
     boxes: tuple[ChunkPlacement, ...]
     shape: tuple[int, ...]
@@ -112,8 +132,9 @@ class Assemble:
 class Cast:
     """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
 
-    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED_IN: in OF the bytes of each number stand the other way round; SWAPPED_OUT: so they shall stand in the result.
-    ``paths`` are those of the tensors that show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
+    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED_IN: in OF the bytes of each number stand
+    the other way round; SWAPPED_OUT: so they shall stand in the result. ``paths`` are those of the tensors that show
+    these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
     """
 
     of: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble
@@ -130,14 +151,12 @@ class Cast:
 
 @dataclass(frozen=True)
 class Deferred:
-    """LENGTH bytes that hold checksums: MAKE gives them, called with those of :attr:`OutFile.sums`, in order, when all are known."""
+    """LENGTH bytes that hold checksums: MAKE gives them, called with those of :attr:`OutFile.sums`, in order, when all
+    are known.
+    """
 
     length: int
     make: Callable[[Sequence[int]], bytes]
-
-
-#: Bytes of a block that filesystems share between files, where both places agree modulo this.
-FILESYSTEM_BLOCK = 4096
 
 
 #: What a storage's bytes are made of.
@@ -152,18 +171,11 @@ Piece: TypeAlias = "bytes | ByteRange | Inflate | InflateSlice | Concat | Gather
 class OutFile:
     """One file to write: its PIECES in order, and their SIZE in bytes.
 
-    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed to the late pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
+    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
+    to the late pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
     """
 
     path: Path
     pieces: tuple[Piece, ...]
     size: int
     sums: tuple[ByteRange | Concat | Assemble | Cast, ...] = ()
-
-
-#: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
-Overflow: TypeAlias = Mapping[tuple[str, ...], int]
-
-
-#: Called with the number of bytes written since the last call.
-Progress: TypeAlias = Callable[[int], None]

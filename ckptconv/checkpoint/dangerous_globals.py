@@ -1,10 +1,16 @@
-"""Globals that no checkpoint needs and that attacks are made of: processes, files, sockets, code. A narrow list, to be sure of each.
+"""Dangerous globals: functions that no checkpoint needs and that attacks are made of.
 
-``getattr``, ``operator.attrgetter`` and ``functools.partial`` are not on it: pickle itself writes the first for bound methods, the last for ``__getnewargs_ex__``. But what
-``getattr`` is asked for must be said, and lead to no innards (``__globals__``), and nothing is called with ``getattr`` itself, nor with an ``attrgetter`` of ``sys``. ``reduce_graph_module`` of torch.fx runs source text,
-and every saved GraphModule names it: so it is unknown. What is not on the list is not safe: it is unknown. What loads is decided by an allowlist, :mod:`ckptconv.checkpoint.safe_globals`.
+A narrow list, to be sure of each.
 
-Sources: the advisories for pickle scanners, each of which was missed by one (https://github.com/mmaitre314/picklescan/security/advisories).
+``getattr``, ``operator.attrgetter`` and ``functools.partial`` are not on it: pickle itself writes the first for bound
+methods, the last for ``__getnewargs_ex__``. But what ``getattr`` is asked for must be said, and lead to no innards
+(``__globals__``), and nothing is called with ``getattr`` itself, nor with an ``attrgetter`` of ``sys``.
+``reduce_graph_module`` of torch.fx runs source text, and every saved GraphModule names it: so it is unknown. What is
+not on the list is not safe: it is unknown. What loads is decided by an allowlist,
+:mod:`ckptconv.checkpoint.safe_globals`.
+
+Sources: the advisories for pickle scanners, each of which was missed by one
+(https://github.com/mmaitre314/picklescan/security/advisories).
 """
 
 from __future__ import annotations
@@ -42,17 +48,28 @@ _MODULES = frozenset(
     ]
 )  # a table  # fmt: skip
 
-#: Functions and classes elsewhere, and all below them. Modules stand here in full where their name alone can be anybody's.
+#: Functions and classes elsewhere, and all below them. Modules stand here in full where their name alone can be
+#: anybody's.
 _NAMES = frozenset(
     [
         "__builtin__.apply",
-        *(f"builtins.{name}" for name in ("__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals", "help", "input", "locals", "open", "reload", "setattr", "vars") ),
+        *(
+            f"builtins.{name}" for name in  (
+                "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals",
+                "help", "input", "locals", "open", "reload", "setattr", "vars",
+            )
+        ),
         "atexit.register", "bz2._builtin_open", "code.InteractiveConsole", "code.InteractiveInterpreter",
         "code.compile_command", "code.interact", "copyreg.add_extension", "copyreg.pickle", "functools.reduce",
         "http.client", "http.server", "_functools.reduce", "logging.FileHandler", "logging.config",
         "logging.handlers", "operator.__call__", "operator.call", "_operator.call", "platform.popen",
         "platform._syscmd_file", "platform._syscmd_ver",
-        *(f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in ("chmod", "hardlink_to", "mkdir", "open", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink", "write_bytes", "write_text") ),
+        *(
+            f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in  (
+                "chmod", "hardlink_to", "mkdir", "open", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink",
+                "write_bytes", "write_text",
+            )
+        ),
         "profile.Profile", "profile.run", "profile.runctx", "signal.pthread_kill", "signal.raise_signal",
         "signal.signal", *(f"_signal.{name}" for name in ("pthread_kill", "raise_signal", "signal")),
         "site.addsitedir", "site.main", "tempfile.TemporaryDirectory", "test.support", "tokenize._builtin_open",
@@ -63,12 +80,20 @@ _NAMES = frozenset(
         *(f"{module}.open" for module in ("_io", "bz2", "codecs", "gzip", "io", "lzma")), "io.FileIO", "_io.FileIO",
         # pickles, and files with pickles or code in them, read by readers that run them
 
-        *(f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in ("Unpickler", "load", "loads") ),
+        *(
+            f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in  (
+                "Unpickler", "load", "loads",
+            )
+        ),
         "pickle._Unpickler", "pickle._load", "pickle._loads", "joblib.load", "joblib.numpy_pickle.load",
         "pandas.eval", "pandas.io.pickle.read_pickle", "pandas.read_pickle", "yaml.full_load", "yaml.load",
         "yaml.unsafe_load", "numpy.ctypeslib", "numpy.distutils", "numpy.f2py", "numpy.lib._datasource",
         "numpy.lib._npyio_impl", "numpy.lib.npyio",
-        *(f"numpy.{name}" for name in ("load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed") ),
+        *(
+            f"numpy.{name}" for name in  (
+                "load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed",
+            )
+        ),
         "numpy.testing._private", "torch._dynamo.guards.GuardBuilder.get", "torch._inductor.codecache",
         "torch._inductor.cpp_builder", "torch._dynamo.convert_frame.original_forward_from_src",
         "torch.classes.load_library", "torch.cuda.amp.common.find_spec", "torch.cuda.tunable.mp",
@@ -78,10 +103,15 @@ _NAMES = frozenset(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression", "torch.hub",
         "torch.jit._serialization", "torch.jit.load", "torch.jit.save", "torch.jit.unsupported_tensor_ops",
         "torch.load",
-        *(f"torch.multiprocessing.{name}" for name in ("reducer", "reductions.reduction", "reductions.register_after_fork", "spawn") ),
+        *(
+            f"torch.multiprocessing.{name}" for name in  (
+                "reducer", "reductions.reduction", "reductions.register_after_fork", "spawn",
+            )
+        ),
         "torch.ops.load_library", "torch.package", "torch.save", "torch.serialization.load",
         "torch.serialization.save",
-        "torch.storage._load_from_bytes",  # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
+        # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
+        "torch.storage._load_from_bytes",
         "torch.utils._osp", "torch.utils._config_module.ConfigModule.load_config", "torch.utils.bottleneck",
         "torch.utils.collect_env", "torch.utils.cpp_extension", "torch.utils.data.dataloader.python_multiprocessing",
         "torch.utils.data.datapipes.iter.routeddecoder.decoder_basichandlers",
@@ -93,7 +123,8 @@ _NAMES = frozenset(
 _LENDERS = sys.stdlib_module_names | {"numpy", "torch"}
 _MOST_PARTS = max(name.count(".") for name in _NAMES) + 1
 
-#: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there, or are elsewhere.
+#: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there,
+#: or are elsewhere.
 _LENT = frozenset([
     "bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType",
     "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread",
@@ -116,7 +147,8 @@ _HARMLESS = frozenset(
 _MAPPED = frozenset(["numpy.memmap", "numpy._core.memmap.memmap", "numpy.core.memmap.memmap"])
 _REBUILDERS = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core"))
 
-#: Attributes that lead from anything to everything: to the module that something was made in, to all classes, to what runs code.
+#: Attributes that lead from anything to everything: to the module that something was made in, to all classes, to what
+#: runs code.
 _INNARDS = frozenset([
     "__base__", "__bases__", "__builtins__", "__closure__", "__code__", "__dict__", "__getattribute__",
     "__globals__", "__import__", "__loader__", "__mro__", "__reduce__", "__reduce_ex__", "__self__", "__setattr__",
@@ -145,7 +177,9 @@ def dangerous_globals(graph: Graph) -> Iterator[str]:
 
 
 def is_dangerous(node: Global) -> bool:
-    """Whether NODE is a dangerous global, as it is spelled or as Python 2's name: torch's safe loader maps those under every protocol."""
+    """Whether NODE is a dangerous global, as it is spelled or as Python 2's name: torch's safe loader maps those under
+    every protocol.
+    """
     module, name = imported_as(node, 2)
     if _leads_to_danger(module, name):
         return True
@@ -153,7 +187,9 @@ def is_dangerous(node: Global) -> bool:
 
 
 def _leads_to_danger(module: str, name: str) -> bool:
-    """A name with dots goes through attributes: ``torch.serialization`` has ``os.system``, ``random`` has it as ``_os.system``."""
+    """A name with dots goes through attributes: ``torch.serialization`` has ``os.system``, ``random`` has it as
+    ``_os.system``.
+    """
     package, attributes = module.split("."), name.split(".")
     if f"{module}.{name}" in _HARMLESS:
         return False
@@ -173,7 +209,9 @@ def _is_file(package: list[str], attributes: list[str]) -> bool:
 
 
 def _is_listed(words: list[str], package: int) -> bool:
-    """Whether WORDS, of which PACKAGE are the module's, name something on the lists, as a whole or behind an attribute."""
+    """Whether WORDS, of which PACKAGE are the module's, name something on the lists, as a whole or
+    behind an attribute.
+    """
     starts = (0, *range(package, len(words)))
     return any(
         words[i] in _MODULES
@@ -183,7 +221,9 @@ def _is_listed(words: list[str], package: int) -> bool:
 
 
 def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What GRAPH does that nobody needs with ``getattr`` and its like, and where: innards looked up, names that are computed, the function itself handed on. And with arrays in files: make one."""
+    """What GRAPH does that nobody needs with ``getattr`` and its like, and where: innards looked up, names that are
+    computed, the function itself handed on. And with arrays in files: make one.
+    """
     functions = {id(node) for node in graph.globals if imported_name(node, 2) in _LOOK_UP}
     mapped = {id(node) for node in graph.globals if imported_name(node, 2) in _MAPPED}
     if not functions and not mapped:

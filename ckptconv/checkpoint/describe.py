@@ -1,4 +1,4 @@
-"""A line for anything that is no tensor, which costs little whatever it is."""
+"""Describe any object in a checkpoint that is no tensor in one short line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def is_flat(node: Value) -> bool:
 def members_of(node: Value) -> list[Value] | None:
     """What is in a sequence or set, None if NODE is neither.
 
-    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls can have the same one.
+    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls
+    can have the same one.
     """
     if isinstance(node, (Tuple, FrozenSet)):
         return list(node.items)

@@ -1,29 +1,21 @@
-"""Whether a pickle's order of effects can be forgotten: where everything that is called is torch's own and has all it needs before it is called.
+"""Drop the order of a pickle's effects where no reader can tell the difference.
 
-For a part of a checkpoint, some of whose objects were made where they stood first, outside of it: said in the source's order, it would need opcodes that torch's ``weights_only``
-unpickler refuses.
+For a part of a checkpoint, some of whose objects were made where they stood first, outside of it: said in the source's
+order, it would need opcodes that torch's ``weights_only`` unpickler refuses.
 """
 
 from __future__ import annotations
 
 from ckptconv.checkpoint.safe_globals import obstacles
-from ckptconv.pickles.graph import (
-    Call,
-    FrozenSet,
-    Graph,
-    Node,
-    Object,
-    PersistentId,
-    Value,
-    children,
-    walk,
-)
+from ckptconv.pickles.graph import Call, FrozenSet, Graph, Node, Object, PersistentId, Value, children, walk
 
 __all__ = ["drop_effect_order"]
 
 
 def drop_effect_order(graph: Graph) -> None:
-    """Forget the order of GRAPH's effects if no reader can tell: each call and each state is complete before it is used, and torch's safe loader knows every call."""
+    """Forget the order of GRAPH's effects if no reader can tell: each call and each state is complete before it is
+    used, and torch's safe loader knows every call.
+    """
     if graph.discarded or next(obstacles(graph), None) is not None:
         return
     latest = _latest(graph.root)
@@ -51,7 +43,9 @@ def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> b
 
 
 def _latest(root: Value) -> dict[int, int] | None:
-    """For each node below ROOT, by id, the number of the last effect in it and in what it is made of; None where something stands in itself."""
+    """For each node below ROOT, by id, the number of the last effect in it and in what it is made of; None where
+    something stands in itself.
+    """
     latest: dict[int, int] = {}
     open_: set[int] = set()
     todo: list[tuple[Value, bool]] = [(root, False)]

@@ -10,7 +10,10 @@ __all__ = ["glob_of", "matches"]
 
 
 def matches(glob: str, path: str, name: str | None) -> bool:
-    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name. ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes."""
+    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name.
+
+    ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes.
+    """
     if "/" in glob or name is None:
         return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
     return fnmatchcase(name, glob)

@@ -1,6 +1,7 @@
-"""torch's words over the graph: persistent ids are storages, and what stands where is a tensor or not.
+"""Index a graph: its storages, and the tensors at their paths.
 
-Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. Knows no container: what a storage's key stands for is asked of the caller.
+Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. Knows no container: what a storage's key stands
+for is asked of the caller.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def checkpoint_of(
     where: str,
     faults: FaultSink | None = None,
 ) -> Checkpoint:
-    """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places. Raises MalformedError, LimitError.
+    """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places.
 
-    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what is wrong, instead of the source's own sink.
+    Raises MalformedError, LimitError.
+
+    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what is wrong, instead of
+    the source's own sink.
     """
     faults = faults or source.faults
     for call in graph.calls:
@@ -118,7 +122,9 @@ def attribute_places(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[P
 
 
 def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
-    """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among them."""
+    """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among
+    them.
+    """
 
     def leaf(node: Node) -> list[Value] | None:
         return None if id(node) in opened else []
@@ -133,7 +139,9 @@ def _walk(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[Place]:
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For a walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in it."""
+    """For a walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in
+    it.
+    """
 
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:

@@ -1,9 +1,9 @@
-"""What Python 2 and torch before 0.4 wrote, said as it is said today: a loader gives the same objects, and everything here knows one spelling.
+"""Rewrite what Python 2 and torch before 0.4 wrote as today's torch writes it, so that only one form is handled.
 
-    a key of a mapping that is Python 2's ``str``   text, where it is UTF-8, as torch's loader decodes it
-    ``OrderedDict([[key, value], ...])``            an OrderedDict on which the items are set
-    ``torch.cuda.FloatTensor()`` and its state      ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
-    ``Parameter(tensor, ...)`` and its state        ``_rebuild_parameter(tensor, requires_grad, hooks)``
+    a key that is Python 2's ``str``             text, where it is UTF-8, as torch's loader decodes it
+    ``OrderedDict([[key, value], ...])``         an OrderedDict on which the items are set
+    ``torch.cuda.FloatTensor()`` and its state   ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
+    ``Parameter(tensor, ...)`` and its state     ``_rebuild_parameter(tensor, requires_grad, hooks)``
 
 Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still knows the old states.
 """
@@ -82,7 +82,9 @@ def _modernise_keys(graph: Graph) -> None:
 
 
 def _set_items(call: Call, graph: Graph) -> None:
-    """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else has that list."""
+    """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else
+    has that list.
+    """
     pairs = args_of(call)[0] if len(args_of(call)) == 1 else None
     if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
         return
@@ -105,7 +107,9 @@ def _state(call: Call) -> Tuple | None:
 
 
 def _parameter(call: Call) -> Tuple | None:
-    """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor, requires_grad)``, before that ``Parameter(tensor)`` and a state."""
+    """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor,
+    requires_grad)``, before that ``Parameter(tensor)`` and a state.
+    """
     args, state = args_of(call), _state(call)
     if call.kind != "REDUCE" or len(args) not in (1, 2):
         return None

@@ -1,4 +1,4 @@
-"""Several checkpoints as one, and one as several: graphs put together under another root, and taken apart again."""
+"""Merge several checkpoints into one graph, and split one graph into several checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ from ckptconv.checkpoint.index import checkpoint_of, index_again
 from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.errors import UnsupportedError
-from ckptconv.pickles.graph import (
-    Blob,
-    Call,
-    FrozenSet,
-    Object,
-    PersistentId,
-    Tuple,
-    Value,
-    subgraph,
-    walk,
-)
+from ckptconv.pickles.graph import Blob, Call, FrozenSet, Object, PersistentId, Tuple, Value, subgraph, walk
 
 __all__ = ["Merger", "split"]
 
@@ -41,7 +31,10 @@ class Merger:
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
-        """PART's root, which belongs to the whole from now on. IN_ORDER: it will stand behind all that was taken before, so the order of its effects can stay."""
+        """PART's root, which belongs to the whole from now on.
+
+        IN_ORDER: it will stand behind all that was taken before, so the order of its effects can stay.
+        """
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
                 "the parts of one checkpoint have numbers in different byte orders",

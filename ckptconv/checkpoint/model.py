@@ -37,7 +37,8 @@ class Reference:
 class DeviceArgument:
     """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
 
-    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of ``arguments``.
+    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of
+    ``arguments``.
     """
 
     call: Call
@@ -48,11 +49,15 @@ class DeviceArgument:
 
 @dataclass(eq=False, slots=True)
 class TensorInfo:
-    """A tensor as the pickle describes it. Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
+    """A tensor as the pickle describes it.
 
-    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``, ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass
-    around other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole). ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a
-    mapping. ``tied_to`` is the path of an earlier tensor that is the same.
+    Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
+
+    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
+    ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around
+    other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
+    ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a mapping.
+    ``tied_to`` is the path of an earlier tensor that is the same.
     """
 
     path: str
@@ -80,7 +85,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Something that the source has and the target will not: its path, the bytes of storage that go with it, and why."""
+    """Something that the source has and the target will not: its path, the bytes of storage that go
+    with it, and why.
+    """
 
     path: str
     nbytes: int
@@ -91,11 +98,14 @@ class LeftBehind:
 class Checkpoint:
     """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
 
-    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the container itself has (safetensors), ``unused`` what the file
-    holds and nothing in it uses. ``class_ids``: the persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph stand the classes.
-    ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None: the source.
-    ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its parameters and of its buffers; None for everything else.
-    ``beside``: what other pickles of the file say, by their names in it; no conversion writes these.
+    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text
+    (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the
+    container itself has (safetensors), ``unused`` what the file holds and nothing in it uses. ``class_ids``: the
+    persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph
+    stand the classes. ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None:
+    the source. ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its
+    parameters and of its buffers; None for everything else. ``beside``: what other pickles of the file say, by their
+    names in it; no conversion writes these.
     """
 
     format: str

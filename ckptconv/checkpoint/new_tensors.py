@@ -1,6 +1,7 @@
-"""Calls that rebuild tensors, for containers that have no pickle: what ``torch.save`` would write for a plain tensor on the CPU.
+"""Make the calls that rebuild tensors, for containers that have no pickle.
 
-Source: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for dtypes that no storage class has).
+Source: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for dtypes that no storage class
+has).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class TensorCalls:
     def tensor(
         self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
     ) -> Call:
-        """A tensor that is all of the storage KEY, of NBYTES, in row-major order. CONJ, NEG: its numbers are still to be conjugated, negated."""
+        """A tensor that is all of the storage KEY, of NBYTES, in row-major order.
+
+        CONJ, NEG: its numbers are still to be conjugated, negated.
+        """
         typed = dtype.storage_class is not None
         storage_class = (
             self._word("torch", dtype.storage_class)

@@ -1,15 +1,19 @@
-"""Whole modules in a checkpoint, as ``torch.save(model, ...)`` pickles them, and the state dict that each would give.
+"""Find whole modules that were pickled, and the state dict that each of them would give.
 
-``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters, persistent buffers, then the modules inside, None left out, each tensor
-detached. No class is needed, so what only a class's own code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules (``scale``). ``_metadata`` is not made up either:
-it says the version of each class, which no pickle has. Without it torch takes a module's oldest version; torch's own modules still take their tensors then, because what they lack is added only where it is missing
-(``BatchNorm``'s counter). Quantized modules are the exception: they have read tuples since their versions were counted.
+``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters, persistent
+buffers, then the modules inside, None left out, each tensor detached. No class is needed, so what only a class's own
+code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules (``scale``).
+``_metadata`` is not made up either: it says the version of each class, which no pickle has. Without it torch takes a
+module's oldest version; torch's own modules still take their tensors then, because what they lack is added only where
+it is missing (``BatchNorm``'s counter). Quantized modules are the exception: they have read tuples since their versions
+were counted.
 
-The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class says, which stands in the archive's code
-(:mod:`ckptconv.formats.torchscript`).
+The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class
+says, which stands in the archive's code (:mod:`ckptconv.formats.torchscript`).
 
-Packed weights of quantized modules are objects of torch's C++. ``state_dict()`` gives them as tuples or as objects, which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias`` where
-linear layers packed them, ``NAME`` where there is one tensor, else ``NAME.0`` and so on.
+Packed weights of quantized modules are objects of torch's C++. ``state_dict()`` gives them as tuples or as objects,
+which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias`` where linear layers packed them,
+``NAME`` where there is one tensor, else ``NAME.0`` and so on.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile giv
 _MADE_BY_A_CALL = (_FX, _COMPILED.rpartition(".")[0])
 _PACKED_LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
 _OLD_CLASS = ("copyreg._reconstructor", "copy_reg._reconstructor")  # of protocols 0 and 1, the class as an argument
-#: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in ``torch/ao/nn/quantized/modules/conv.py``.
+#: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in
+#: ``torch/ao/nn/quantized/modules/conv.py``.
 _CONV_STATE = {"weight": 10, "bias": 11}
 _CONV_LENGTH = 15
 _NOT_PERSISTENT = "_non_persistent_buffers_set"
@@ -56,16 +61,20 @@ _BOOKKEEPING = {
     "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
     "_state_dict_hooks", "_state_dict_pre_hooks",
 }  # a table  # fmt: skip
-#: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a third twice, and so on.
+#: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a
+#: third twice, and so on.
 _ROOM, _ROOM_EACH = 1_000_000, 100
 
 
 @dataclass(frozen=True, eq=False)
 class PickledModule:
-    """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in ``state_dict()``'s order.
+    """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in
+    ``state_dict()``'s order.
 
-    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something that is no tensor of torch's and no module. ``opened`` are the nodes (by id) that the module
-    itself is made of, ``modules`` those of them that are modules, ``holders`` those that tensors were taken from. ``trouble``: why it gives no state dict.
+    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something that is no
+    tensor of torch's and no module. ``opened`` are the nodes (by id) that the module itself is made of, ``modules``
+    those of them that are modules, ``holders`` those that tensors were taken from. ``trouble``: why it gives no state
+    dict.
     """
 
     path: str
@@ -88,7 +97,9 @@ class PickledModule:
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of the model's is in it."""
+        """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of
+        the model's is in it.
+        """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
         if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
             return False
@@ -96,7 +107,10 @@ class PickledModule:
 
 
 def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
-    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things. A TorchScript archive is its root or none."""
+    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things.
+
+    A TorchScript archive is its root or none.
+    """
     reader = _Reader(checkpoint)
     places = checkpoint.places if checkpoint.script_classes is None else checkpoint.places[:1]
     nodes = {id(place.node) for place in places if reader.is_module(place.node)}
@@ -117,7 +131,9 @@ def _stands_in(place: Place, nodes: set[int]) -> bool:
 
 @dataclass(eq=False)
 class _Level:
-    """What one module has of its own: the tensors as (name, holder, key there, node), the modules in it, what is neither; see :class:`PickledModule` for the rest."""
+    """What one module has of its own: the tensors as (name, holder, key there, node), the modules in it, what is
+    neither; see :class:`PickledModule` for the rest.
+    """
 
     tensors: list[tuple[str, Node, str | None, Node]] = field(default_factory=list)
     modules: list[tuple[str, Call]] = field(default_factory=list)
@@ -341,7 +357,10 @@ def _built(node: Call) -> list[Value]:
 
 
 def _states(node: Call) -> list[Dict]:
-    """What gives the object NODE its attributes, in order. An object with slots has a pair: its attributes, its slots."""
+    """What gives the object NODE its attributes, in order.
+
+    An object with slots has a pair: its attributes, its slots.
+    """
     found: list[Value] = []
     if isinstance(node.callable, Global) and node.callable.module == _FX:
         found += args_of(node)[:1]
@@ -385,7 +404,9 @@ def _is_empty(node: Value) -> bool:
 
 
 def detached(node: Node) -> Node:
-    """What ``detach()`` makes of the tensor NODE, as ``state_dict()`` does: a plain tensor without gradient and attributes. A tensor of another class stays what it is."""
+    """What ``detach()`` makes of the tensor NODE, as ``state_dict()`` does: a plain tensor without gradient and
+    attributes. A tensor of another class stays what it is.
+    """
     while isinstance(node, Call):
         name, args = str(node.callable), args_of(node)
         if name in PARAMETER and args and isinstance(args[0], Call):

@@ -1,6 +1,7 @@
-"""torch's calls over the graph: which tensors ``_rebuild_*`` make, and on which devices.
+"""Read torch's ``_rebuild_*`` calls: the tensors that they make, and their devices.
 
-Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their arguments) and ``torch/_tensor.py`` (``_reduce_ex_internal``, which writes them).
+Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their arguments) and ``torch/_tensor.py``
+(``_reduce_ex_internal``, which writes them).
 """
 
 from __future__ import annotations
@@ -16,18 +17,7 @@ from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import (
-    Call,
-    Dict,
-    Global,
-    List,
-    Node,
-    PersistentId,
-    Tuple,
-    Value,
-    args_of,
-    is_global,
-)
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, args_of, is_global
 from ckptconv.pickles.paths import Place
 
 __all__ = [
@@ -67,7 +57,8 @@ STRIDED = (
     "torch._utils._rebuild_qtensor",
 )
 _SHOWN = 3  # paths in a note
-#: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that is spread over many.
+#: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that
+#: is spread over many.
 _PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
     {
@@ -125,7 +116,9 @@ def device_arguments(call: Call) -> list[DeviceArgument]:
 
 @dataclass(frozen=True)
 class StridedPart:
-    """What makes a strided tensor inside a call: the FUNCTION, by its name and as it stands there, and its arguments; NESTED in the arguments of one that gives it a class."""
+    """What makes a strided tensor inside a call: the FUNCTION, by its name and as it stands there, and its arguments;
+    NESTED in the arguments of one that gives it a class.
+    """
 
     function: str
     callable: Value
@@ -326,7 +319,9 @@ class TensorReader:
         )
 
     def sharded_object(self, call: Call) -> TensorInfo | None:
-        """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata, ...)``. None where that is not so."""
+        """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata,
+        ...)``. None where that is not so.
+        """
         state = _built(call)
         parts = state.items if isinstance(state, Tuple) else []
         shards, metadata = _at(parts, 0), _built(_at(parts, 1))
@@ -379,7 +374,9 @@ def _dtype(node: Value) -> DType:
 
 
 def _has_bit(metadata: Value, name: str) -> bool:
-    """Whether a rebuild call's last argument, a dict, sets one of torch's lazy bits (``torch._utils.set_tensor_metadata``)."""
+    """Whether a rebuild call's last argument, a dict, sets one of torch's lazy bits
+    (``torch._utils.set_tensor_metadata``).
+    """
     if not isinstance(metadata, Dict):
         return False
     values = [effect.values[i + 1] for effect, i in metadata.pairs() if effect.values[i] == name]
@@ -404,7 +401,9 @@ def _built(node: Value) -> Value:
 
 
 def _item(mapping: Value, key: str) -> Value:
-    """What MAPPING has under KEY, if that is one of its first items: any number of objects can have the same mapping."""
+    """What MAPPING has under KEY, if that is one of its first items: any number of objects can have the
+    same mapping.
+    """
     pairs = islice(mapping.pairs(), 4) if isinstance(mapping, Dict) else ()
     return next((effect.values[i + 1] for effect, i in pairs if effect.values[i] == key), None)
 

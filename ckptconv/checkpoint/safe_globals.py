@@ -1,7 +1,7 @@
-"""What torch's ``weights_only`` unpickler takes: its allowlist and its rules, as a static copy that needs no torch.
+"""The rules of torch's ``weights_only`` unpickler as a static copy: allowed globals, and what it refuses.
 
-Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares the list with torch's own. Older versions take less: ``_rebuild_wrapper_subclass`` and
-``_rebuild_tensor_v3`` since 2.5.
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares the list with torch's own. Older versions
+take less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` since 2.5.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def refused_opcodes(graph: Graph) -> list[str]:
 
 
 def can_be_made_loadable(graph: Graph) -> bool:
-    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that it only has to be written differently."""
+    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that it only has to be written
+    differently.
+    """
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
 

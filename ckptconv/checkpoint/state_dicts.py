@@ -1,4 +1,4 @@
-"""How people use torch's words: which mappings are state dicts, which are optimizers, which objects are whole modules, which tensors are states of random generators.
+"""Detect state dicts, optimizers, modules and RNG states.
 
 Recognises; changes nothing.
 """
@@ -65,7 +65,10 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, eq=False)
 class Detected:
-    """What :func:`detect` recognised. ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings."""
+    """What :func:`detect` recognised.
+
+    ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings.
+    """
 
     state_dicts: list[StateDict]
     optimizers: list[NamedOptimizer]
@@ -76,9 +79,11 @@ class Detected:
     modules: list[PickledModule]
 
     def main(self) -> list[StateDict] | list[PickledModule]:
-        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list; several or none where that is not clear.
+        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list;
+        several or none where that is not clear.
 
-        The only one (as the root always is: there are none inside it), else the one under a usual name; a module where no state dict has one.
+        The only one (as the root always is: there are none inside it), else the one under a usual name; a module where
+        no state dict has one.
         """
         modules = [found for found in self.modules if found.tensors or found.trouble]
         usual = [found for found in self.state_dicts if self.is_usual(found.path)]
@@ -93,7 +98,10 @@ class Detected:
         if not modules:
             return None
         first = f"{modules[0].cls} at {modules[0].path}"
-        return f"there are names in a whole module ({first}): --state-dict takes its state dict out, to which this then applies"
+        return (
+            f"there are names in a whole module ({first}): --state-dict takes its state dict out, to which this then"
+            " applies"
+        )
 
     def is_usual(self, path: str) -> bool:
         """Whether PATH is a name that people give their model, at the root or as its attribute."""

@@ -1,4 +1,4 @@
-"""The elements of one tensor in row-major order, whatever its storage is made of."""
+"""The bytes of one tensor as a piece: its elements in row-major order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from ckptconv.dtypes import BY_NAME, get_dtype
 __all__ = ["piece_of"]
 
 
-def _part_around(chain: Concat, offset: int) -> tuple[ByteRange, int]:
-    """The part of CHAIN that has the byte at OFFSET, and where in it that is. A view lies within one part, because parts are made of what views reach over."""
-    i = bisect_right(starts := [0, *accumulate(part.length for part in chain.parts)], offset) - 1
-    return chain.parts[i], offset - starts[i]
-
-
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of INFO, a strided tensor, in row-major order, little-endian; its storage's numbers stand in BYTEORDER."""
+    """The elements of INFO, a strided tensor, in row-major order, little-endian; its storage's numbers stand in
+    BYTEORDER.
+    """
     assert info.storage is not None
     data = info.storage.data
     dtype, cast = get_dtype(info.dtype), data if isinstance(data, Cast) else None
@@ -45,3 +41,12 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     return Cast(
         elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
     )
+
+
+def _part_around(chain: Concat, offset: int) -> tuple[ByteRange, int]:
+    """The part of CHAIN that has the byte at OFFSET, and where in it that is.
+
+    A view lies within one part, because parts are made of what views reach over.
+    """
+    i = bisect_right(starts := [0, *accumulate(part.length for part in chain.parts)], offset) - 1
+    return chain.parts[i], offset - starts[i]

@@ -1,4 +1,4 @@
-"""``ckptconv convert``: one conversion, and what its flags mean."""
+"""``ckptconv convert``: convert one checkpoint."""
 
 from __future__ import annotations
 
@@ -45,13 +45,19 @@ __all__ = ["convert_command"]
     "--dtype",
     metavar="D",
     multiple=True,
-    help="Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB means, by DST's names.",
+    help=(
+        "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB means, by"
+        " DST's names."
+    ),
 )
 @click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows.")
 @click.option(
     "--format",
     type=click.Choice(TARGET_FORMATS),
-    help="The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load reads.",
+    help=(
+        "The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load"
+        " reads."
+    ),
 )
 @click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
 @click.option(
@@ -82,9 +88,12 @@ __all__ = ["convert_command"]
 @click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
 @debug_option
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
-    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a folder with several checkpoints, become as many in the folder DST.
+    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
+    folder with several checkpoints, become as many in the folder DST.
 
-    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
+    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add,
+    dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay
+    on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
     """
     srcs, dst = _sources_and_target(paths)
     edits = _edits(flags)

@@ -1,4 +1,4 @@
-"""``ckptconv convert`` of several checkpoints or a folder of them: what becomes of each, and the sum."""
+"""``ckptconv convert`` of several checkpoints: a line for each, and the sum."""
 
 from __future__ import annotations
 
@@ -119,7 +119,11 @@ def _brief(outcome: Outcome) -> Outcome:
 def _show_outcome(
     outcome: Outcome, style: render.Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
-    """Say what became of one item. WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless nothing is said then."""
+    """Say what became of one item.
+
+    WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless
+    nothing is said then.
+    """
     report = outcome.report
     failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []
     for path, error in failed:
@@ -163,7 +167,9 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
 
 @contextmanager
 def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
-    """One bar for all of LISTING on a terminal, as large as its inputs until an output says what it is; what to call with bytes, and with outcomes."""
+    """One bar for all of LISTING on a terminal, as large as its inputs until an output says what it is; what to call
+    with bytes, and with outcomes.
+    """
     sizes: dict[str, int] = {}
     if not quiet and sys.stderr.isatty():
         sizes = {str(item.src): size_of(item) for item in listing.items}

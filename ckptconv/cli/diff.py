@@ -36,10 +36,22 @@ __all__ = ["diff_command"]
 @click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
 @click.option("-v", "--verbose", is_flag=True, help="List everything that differs, as in a pipe.")
 @debug_option
-def diff_command(a: str, b: str, as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any) -> int:  # noqa: ARG001 - read before
+def diff_command(
+    a: str,
+    b: str,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    debug: bool,  # noqa: ARG001 - main reads it
+    **flags: Any,
+) -> int:
     """Say whether two checkpoints are the same, and where not.
 
-    Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B; where one is safetensors, the state dict of the other is taken. Exits with 0 if they are the same, 1 if they are different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. --state-dict, --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of names are for A. They apply in the order that convert has.
+    Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B;
+    where one is safetensors, the state dict of the other is taken. Exits with 0 if they are the same, 1 if they are
+    different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. --state-dict, --select, --include and --exclude
+    are for both, and where B has nothing such it is compared whole; the edits of names are for A. They apply in the
+    order that convert has.
     """
     names_only = flags["names_only"]
     edits = Edits(

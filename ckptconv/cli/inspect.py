@@ -18,8 +18,6 @@ from ckptconv.errors import CkptconvError, NoMatchError
 from ckptconv.inspection.summary import Summary, TensorSummary, inspect
 
 __all__ = ["inspect_command"]
-
-
 _ROWS = 40  # of the tensor table on a terminal, at most
 
 
@@ -85,7 +83,9 @@ def _selected(
 
 
 def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[TensorSummary]:
-    """The tensors that the globs leave, each under the first of its names that they leave: what stands in a module that has two names has two."""
+    """The tensors that the globs leave, each under the first of its names that they leave: what stands in a module that
+    has two names has two.
+    """
     names: dict[str, list[str]] = {}
     for named in chain.from_iterable(module["tensors"] for module in summary["modules"]):
         if named["path"] is not None:

@@ -1,4 +1,4 @@
-"""Reports, verdicts and differences as plain, versioned dicts: what ``--json`` prints. All sizes in bytes."""
+"""What ``--json`` prints: reports, verdicts and differences as plain, versioned dicts. All sizes in bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The command line: thin commands over :mod:`ckptconv.conversion.convert` and :mod:`ckptconv.inspection.summary`.
+"""The entry point of the command line, its exit statuses, and the group of all commands.
 
-Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged or dangerous.
+Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of
+a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged or dangerous.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from ckptconv.cli.verify import verify_command
 from ckptconv.errors import CkptconvError, UsageError
 
 __all__ = ["cli", "main"]
-
-
 _EXAMPLES = """\b
 Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong
@@ -73,7 +72,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let those of the three standard streams that were closed lead to nowhere: else the output would get one of their numbers, and whatever is said would be written into it."""
+    """Let those of the three standard streams that were closed lead to nowhere: else the output would get one of their
+    numbers, and whatever is said would be written into it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -86,7 +87,9 @@ def _open_closed_streams() -> None:
 @click.group(epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
-    """Change what a PyTorch checkpoint says about its tensors (device, names, dtype, container), without running it, loading it, or having its devices."""
+    """Change what a PyTorch checkpoint says about its tensors (device, names, dtype, container), without running it,
+    loading it, or having its devices.
+    """
 
 
 for _command in (inspect_command, convert_command, diff_command, verify_command):

@@ -1,4 +1,4 @@
-"""The options that several commands have."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import click
 
 __all__ = ["CONVERSION_OPTIONS", "PATH", "debug_option", "edit_options"]
-
-
 PATH = click.Path(path_type=str)
 
 
@@ -19,7 +17,9 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 def _no_flag_as_replacement(
     context: click.Context, _: click.Parameter, value: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """VALUE, unless a replacement was forgotten and what follows was taken for it: ``--rename REGEX --dry-run`` would write."""
+    """VALUE, unless a replacement was forgotten and what follows was taken for it: ``--rename REGEX --dry-run`` would
+    write.
+    """
     flags = {flag for option in context.command.params for flag in option.opts}
     for regex, replacement in value:
         if replacement in flags:
@@ -34,7 +34,10 @@ _EDITS = (
     click.option(
         "--state-dict",
         is_flag=True,
-        help="Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always does.",
+        help=(
+            "Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always"
+            " does."
+        ),
     ),
     click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model."),
     click.option(

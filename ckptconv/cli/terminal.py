@@ -1,4 +1,4 @@
-"""What standard output and standard error can show: width, colour, errors in a line, progress bars."""
+"""What the terminal can show, error lines, and progress bars."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError
 
 __all__ = ["PROGRESS_FROM", "open_bar", "progress_bar", "screen_size", "show_error", "show_report", "style_of"]
-
-
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
 
 

@@ -40,9 +40,11 @@ def verify_command(
     verbose: bool,
     debug: bool,
 ) -> int:
-    """Check that checkpoints are whole, and whether loading them can run code. Every record is compared with its checksum; nothing is loaded.
+    """Check that checkpoints are whole, and whether loading them can run code. Every record is compared with its
+    checksum; nothing is loaded.
 
-    A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
+    A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is
+    printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):

@@ -1,6 +1,9 @@
-"""Many conversions, each by itself: in processes of our own, or wherever an executor has them done. One that fails stops none, and one that is lost is done again.
+"""Run many conversions, each by itself: one that fails stops no other, and a lost one is run again.
 
-The engine is :mod:`concurrent.futures`' and nothing else: whatever has ``submit`` (Dask, mpi4py, ...) does. ``docs/scale.md`` shows how.
+One that fails stops none, and one that is lost is done again.
+
+The engine is :mod:`concurrent.futures`' and nothing else: whatever has ``submit`` (Dask, mpi4py, ...) does.
+``docs/scale.md`` shows how.
 """
 
 from __future__ import annotations
@@ -39,12 +42,16 @@ _POLL = 0.2  # seconds between two looks at what was written
 def convert_many(
     jobs: Iterable[Job], executor: Executor | None = None, *, done: Callable[[Outcome], object] | None = None
 ) -> list[Outcome]:
-    """Do JOBS and give what became of each, in their order. Raises nothing for any of them: errors stand in the outcomes.
+    """Do JOBS and give what became of each, in their order.
 
-    EXECUTOR: where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left open. None: processes, one for each core, that end with this call; the program that calls must
-    then be guarded by ``if __name__ == "__main__"``, as for every process pool. DONE is called with each outcome as soon as there is one.
+    Raises nothing for any of them: errors stand in the outcomes.
 
-    An edit that means nothing in one checkpoint is left out there if it means something in another one; those checkpoints come last. Missing folders above outputs are made.
+    EXECUTOR: where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left open.
+    None: processes, one for each core, that end with this call; the program that calls must then be guarded by ``if
+    __name__ == "__main__"``, as for every process pool. DONE is called with each outcome as soon as there is one.
+
+    An edit that means nothing in one checkpoint is left out there if it means something in another one; those
+    checkpoints come last. Missing folders above outputs are made.
     """
 
     def tell(outcome: Outcome) -> Outcome:
@@ -63,11 +70,14 @@ def convert_many(
 def jobs_in(
     src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], dst: str | os.PathLike[str], **edits: Any
 ) -> list[Job]:
-    """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
+    """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with
+    EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
 
-    SRC can be several files and folders, which go to DST under their own names. Sharded sets and folders of torch.distributed.checkpoint are one job each; ``copy_others``: what is no checkpoint is copied.
+    SRC can be several files and folders, which go to DST under their own names. Sharded sets and folders of
+    torch.distributed.checkpoint are one job each; ``copy_others``: what is no checkpoint is copied.
 
-    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where there is no checkpoint.
+    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where
+    there is no checkpoint.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     listing = list_items(
@@ -82,9 +92,11 @@ def jobs_in(
 
 @for_python
 def write_index(folder: str | os.PathLike[str]) -> Path:
-    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last step where each shard was a job of its own.
+    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last step where each shard
+    was a job of its own.
 
-    Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two, RefusedError where there are no shards, or there is an index.
+    Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two,
+    RefusedError where there are no shards, or there is an index.
     """
     if not os.path.isdir(folder):
         raise InputError("there is no such folder", where=folder, expected="a folder with shards")
@@ -123,7 +135,11 @@ def _say_in_python(outcome: Outcome) -> None:
 def run_jobs(
     jobs: Sequence[Job], engine: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
-    """What became of JOBS, in their order. DONE is called with each outcome, and gives what is kept of it; TICK with each number of bytes written. ENGINE is closed."""
+    """What became of JOBS, in their order.
+
+    DONE is called with each outcome, and gives what is kept of it; TICK with each number of bytes written. ENGINE is
+    closed.
+    """
     made: list[Path] = []
     failed = True
     try:
@@ -205,7 +221,9 @@ def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
 
 
 def _matched_in(jobs: Iterable[Job], engine: JobExecutor) -> set[tuple[str, object]]:
-    """The edits that mean something in one of the inputs of JOBS, which were done before, so that nothing of them is known."""
+    """The edits that mean something in one of the inputs of JOBS, which were done before, so that nothing of them is
+    known.
+    """
     look = {"dry_run": True, "force": True, "skip_existing": False}
     tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}
     with closing(_each(tasks, engine, None)) as each:

@@ -1,4 +1,4 @@
-"""A conversion, readable aloud: open, edit, plan, write."""
+"""Convert one checkpoint: open, edit, plan, write."""
 
 from __future__ import annotations
 
@@ -59,18 +59,24 @@ def convert(
 ) -> Report:
     """Write the checkpoint SRC to DST, changed as asked, without loading or running it.
 
-    SRC is a file; a sharded set as the Hub has them, by its folder or index; or a folder of ``torch.distributed.checkpoint``. The two become one file where DST has a suffix; a set stays a set where DST is a folder, with the checkpoints
-    that stand beside it. A folder of many checkpoints is for :func:`convert_many`.
+    SRC is a file; a sharded set as the Hub has them, by its folder or index; or a folder of
+    ``torch.distributed.checkpoint``. The two become one file where DST has a suffix; a set stays a set where DST is a
+    folder, with the checkpoints that stand beside it. A folder of many checkpoints is for :func:`convert_many`.
 
-    ``map_location``: a device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a
-    function from tag to tag. States of random generators stay on the CPU, where torch needs them.
-    ``state_dict``: take the state dict alone, wherever it is; safetensors always does. ``select``: the path of the part to take, such as ``ema/model``. ``include``,
-    ``exclude``: globs on names in state dicts, or on paths where they have a slash.
-    ``unwrap``: take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names. ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as ``module.``. ``rename``: (regular expression, replacement) for names.
-    ``dtype``: ``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs mean, or several of both (``['bf16', '*.norm.*=fp32']``). ``compact``: drop the bytes of storages that no tensor shows.
-    ``format``: ``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
-    ``max_shard_size``: write shards of at most so much (``'5GB'``) with their index to the folder DST. ``copy_others``: of a folder, copy what is no checkpoint too. ``jobs``: threads that write the files of a folder.
-    ``force``: DST may exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
+    ``map_location``: a device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices
+    (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a function from tag to tag. States of random generators stay on the
+    CPU, where torch needs them. ``state_dict``: take the state dict alone, wherever it is; safetensors always does.
+    ``select``: the path of the part to take, such as ``ema/model``. ``include``, ``exclude``: globs on names in state
+    dicts, or on paths where they have a slash. ``unwrap``: take out what wrappers (DataParallel, torch.compile, FSDP
+    and others) put into names. ``strip_prefix``, ``add_prefix``: prefixes of the names in state dicts, such as
+    ``module.``. ``rename``: (regular expression, replacement) for names. ``dtype``: ``'bf16'`` (or ``torch.bfloat16``)
+    for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs mean, or several of both (``['bf16',
+    '*.norm.*=fp32']``). ``compact``: drop the bytes of storages that no tensor shows. ``format``: ``'pt'``,
+    ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where DST's suffix does not say it; a
+    plain pickle stays one in a ``.pkl``. ``copy_tied``: write tied tensors to safetensors under each name.
+    ``max_shard_size``: write shards of at most so much (``'5GB'``) with their index to the folder DST. ``copy_others``:
+    of a folder, copy what is no checkpoint too. ``jobs``: threads that write the files of a folder. ``force``: DST may
+    exist, and may be SRC. ``dry_run``: only say what would be done. ``verify``: read DST back before it appears.
     ``allow_unsafe``: carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`; DST is then as it was.
@@ -122,9 +128,11 @@ def run(
     jobs: int = 1,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Report:
-    """:func:`convert` with the edits as data. PROGRESS is called with the planned size, and what it gives with each number of bytes written.
+    """:func:`convert` with the edits as data.
 
-    IS_FOLDER: DST is the very file, or the very folder, to be written; None: that is still to be found out. JOBS: threads that write the files of a folder.
+    PROGRESS is called with the planned size, and what it gives with each number of bytes written. IS_FOLDER: DST is the
+    very file, or the very folder, to be written; None: that is still to be found out. JOBS: threads that write the
+    files of a folder.
     """
     started = time.monotonic()
     about: tuple[str, ...] = ()
@@ -147,9 +155,8 @@ def run(
         )
 
     path = Path(dst)
-    if is_folder and (
-        path.name in ("", "..") or os.path.islink(os.path.abspath(path))
-    ):  # a link to a folder is that folder
+    # a link to a folder is that folder
+    if is_folder and (path.name in ("", "..") or os.path.islink(os.path.abspath(path))):
         path = Path(os.path.realpath(path))
     meant = format if is_folder else format_of(path, format)
     with ExitStack() as opened:

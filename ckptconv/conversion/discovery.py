@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds: files, sharded sets, folders of torch.distributed.checkpoint, and what is none of them. By names, all the way down."""
+"""Find the checkpoints in a folder by name: files, sharded sets, DCP folders, and what is none of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _OF_CACHE = {"blobs", "refs", "snapshots"}
 
 
 class Found(NamedTuple):
-    """Something in a folder. PATH is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that of the folder. PARTS are the files that belong to it."""
+    """Something in a folder.
+
+    PATH is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that
+    of the folder. PARTS are the files that belong to it.
+    """
 
     path: Path
     kind: Kind
@@ -35,7 +39,10 @@ class Found(NamedTuple):
 
 
 def find(folder: Path) -> list[Found]:
-    """What is in FOLDER and in the folders below it, sorted by path. Raises InputError where a folder cannot be listed."""
+    """What is in FOLDER and in the folders below it, sorted by path.
+
+    Raises InputError where a folder cannot be listed.
+    """
     found: list[Found] = []
     waiting = [folder]
     while waiting:

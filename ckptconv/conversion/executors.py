@@ -1,4 +1,7 @@
-"""Where jobs are done: in this thread, in processes of our own, on somebody else's executor. Each hands jobs out; what is lost on the way, :mod:`ckptconv.conversion.batches` hands out again."""
+"""Where jobs run: in this thread, in our own processes, or on any ``concurrent.futures.Executor``.
+
+Each hands jobs out; what is lost on the way, :mod:`ckptconv.conversion.batches` hands out again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 
 
 class JobExecutor(Protocol):
-    """Where jobs are done. MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be what ended the process. REPEATS: it may do a job again of its own accord."""
+    """Where jobs are done.
+
+    MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be
+    what ended the process. REPEATS: it may do a job again of its own accord.
+    """
 
     most: int
     alone: bool

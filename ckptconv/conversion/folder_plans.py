@@ -1,6 +1,7 @@
-"""Everything in a folder that holds a sharded set, as one plan: the sets, the checkpoints beside them, and other files.
+"""Plan the conversion of a folder that holds a sharded set, with the checkpoints and files beside it.
 
-The folder that they become is built beside its target and takes its name at once, so nothing else can be written into it; that is why what stands there belongs to the plan.
+The folder that they become is built beside its target and takes its name at once, so nothing else can be written into
+it; that is why what stands there belongs to the plan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
 
 @dataclass
 class FolderPlan:
-    """The PLAN, what could not be converted and why, the names in an old target that may go with it, and the folder that the new one is LIKE."""
+    """The PLAN, what could not be converted and why, the names in an old target that may go with it, and the folder
+    that the new one is LIKE.
+    """
 
     plan: Plan
     failed: tuple[tuple[Path, CkptconvError], ...] = ()
@@ -48,7 +51,9 @@ class FolderPlan:
 
 @dataclass(eq=False)
 class _Part:
-    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or the error alone."""
+    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or
+    the error alone.
+    """
 
     found: Found
     target: Path
@@ -67,10 +72,13 @@ def plan_folder(
     copy_others: bool,
     opened: ExitStack,
 ) -> FolderPlan:
-    """What the folder SOURCE becomes at TARGET; of an index that set alone. What is opened is closed with OPENED, and becomes part of SOURCE.
+    """What the folder SOURCE becomes at TARGET; of an index that set alone.
 
-    An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not converted stays as it is. Raises the error of the first set where none can be converted,
-    and RefusedError where two files would have one name.
+    What is opened is closed with OPENED, and becomes part of SOURCE.
+
+    An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not
+    converted stays as it is. Raises the error of the first set where none can be converted, and RefusedError where two
+    files would have one name.
     """
     folder, is_whole = source.folder, source.path.is_dir()
     every = find(folder) if is_whole else find_in(folder)
@@ -191,7 +199,9 @@ def _dtype_in(config: Path) -> str | None:
 
 
 def successor(plan: Plan) -> Callable[[str], bool]:
-    """Which files of an old target may go because PLAN has their successors: those of the same model, in whatever shards and format, in the same place."""
+    """Which files of an old target may go because PLAN has their successors: those of the same model, in whatever
+    shards and format, in the same place.
+    """
 
     def family(name: str) -> tuple[str, str] | None:
         found = family_of(os.path.basename(name))
@@ -230,7 +240,9 @@ def _refuse_one_name(parts: Iterable[_Part], plan: Plan) -> None:
 
 
 def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
-    """One plan for all of PARTS, the paths in each but those of a set in the folder itself behind the name of its file."""
+    """One plan for all of PARTS, the paths in each but those of a set in the folder itself behind the
+    name of its file.
+    """
     plans = [(_prefix(part, folder), part.plan) for part in parts if part.plan]
     changes = Changes()
     for prefix, plan in plans:

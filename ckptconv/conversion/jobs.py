@@ -1,4 +1,7 @@
-"""One conversion as data, and doing it: what an executor gets, and what comes back. Raises nothing, so that one that fails stops no other."""
+"""One conversion as a picklable job, and its outcome.
+
+Raises nothing, so that one that fails stops no other.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ _KEYWORDS = _EDITS | _OPTIONS | {"copy", "skip_existing"}
 class Job:
     """One conversion: of SRC to DST, with EDITS, which are keywords of :func:`ckptconv.convert`.
 
-    Two more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says) and ``copy`` (SRC is no checkpoint: it is copied as it is).
+    Two more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says) and
+    ``copy`` (SRC is no checkpoint: it is copied as it is).
     """
 
     src: str | os.PathLike[str]
@@ -60,7 +64,8 @@ class Job:
 class Outcome:
     """What became of JOB: a REPORT, an ERROR, or neither, where it was SKIPPED because its output is there.
 
-    ``trace`` is the traceback of an error that is a bug. ``unmatched`` are edits that mean nothing in this checkpoint; in a report's job they meant something in another one.
+    ``trace`` is the traceback of an error that is a bug. ``unmatched`` are edits that mean nothing in this checkpoint;
+    in a report's job they meant something in another one.
     """
 
     job: Job
@@ -72,7 +77,11 @@ class Outcome:
 
 
 class Task(NamedTuple):
-    """A job as it is handed to who does it. DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. LOST: somebody may have done it already, of whom nothing was heard. STAMP: of an input that is the output too, what it was when all began."""
+    """A job as it is handed to who does it.
+
+    DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. LOST: somebody may have done
+    it already, of whom nothing was heard. STAMP: of an input that is the output too, what it was when all began.
+    """
 
     job: Job
     dropped: tuple[tuple[str, object], ...] = ()
@@ -82,7 +91,10 @@ class Task(NamedTuple):
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:
-    """What becomes of TASK. Raises nothing but KeyboardInterrupt and the like. TICK is called with each number of bytes written."""
+    """What becomes of TASK.
+
+    Raises nothing but KeyboardInterrupt and the like. TICK is called with each number of bytes written.
+    """
     job = task.job
     try:
         return _converted(task, tick)
@@ -161,7 +173,9 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
 
 
 def _done_before(item: Item, task: Task) -> Report | None:
-    """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the same bytes. Else None."""
+    """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the
+    same bytes. Else None.
+    """
     again = output_files.temporary_beside(item.dst)
     with output_files.as_output_error(item.dst):
         os.mkdir(again)
@@ -193,7 +207,9 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...]:
-    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the rest could be done without them; else none."""
+    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the rest could be done without
+    them; else none.
+    """
     found: tuple[tuple[str, object], ...] = task.dropped
     last: CkptconvError = error
     while isinstance(last, NoMatchError) and last.unmatched is not None and last.unmatched not in found:

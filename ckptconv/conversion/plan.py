@@ -1,4 +1,4 @@
-"""Everything that is decided before the first byte is written."""
+"""Plan a conversion: everything that is decided before the first byte is written."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ from ckptconv.edits.changes import Changes
 
 __all__ = ["Plan", "Report", "make_plan", "report_of"]
 
+_SHOWN = 5  # dangers in an error
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before the first byte is written. ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, with OTHERS, which come along as they are; else it is the one file."""
+    """Everything that is decided before the first byte is written.
+
+    ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, with OTHERS,
+    which come along as they are; else it is the one file.
+    """
 
     formats: tuple[str, str]
     target: Path
@@ -54,9 +60,12 @@ class Plan:
 class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
 
-    ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted. ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts
-    alone (name → the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to know, ``overflowed`` how many numbers were too large for their new
-    dtype, by the paths of the tensors that share their storage (which only writing can tell).
+    ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it
+    with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted.
+    ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts alone (name →
+    the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to
+    know, ``overflowed`` how many numbers were too large for their new dtype, by the paths of the tensors that share
+    their storage (which only writing can tell).
     """
 
     src: str
@@ -74,39 +83,6 @@ class Report:
     failed: tuple[tuple[str, CkptconvError], ...] = ()
 
 
-_SHOWN = 5  # dangers in an error
-
-
-def report_of(
-    plan: Plan,
-    source: Readable,
-    *,
-    seconds: float,
-    written: bool,
-    overflowed: Overflow,
-    failed: tuple[tuple[Path, CkptconvError], ...] = (),
-) -> Report:
-    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
-    others = [other for other in plan.others if other.kind == "file"]
-    inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
-    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
-    return Report(
-        str(source.path),
-        str(plan.target),
-        plan.formats,
-        plan.size,
-        plan.changes,
-        plan.ties,
-        plan.left_behind,
-        plan.notes,
-        seconds,
-        written,
-        overflowed,
-        files,
-        tuple((str(path), error) for path, error in failed),
-    )
-
-
 def make_plan(
     checkpoint: Checkpoint,
     path: Path,
@@ -118,7 +94,10 @@ def make_plan(
     is_folder: bool = False,
     max_shard_size: int | str | None = None,
 ) -> Plan:
-    """Everything about the output, before a byte of it is written. CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has."""
+    """Everything about the output, before a byte of it is written.
+
+    CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has.
+    """
     if copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
     torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
@@ -156,6 +135,36 @@ def make_plan(
     )
 
 
+def report_of(
+    plan: Plan,
+    source: Readable,
+    *,
+    seconds: float,
+    written: bool,
+    overflowed: Overflow,
+    failed: tuple[tuple[Path, CkptconvError], ...] = (),
+) -> Report:
+    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
+    others = [other for other in plan.others if other.kind == "file"]
+    inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
+    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
+    return Report(
+        str(source.path),
+        str(plan.target),
+        plan.formats,
+        plan.size,
+        plan.changes,
+        plan.ties,
+        plan.left_behind,
+        plan.notes,
+        seconds,
+        written,
+        overflowed,
+        files,
+        tuple((str(path), error) for path, error in failed),
+    )
+
+
 def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
     """What becomes of devices in a format that stores none."""
     if edits.devices:
@@ -171,7 +180,8 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
         return []
     more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
     return [
-        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about that"
+        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about"
+        " that"
     ]
 
 
@@ -180,12 +190,16 @@ def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
     dangers = [concern for concern in found if concern.dangerous]
     if found:
         raise DangerousError(
-            "this file names what no checkpoint needs, and loading it may call that"
-            if dangers
-            else "there are pickles inside this file that cannot be judged",
+            (
+                "this file names what no checkpoint needs, and loading it may call that"
+                if dangers
+                else "there are pickles inside this file that cannot be judged"
+            ),
             where=checkpoint.source.path,
             got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
-            hint="do not load it; --allow-unsafe carries the call over, unrun"
-            if dangers
-            else "--allow-unsafe carries them over as they are",
+            hint=(
+                "do not load it; --allow-unsafe carries the call over, unrun"
+                if dangers
+                else "--allow-unsafe carries them over as they are"
+            ),
         )

@@ -1,4 +1,4 @@
-"""Processes of our own that do jobs: started from nothing, deaf to Ctrl-C, gone when the one that has started them is.
+"""Spawned workers that ignore SIGINT and exit with their parent.
 
 A module of its own because what it imports costs every start of the command, and most commands need no second process.
 """
@@ -120,7 +120,10 @@ class _Process:
 
 
 def _begin_process(written: Any) -> None:
-    """What each process does first. Ctrl-C it never hears of: that is for the one that has started it, which says what is to end, or ends itself."""
+    """What each process does first.
+
+    Ctrl-C it never hears of: that is for the one that has started it, which says what is to end, or ends itself.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, _end_process)

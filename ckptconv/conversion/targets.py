@@ -1,4 +1,4 @@
-"""What is converted to what, and in which format: what the user's words for inputs and output mean."""
+"""Pair inputs with outputs: the path and the format of each target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ _HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
 
 @dataclass(frozen=True)
 class Item:
-    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it IS_FOLDER. ``other`` is no checkpoint, and copied. NOTES: what else to know."""
+    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it
+    IS_FOLDER. ``other`` is no checkpoint, and copied. NOTES: what else to know.
+    """
 
     src: Path
     dst: Path
@@ -59,7 +61,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a command means: its ITEMS, and, of folders, what is OTHER and is left (where one checkpoint becomes a file, all else in its folder), and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number of them. NOTES: what else to know."""
+    """What a command means: its ITEMS, and, of folders, what is OTHER and is left (where one checkpoint becomes a file,
+    all else in its folder), and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number
+    of them. NOTES: what else to know.
+    """
 
     items: tuple[Item, ...]
     is_batch: bool = False
@@ -69,10 +74,12 @@ class Listing:
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
-    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its suffix says; None where it leaves that open.
+    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its suffix says; None where it
+    leaves that open.
 
-    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that; the Hub's names for one thing
-    (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix contradict each other.
+    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that; the Hub's names
+    for one thing (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix
+    contradict each other.
     """
     path = _checked(dst, format)
     if _is_folder(dst):
@@ -81,7 +88,10 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
 
 def format_of(path: Path, format: str | None) -> str | None:
-    """The format of the file PATH: FORMAT, else what its suffix says; None where it leaves that open. Raises UsageError where the two contradict each other."""
+    """The format of the file PATH: FORMAT, else what its suffix says; None where it leaves that open.
+
+    Raises UsageError where the two contradict each other.
+    """
     admitted = _admitted(path.name)
     if format and format not in admitted:
         raise UsageError(
@@ -98,9 +108,12 @@ def list_items(
     in_shards: bool = False,
     copy_others: bool = False,
 ) -> Listing:
-    """What SRCS and DST mean, each path of the output once; nothing is read but folders. IN_SHARDS: checkpoints are to be dealt into shards, a folder for each.
+    """What SRCS and DST mean, each path of the output once; nothing is read but folders.
 
-    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a folder holds no checkpoint.
+    IN_SHARDS: checkpoints are to be dealt into shards, a folder for each.
+
+    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
+    folder holds no checkpoint.
     """
     path = _checked(dst, format)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
@@ -135,7 +148,10 @@ def find_item(
     in_shards: bool = False,
     copy_others: bool = False,
 ) -> Item:
-    """The one conversion that SRC and DST mean. Raises as :func:`list_items` does, and UsageError where they mean several."""
+    """The one conversion that SRC and DST mean.
+
+    Raises as :func:`list_items` does, and UsageError where they mean several.
+    """
     listing = list_items([src], dst, format=format, in_shards=in_shards, copy_others=copy_others)
     if len(listing.items) != 1:
         raise UsageError(
@@ -156,7 +172,9 @@ def is_there(item: Item) -> bool:
 
 
 def size_of(item: Item) -> int:
-    """The bytes of what ITEM is made of, as far as they can be told without reading it; what stands below a folder counts."""
+    """The bytes of what ITEM is made of, as far as they can be told without reading it; what stands below a folder
+    counts.
+    """
     try:
         if not os.path.isdir(item.src):
             return item.src.stat().st_size
@@ -182,7 +200,10 @@ def _is_folder(dst: str | os.PathLike[str]) -> bool:
 
 
 def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
-    """Whether PATH, as DST says it, is a folder, or is not there and has no suffix. Asked in this order, a folder that somebody else makes meanwhile is one either way."""
+    """Whether PATH, as DST says it, is a folder, or is not there and has no suffix.
+
+    Asked in this order, a folder that somebody else makes meanwhile is one either way.
+    """
     return not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
 
 
@@ -239,7 +260,9 @@ def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors`` gives them: their index stays behind."""
+    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors`` gives them: their index stays
+    behind.
+    """
     shards = [src for src in srcs if sets_in([src.name]) and not is_index(src.name)]
     if not shards:
         return ()
@@ -267,7 +290,9 @@ def _kind_of(folder: Path) -> Kind | None:
 
 
 def _of_tree(src: Path, path: Path, beside: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
-    """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder BESIDE. A folder that directly holds a sharded set is one item, with all that is below it."""
+    """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder
+    BESIDE. A folder that directly holds a sharded set is one item, with all that is below it.
+    """
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
     whole = {folder for folder in sets if not any(above in sets for above in folder.parents)}
@@ -325,7 +350,9 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _refuse_among_parts(items: Sequence[Item]) -> None:
-    """Raise UsageError where one of ITEMS would stand among the parts that it is made of, or in their place: nobody could tell them apart afterwards."""
+    """Raise UsageError where one of ITEMS would stand among the parts that it is made of, or in their place: nobody
+    could tell them apart afterwards.
+    """
     for item in items:
         if item.kind == "dcp" and (_is_inside(item.dst, item.src) or _is_same(item.dst, item.src)):
             src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
@@ -364,7 +391,9 @@ def _refuse_one_name(items: Sequence[Item]) -> None:
 
 
 def usual_format(name: str, source: str) -> str:
-    """The format of a file called NAME where nobody says which, made of a SOURCE of that format: a plain pickle stays one where its suffix says so, else ``pt``."""
+    """The format of a file called NAME where nobody says which, made of a SOURCE of that format: a plain pickle stays
+    one where its suffix says so, else ``pt``.
+    """
     admitted = _admitted(name)
     return "pickle" if source == "pickle" and suffix_of(name) and "pickle" in admitted else admitted[0]
 
@@ -381,7 +410,9 @@ def suffix_of(name: str) -> str:
 
 
 def name_in_folder(name: str, format: str | None) -> str:
-    """What a file called NAME is called in a folder: the same, or, where its suffix does not admit FORMAT, as the Hub's tools name it in that, else with the usual suffix."""
+    """What a file called NAME is called in a folder: the same, or, where its suffix does not admit FORMAT, as the Hub's
+    tools name it in that, else with the usual suffix.
+    """
     suffix = suffix_of(name)
     if format is None or (suffix and format in _admitted(name)):
         return name

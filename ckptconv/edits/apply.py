@@ -1,4 +1,7 @@
-"""Apply edits to a checkpoint's graph, in place, and say what changed. Order: selection, unwrap, strip, rename, add, dtypes, devices, compaction."""
+"""Apply edits to the graph of a checkpoint, in place, and return what changed.
+
+Order: selection, unwrap, strip, rename, add, dtypes, devices, compaction.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ __all__ = ["apply"]
 
 
 def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
-    """Edit CHECKPOINT's graph. Raises UsageError, NoMatchError, CollisionError, RefusedError, before or after touching it: use it no more then."""
+    """Edit CHECKPOINT's graph.
+
+    Raises UsageError, NoMatchError, CollisionError, RefusedError, before or after touching it: use it no more then.
+    """
     changes = Changes(left_behind=select(checkpoint, edits))
     detected = detect(checkpoint)
     NameEditor(checkpoint, detected, changes).run(edits)

@@ -1,4 +1,4 @@
-"""What edits changed, as data: for the report, and for ``--dry-run``."""
+"""What edits changed, as data, for the report and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class Dropped(NamedTuple):
 class Changes:
     """What the edits change, for ``--dry-run`` and the report.
 
-    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to what was cast so; ``not_cast`` maps
-    why tensors keep their dtype to their paths; ``separated`` has for each storage that was taken apart the paths of those that go on sharing one, by their dtype. ``compacted`` is what storages lost. ``rng_states`` are the
-    paths of those that were kept on or brought to the CPU.
+    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to
+    what was cast so; ``not_cast`` maps why tensors keep their dtype to their paths; ``separated`` has for each storage
+    that was taken apart the paths of those that go on sharing one, by their dtype. ``compacted`` is what storages lost.
+    ``rng_states`` are the paths of those that were kept on or brought to the CPU.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Devices: the grammar of ``--to``, ``--map`` and ``map_location``, and which tag becomes which.
+"""Device tags: the grammar of ``--to``, ``--map`` and ``map_location``, and which tag becomes which.
 
-A *tag* is what a checkpoint says of a storage: ``cpu``, ``cuda:0``, ``mps``. Not torch's own grammar: ``torch.device('cuda:300')`` is
-``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch can write and restore as tags:
-``torch.serialization``'s ``_package_registry``; npu, mlu, musa and privateuseone are those of its out-of-tree backends.
+A *tag* is what a checkpoint says of a storage: ``cpu``, ``cuda:0``, ``mps``. Not torch's own grammar:
+``torch.device('cuda:300')`` is ``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch can write
+and restore as tags: ``torch.serialization``'s ``_package_registry``; npu, mlu, musa and privateuseone are those of its
+out-of-tree backends.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ class Devices:
         return max((rule for rule in self.rules if rule.matches(tag)), key=lambda rule: rule.rank, default=None)
 
     def new_tag(self, tag: str, *, rng: bool = False) -> str:
-        """What becomes of TAG. RNG: it is that of a random generator's state, which torch restores from the CPU alone."""
+        """What becomes of TAG.
+
+        RNG: it is that of a random generator's state, which torch restores from the CPU alone.
+        """
         rule = self.rule(tag)
         if rng and tag == "cpu" and not (rule and rule.rank == 0):
             return tag
@@ -145,7 +149,8 @@ def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
 
 
 def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
-    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag; or what this gave before.
+    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag; or
+    what this gave before.
 
     Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
     """

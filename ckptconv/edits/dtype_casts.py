@@ -1,6 +1,7 @@
-"""Give tensors other dtypes: which ones the rules mean, which of them cannot go, and what shares a storage with them.
+"""Cast tensors to other dtypes: which tensors the rules match, and what shares a storage with them.
 
-Ties stay ties: what is one tensor under several names gets one dtype, by the most particular rule that names it under any of them.
+Ties stay ties: what is one tensor under several names gets one dtype, by the most particular rule that names it under
+any of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it means."""
+    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is OFFERED for it (a
+    rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it
+    means.
+    """
 
     info: TensorInfo
     counts: bool = False
@@ -62,13 +66,19 @@ class _Tie:
                 raise UsageError(
                     f"two rules say what becomes of {same}",
                     got=f"{self.rule} and {rule}",
-                    hint="the more particular goes first: a whole name, then a glob that another one includes (layers.0.* in layers.*), then a bare dtype",
+                    hint=(
+                        "the more particular goes first: a whole name, then a glob that another one includes"
+                        " (layers.0.* in layers.*), then a bare dtype"
+                    ),
                 )
             self.named.append(path)
 
 
 def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes) -> None:
-    """Let the tensors that RULES mean have their dtypes. Raises UsageError where rules contradict each other, NoMatchError where one means nothing."""
+    """Let the tensors that RULES mean have their dtypes.
+
+    Raises UsageError where rules contradict each other, NoMatchError where one means nothing.
+    """
     ties = _Chooser(checkpoint, rules, detected, changes).choose()
     views = Views(checkpoint)
     new: dict[Storage, dict[View, str]] = {}
@@ -213,7 +223,10 @@ class _Chooser:
             tie.offered.append((rule, rank, path))
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else by its names in state dicts and modules. What is written as it stands there is no glob, whatever brackets it has; 0: it means another one."""
+        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else by its names in
+        state dicts and modules. What is written as it stands there is no glob, whatever brackets it has; 0: it means
+        another one.
+        """
         glob = rule.glob or ""
         known = self.paths_of(place) if "/" in glob else self.names_at(place)
         if glob in known:
@@ -262,12 +275,16 @@ class _Chooser:
         return NoMatchError(
             f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}",
             where=where,
-            expected=f"something like {known[0].path if slash else self.names_at(known[0])[0]}"
-            if known
-            else "a path, with a slash",
-            hint=f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}"
-            if as_path and not slash
-            else None,
+            expected=(
+                f"something like {known[0].path if slash else self.names_at(known[0])[0]}"
+                if known
+                else "a path, with a slash"
+            ),
+            hint=(
+                f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}"
+                if as_path and not slash
+                else None
+            ),
             unmatched=("dtypes", rule),
         )
 
@@ -281,10 +298,14 @@ class _Chooser:
         if along:
             is_one = "it is" if len(along) == 1 else "each is"
             self.changes.notes.append(
-                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what --dtype names"
+                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what"
+                " --dtype names"
             )
         if left and self.bare:
             first, slash, _ = left[0].partition("/")
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
-            why = f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name {'some' if len(left) > 1 else 'it'}"
+            why = (
+                f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name"
+                f" {'some' if len(left) > 1 else 'it'}"
+            )
             self.changes.not_cast.setdefault(why, []).extend(left)

@@ -1,4 +1,7 @@
-"""Prefixes of the names in a state dict that is in memory, its ``_metadata`` too. What :func:`ckptconv.convert` does to a file; knows no torch."""
+"""``strip_prefix`` and ``add_prefix`` for a state dict in memory, its ``_metadata`` included.
+
+What :func:`ckptconv.convert` does to a file; knows no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
 
 
 def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of STATE_DICT without PREFIX at the start of its names, such as ``module.``; several come off one after another. Tensors are not copied.
+    """A copy of STATE_DICT without PREFIX at the start of its names, such as ``module.``; several come off one after
+    another. Tensors are not copied.
 
-    ``module`` means ``module.``; names without the prefix stay. Order, type and ``_metadata`` are kept.
-    Raises NoMatchError where no name has the prefix, CollisionError where two names would become one, UsageError where the prefix ends no segment.
+    ``module`` means ``module.``; names without the prefix stay. Order, type and ``_metadata`` are kept. Raises
+    NoMatchError where no name has the prefix, CollisionError where two names would become one, UsageError where the
+    prefix ends no segment.
     """
     for each in map(normal_prefix, strings("prefix", prefix)):
         state_dict = _stripped(state_dict, each)
@@ -51,9 +56,11 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
 
 
 def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of STATE_DICT with PREFIX, such as ``module.``, before each of its names; several are added one after another. Tensors are not copied.
+    """A copy of STATE_DICT with PREFIX, such as ``module.``, before each of its names; several are added one after
+    another. Tensors are not copied.
 
-    The opposite of :func:`strip_prefix`: ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Raises UsageError where the prefix ends no segment.
+    The opposite of :func:`strip_prefix`: ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Raises
+    UsageError where the prefix ends no segment.
     """
     for each in map(normal_prefix, strings("prefix", prefix)):
         state_dict = _prefixed(state_dict, each)

@@ -1,6 +1,7 @@
 """The names inside a state dict: prefixes, and what becomes of the module paths in its ``_metadata``.
 
-A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one or more whole segments: ``module.``
+A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one or more whole segments:
+``module.``
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def prefixes_of(names: Iterable[str]) -> Counter[str]:
 
 
 def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors: bool) -> Callable[[str], str | None]:
-    """What a module path, one of MODULES, becomes without PREFIX; None: it goes. The wrapper's own entries go, because its place is taken by what it wrapped.
+    """What a module path, one of MODULES, becomes without PREFIX; None: it goes.
+
+    The wrapper's own entries go, because its place is taken by what it wrapped.
 
     KEEP_ANCESTORS: names without the prefix stay beside it, and so do the modules around it but for the outermost.
     """

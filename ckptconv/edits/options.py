@@ -1,4 +1,4 @@
-"""What a user asks for, as data."""
+"""The edits that a user asks for, as data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ckptconv.edits.devices import Devices, MapLocation, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
 
-__all__ = ["Edits", "edits_from"]
+__all__ = ["Edits", "check_flags", "edits_from"]
 
 
 @dataclass(frozen=True)
 class Edits:
     """What the flags of ``convert`` and the keywords of its function become.
 
-    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source, those of ``dtypes`` on the new ones.
+    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source, those of ``dtypes`` on
+    the new ones.
     """
 
     devices: Devices = field(default_factory=Devices)
@@ -33,7 +34,9 @@ class Edits:
     compact: bool = False
 
     def without(self, field: str, what: object) -> Edits:
-        """These edits but for WHAT in FIELD, where :class:`~ckptconv.errors.NoMatchError` says that it means nothing."""
+        """These edits but for WHAT in FIELD, where :class:`~ckptconv.errors.NoMatchError` says that it
+        means nothing.
+        """
         left: Any = tuple(each for each in getattr(self, field) if each != what)
         return replace(self, **{field: left})
 
@@ -52,7 +55,10 @@ def edits_from(
     dtype: DTypeLike | None = None,
     compact: bool = False,
 ) -> Edits:
-    """The keywords of :func:`convert` as data. Raises TypeError where one is of a wrong type, UsageError where it makes no sense."""
+    """The keywords of :func:`convert` as data.
+
+    Raises TypeError where one is of a wrong type, UsageError where it makes no sense.
+    """
     check_flags(state_dict=state_dict, unwrap=unwrap, compact=compact)
     return Edits(
         to_devices(map_location),

@@ -16,12 +16,8 @@ from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
 
-__all__ = []
-
-
+__all__ = ["NameEditor"]
 _SHOWN = 5  # names or prefixes in an error
-
-
 _LOOKED_AT = 1000  # prefixes, where a near one is looked for
 
 
@@ -60,7 +56,9 @@ class NameEditor:
         return [name for found in named for name in found.names()]
 
     def unwrap(self) -> None:
-        """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model lose."""
+        """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model
+        lose.
+        """
         changed = "--unwrap changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
             modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
@@ -81,7 +79,9 @@ class NameEditor:
             self.changes.notes.append(f"no wrapper is in the names, so {changed}")
 
     def model_of(self, names: list[str]) -> list[str]:
-        """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one where several have as many."""
+        """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one
+        where several have as many.
+        """
         theirs = set(names)
         known = [
             (len(theirs.intersection(each)), self.detected.is_usual(found.path), each)
@@ -129,7 +129,9 @@ class NameEditor:
             )
 
         def of_module(path: str) -> str:
-            """What a name's part before its last segment becomes; PATH itself where that ends at no dot any more, and is no module's path."""
+            """What a name's part before its last segment becomes; PATH itself where that ends at no dot any more, and
+            is no module's path.
+            """
             inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
@@ -194,7 +196,9 @@ def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
 
 
 def _near(prefix: str, names: list[str]) -> str | None:
-    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly its letters, or less than a segment."""
+    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly its letters, or less than a
+    segment.
+    """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
     near = get_close_matches(prefix, known, n=1, cutoff=0.75)
     if near:
@@ -242,7 +246,9 @@ def _version_one() -> Dict:
 
 
 def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
-    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of two that become one the first stays."""
+    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of two that become one the first
+    stays.
+    """
     seen: set[str] = set()
     for effect in mapping.effects:
         if effect.opcode not in ("SETITEM", "SETITEMS"):

@@ -14,7 +14,10 @@ __all__ = ["retag"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
-    """Send storages, and the devices of rebuild calls, where DEVICES says; CHANGES gains what that is. RNG_STORAGES hold states of random generators."""
+    """Send storages, and the devices of rebuild calls, where DEVICES says; CHANGES gains what that is.
+
+    RNG_STORAGES hold states of random generators.
+    """
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}
     counts: Counter[Storage] = Counter(info.storage for info in checkpoint.tensors.values() if info.storage)

@@ -1,4 +1,7 @@
-"""Take a part of a checkpoint: one object, its state dict, some of its tensors. What is not taken is named, with its bytes."""
+"""Select a part of a checkpoint: an object, a state dict, or some tensors.
+
+What is not taken is named, with its bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,7 @@ from ckptconv.checkpoint.state_dicts import StateDict, detect
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import shell
-from ckptconv.pickles.graph import (
-    Call,
-    Dict,
-    Global,
-    Node,
-    Object,
-    Tuple,
-    Value,
-    set_items,
-)
+from ckptconv.pickles.graph import Call, Dict, Global, Node, Object, Tuple, Value, set_items
 from ckptconv.pickles.paths import Place, item_segments
 
 __all__ = ["select"]
@@ -36,7 +30,8 @@ _LISTED = 20  # candidates in an error
 def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
     """Reduce CHECKPOINT to what EDITS ask for; what is left behind. Paths stay those of the source.
 
-    Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is meant.
+    Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is
+    meant.
     """
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
@@ -75,7 +70,9 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep their parts."""
+    """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep
+    their parts.
+    """
     modules = detect(checkpoint).modules
     words = _words(name)
     meant = {words, *(_words(module.path) + words for module in modules)} if words else set()
@@ -108,11 +105,14 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
         raise RefusedError(
-            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and nothing else",
+            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and"
+            " nothing else",
             where=checkpoint.source.path,
-            hint=f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there"
-            if tensors
-            else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()",
+            hint=(
+                f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there"
+                if tensors
+                else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()"
+            ),
         )
     raise RefusedError(
         f"it is not clear which state dict is meant: {_candidates(checkpoint)}",
@@ -162,7 +162,10 @@ def _above(place: Place) -> set[int]:
 
 
 def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
-    """Make the state dict that MODULE would give the whole checkpoint. Its tensors' paths are their names, below the module's path."""
+    """Make the state dict that MODULE would give the whole checkpoint.
+
+    Its tensors' paths are their names, below the module's path.
+    """
     if module.trouble:
         raise RefusedError(
             f"{module.path} gives no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
@@ -211,7 +214,9 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
 def _filter(
     checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...], paths: Mapping[str, str]
 ) -> list[LeftBehind]:
-    """Take the tensors that are not wanted out of their mappings. A glob without a slash speaks of tensors in state dicts alone.
+    """Take the tensors that are not wanted out of their mappings.
+
+    A glob without a slash speaks of tensors in state dicts alone.
 
     PATHS say where in the source the names of a module's state dict stood.
     """

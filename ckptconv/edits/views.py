@@ -1,6 +1,7 @@
-"""Strided tensors as their calls say them, said anew: of another dtype, or on a storage that holds less.
+"""Rewrite strided views: give tensors another dtype, or drop the storage bytes that no tensor uses.
 
-Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` has its dtype from the storage's class, ``_rebuild_tensor_v3`` as an argument: it is for dtypes that no storage class has.
+Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` has its dtype from the storage's class,
+``_rebuild_tensor_v3`` as an argument: it is for dtypes that no storage class has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
 @dataclass(eq=False)
 class View:
-    """A strided tensor: the CALL that makes it, NESTED in one that gives it a class; what it says, with the storage that it is on; the REFERENCE in it, as the source has it."""
+    """A strided tensor: the CALL that makes it, NESTED in one that gives it a class; what it says, with the storage
+    that it is on; the REFERENCE in it, as the source has it.
+    """
 
     call: Call
     nested: bool
@@ -36,7 +39,10 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """VIEWS of one storage that share its bytes. DTYPE is what they become, None: they keep theirs. PATHS are where they stand."""
+    """VIEWS of one storage that share its bytes.
+
+    DTYPE is what they become, None: they keep theirs. PATHS are where they stand.
+    """
 
     views: list[View]
     dtype: str | None = None
@@ -44,7 +50,10 @@ class Group:
 
 
 class Views:
-    """The strided tensors of CHECKPOINT, wherever they stand, inside of other tensors too. What :meth:`restate` changes, :meth:`conclude` makes the checkpoint's."""
+    """The strided tensors of CHECKPOINT, wherever they stand, inside of other tensors too.
+
+    What :meth:`restate` changes, :meth:`conclude` makes the checkpoint's.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -90,7 +99,10 @@ class Views:
         return self._of_call.get(id(node))
 
     def restate(self, storage: Storage, groups: list[Group], *, pack: bool) -> None:
-        """Let each of GROUPS, which have all views of STORAGE, have a storage of its own, the first the old one. PACK: it holds no more than they show."""
+        """Let each of GROUPS, which have all views of STORAGE, have a storage of its own, the first the old one.
+
+        PACK: it holds no more than they show.
+        """
         whole = storage.data
         for i, group in enumerate(groups):
             ranges = packed_ranges(whole, group.views) if pack else [(0, whole.length)]
@@ -191,10 +203,11 @@ class Views:
 
 
 def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
-    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that NODES, reached from ROOTS, have in them.
+    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that
+    NODES, reached from ROOTS, have in them.
 
-    A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class, (STORAGE, ...), state)``. Arguments are tuples, which others can have
-    as well: then it stands elsewhere too.
+    A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class,
+    (STORAGE, ...), state)``. Arguments are tuples, which others can have as well: then it stands elsewhere too.
     """
     arguments = {id(part.args): part.args for part in parts.values()}
     outer = {
@@ -272,7 +285,10 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]) -> Cast:
-    """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes. SHOWN are the bytes that matter, none: all."""
+    """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes.
+
+    SHOWN are the bytes that matter, none: all.
+    """
     assert not isinstance(data, Cast)
     new = group.dtype or old
     big = byteorder == "big"
@@ -302,7 +318,10 @@ def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorI
 
 
 def compact(checkpoint: Checkpoint, changes: Changes) -> None:
-    """Let each storage of CHECKPOINT hold no more than its views reach over. One that something else refers to, or that is deflated, stays whole."""
+    """Let each storage of CHECKPOINT hold no more than its views reach over.
+
+    One that something else refers to, or that is deflated, stays whole.
+    """
     views = Views(checkpoint)
     storages = dropped = 0
     for storage, users in views.of_storage.items():

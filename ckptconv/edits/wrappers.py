@@ -1,4 +1,4 @@
-"""What wrappers put before and into names, and names without it."""
+"""The name segments that DataParallel, torch.compile, FSDP and others add, and names without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ckptconv.edits.names import modules_without
 
 __all__ = ["WRAPPERS", "modules_unwrapped", "unwrapped"]
 
-#: What wrappers put before names, and who does it. All but the first are words that no model uses for a module of its own.
+#: What wrappers put before names, and who does it. All but the first are words that no model uses for a module of its
+#: own.
 WRAPPERS = {
     "module.": "nn.DataParallel or DistributedDataParallel",
     "_orig_mod.": "torch.compile",
@@ -21,7 +22,8 @@ _WORDS = frozenset(word[:-1] for word in _UNMISTAKABLE)
 
 
 def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[str, str]:
-    """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``, once, if it then starts every name. An inner ``module`` stays.
+    """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``,
+    once, if it then starts every name. An inner ``module`` stays.
 
     FOLLOWERS, an optimizer's names, lose what NAMES lose, whether or not they are among them.
     """
@@ -31,7 +33,9 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes, because its place is taken by what it wrapped."""
+    """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes, because its place is taken
+    by what it wrapped.
+    """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
     is_wrapped = _is_wrapped([_without_words(name) for name in names])

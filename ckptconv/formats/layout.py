@@ -1,4 +1,4 @@
-"""The pieces of a file with as few seams as possible: what continues what stands before it joins it; and the file that they make."""
+"""Lay out an output file: its pieces in order, with adjacent ranges joined."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from ckptconv.checkpoint.model import LeftBehind, Storage
 __all__ = ["Layout", "file_of", "joined"]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name
+    it is tied to) that a file or its source records as texts.
+    """
+
+    files: tuple[OutFile, ...]
+    left_behind: tuple[LeftBehind, ...] = ()
+    notes: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+
+
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
     """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
-    read_anyway = {
-        id(piece.of) for piece in pieces if isinstance(piece, Cast)
-    }  # whose bytes are read anyway, if it has all of them
+    # whose bytes are read anyway, if it has all of them
+    read_anyway = {id(piece.of) for piece in pieces if isinstance(piece, Cast)}
     spans = {id(span): span for each in storages for span in with_checksums(each.data)}
     sums = [span for key, span in spans.items() if key not in read_anyway]
     return OutFile(path, joined(pieces), sum(map(length_of, pieces)), tuple(sums))
@@ -48,13 +59,3 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     if literal:
         out.append(bytes(literal))
     return tuple(out)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name it is tied to) that a file or its source records as texts."""
-
-    files: tuple[OutFile, ...]
-    left_behind: tuple[LeftBehind, ...] = ()
-    notes: tuple[str, ...] = ()
-    ties: tuple[tuple[str, str], ...] = ()

@@ -1,5 +1,8 @@
-"""The containers that a checkpoint can come in: one module each, with ``looks_like``, ``read`` and ``layout``. What a file is, its content says, never its suffix;
-that it is one part of a distributed checkpoint, what stands beside it."""
+"""Open an input, detect its format, and read it. A file is what its content says, never its suffix.
+
+What a file is, its content says, never its suffix; that it is one part of a distributed checkpoint, what stands beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ class Format(Protocol):
 
 
 class FolderFormat(Protocol):
-    """What the module of a format of several files offers. READ_FILE reads one of them, where it is a checkpoint itself."""
+    """What the module of a format of several files offers.
+
+    READ_FILE reads one of them, where it is a checkpoint itself.
+    """
 
     NAME: str
 
@@ -63,7 +69,10 @@ _HEAD = 64
 
 
 def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source | SourceFolder:
-    """What PATH means: a folder or the index of shards, else a file. A context manager; FAULTS takes what readers find wrong with it. Raises InputError."""
+    """What PATH means: a folder or the index of shards, else a file.
+
+    A context manager; FAULTS takes what readers find wrong with it. Raises InputError.
+    """
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
         return SourceFolder(name, faults)
@@ -76,7 +85,10 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
 
 
 def read(source: Source | SourceFolder) -> Checkpoint:
-    """The checkpoint in SOURCE, in whatever container. Raises UnsupportedError with what it is instead, and what the reader raises."""
+    """The checkpoint in SOURCE, in whatever container.
+
+    Raises UnsupportedError with what it is instead, and what the reader raises.
+    """
     return read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
 
 

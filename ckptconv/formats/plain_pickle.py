@@ -2,14 +2,16 @@
 
 Layout: one pickle, in which each storage is a call:
 
-    torch.storage._load_from_bytes(BYTES)   BYTES are a whole file that holds one storage: torch's older format (:mod:`ckptconv.formats.torch_legacy`),
-                                            or, from a few versions, its zip format
+    torch.storage._load_from_bytes(BYTES)   BYTES are a whole file that holds one storage: torch's older format
+                                            (:mod:`ckptconv.formats.torch_legacy`), or, from a few versions, its zip
     torch.FloatStorage([1.0, 2.0])          the same before torch 0.4, when numbers stood in lists
 
-So a location tag stands inside each BYTES, where no ``map_location`` of the outer ``pickle.load`` reaches it. Protocols 0 to 2 have no opcode for bytes: Python 3 writes
-``_codecs.encode(TEXT, 'latin1')``, Python 2 its ``str``. Two tensors on one storage get a call each, and share nothing afterwards.
+So a location tag stands inside each BYTES, where no ``map_location`` of the outer ``pickle.load`` reaches it. Protocols
+0 to 2 have no opcode for bytes: Python 3 writes ``_codecs.encode(TEXT, 'latin1')``, Python 2 its ``str``. Two tensors
+on one storage get a call each, and share nothing afterwards.
 
-Read, a call becomes a reference to a storage, whose bytes are a range of the file; written, a reference becomes a call again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
+Read, a call becomes a reference to a storage, whose bytes are a range of the file; written, a reference becomes a call
+again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -29,14 +31,7 @@ from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import (
-    DangerousError,
-    InputError,
-    MalformedError,
-    RefusedError,
-    UnsupportedError,
-    some,
-)
+from ckptconv.errors import DangerousError, InputError, MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
 from ckptconv.formats.layout import Layout, file_of
@@ -91,7 +86,9 @@ _NUMBERS = {
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with HEAD can be a pickle: protocols 2 and higher say so, a dict, a list or an object of older ones is told by how it starts."""
+    """Whether a file that starts with HEAD can be a pickle: protocols 2 and higher say so, a dict, a list or an object
+    of older ones is told by how it starts.
+    """
     return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or bool(_OLD_START.match(head))
 
 
@@ -99,7 +96,10 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE. Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError."""
+    """The checkpoint in SOURCE.
+
+    Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError.
+    """
     where = str(source.path)
     source.faults.pickles(PickleSequence(where, source, 1, (LOADER,)))
     try:
@@ -148,7 +148,10 @@ def _numbers(call: Call) -> List | None:
 
 
 class _Reader:
-    """Puts references to storages for the calls in GRAPH that make them. ``spans``: the bytes of the storages by key."""
+    """Puts references to storages for the calls in GRAPH that make them.
+
+    ``spans``: the bytes of the storages by key.
+    """
 
     def __init__(self, source: Source, graph: Graph) -> None:
         self.source = source
@@ -205,7 +208,9 @@ class _Reader:
         return ByteRange(BytesSource(data, self.source.path), 0, len(data))
 
     def nested(self, call: Call, key: str) -> tuple[Global, str, int, ByteRange]:
-        """Class, location tag, number of elements and bytes of the one storage in the file with which CALL is called."""
+        """Class, location tag, number of elements and bytes of the one storage in the file with which
+        CALL is called.
+        """
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
             self.refuse(key, "something else is done to it than torch does")
@@ -298,7 +303,9 @@ class _Piece:
 
 
 class Decoded(Readable):
-    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not fit into memory. LAST is shared by all texts."""
+    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not
+    fit into memory. LAST is shared by all texts.
+    """
 
     def __init__(self, source: Readable, text: Blob, where: str, last: _Piece | None = None) -> None:
         self.path, self.fd = source.path, -1
@@ -373,7 +380,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where the source names what makes a storage here, and nobody could tell one from the other afterwards."""
+    """Raise RefusedError where the source names what makes a storage here, and nobody could tell one from the other
+    afterwards.
+    """
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
         raise RefusedError(
             f"a plain pickle cannot hold {LOADER} for anything but its storages",
@@ -391,7 +400,9 @@ def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
-    """Put a call for each reference to a storage, one for all that mean the same; what its argument is made of: all but the storage's bytes, and the storage."""
+    """Put a call for each reference to a storage, one for all that mean the same; what its argument is made of: all but
+    the storage's bytes, and the storage.
+    """
     loader = Global("torch.storage", "_load_from_bytes")
     calls: dict[tuple[str, str], Call] = {}
     files: dict[Blob, tuple[bytes, Storage]] = {}

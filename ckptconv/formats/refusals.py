@@ -8,10 +8,7 @@ from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.errors import RefusedError
-from ckptconv.pickles.graph import (
-    Call,
-    Dict,
-)
+from ckptconv.pickles.graph import Call, Dict
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
 __all__ = ["cannot_hold"]
@@ -20,7 +17,9 @@ _LISTED = 20  # tensors in an error
 
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all of them out."""
+    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all
+    of them out.
+    """
     of_source: dict[int, list[Place]] = {}  # names may have been edited since
     for place in checkpoint.places:
         of_source.setdefault(id(place.node), []).append(place)

@@ -1,10 +1,12 @@
-"""The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` has the layout.
+"""The safetensors format: reader and writer.
 
-The file holds named tensors, each whole and in row-major order; no devices, no views, no objects. Read, it becomes a graph like that of a pickled dict of tensors, each on ``cpu``, so that
-every edit and every writer serves it. Two names of one tensor cannot be said in it: the second is recorded in the metadata as ``second → first``, which is what
-the library's ``save_model`` writes, and read back as a tie.
+The file holds named tensors, each whole and in row-major order; no devices, no views, no objects. Read, it becomes a
+graph like that of a pickled dict of tensors, each on ``cpu``, so that every edit and every writer serves it. Two names
+of one tensor cannot be said in it: the second is recorded in the metadata as ``second → first``, which is what the
+library's ``save_model`` writes, and read back as a tie.
 
-Written: the header in the state dict's order, the data sorted by the size of its elements, the largest first, so that each tensor is aligned.
+Written: the header in the state dict's order, the data sorted by the size of its elements, the largest first, so that
+each tensor is aligned.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE. Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors."""
+    """The checkpoint in SOURCE.
+
+    Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors.
+    """
     header = read_header(source)
     metadata = dict(header.metadata or {})
     offsets = saved_offsets(header, source.path)
@@ -86,12 +91,16 @@ def read(source: Source) -> Checkpoint:
 
 
 def _is_tie(key: str, text: str, names: Container[str]) -> bool:
-    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT, where there are tensors of these NAMES."""
+    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT, where there are tensors of these
+    NAMES.
+    """
     return text in names and key not in names and key != _FORMAT
 
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
-    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more tensor on the same storage for each tie."""
+    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more tensor on the same storage for
+    each tie.
+    """
     graph = empty_graph()
     calls = TensorCalls(graph)
     items: list[Value] = []
@@ -119,7 +128,8 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
 def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
     """The file that CHECKPOINT, a state dict by now, becomes at PATH, and what it cannot take along.
 
-    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot hold.
+    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot
+    hold.
     """
     taken, left_behind = _sort_out(checkpoint)
     container = checkpoint.container if isinstance(checkpoint.container, DataStart) else None
@@ -223,7 +233,9 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
-    """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay whole."""
+    """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay
+    whole.
+    """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
     span = stored(info.storage.data) if as_it_is else None

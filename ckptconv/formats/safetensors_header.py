@@ -3,11 +3,13 @@
 Layout (https://github.com/huggingface/safetensors#format), the integer little-endian:
 
     length    8 bytes: the header's, at most 100 MB
-    header    JSON: {"__metadata__": {string: string}, NAME: {"dtype": WORD, "shape": [n, ...], "data_offsets": [start, end]}, ...}, spaces around it
-    data      tensors in row-major order; offsets count from its start, and every byte of it belongs to exactly one tensor
+    header    JSON, spaces around it: {"__metadata__": {string: string},
+                                       NAME: {"dtype": WORD, "shape": [n, ...], "data_offsets": [start, end]}, ...}
+    data      tensors in row-major order; offsets count from its start, and every byte belongs to exactly one tensor
 
-As strict as the library, and where two readers could see two different things in one header, stricter: a key that stands twice (the library takes the last), a field that nobody
-knows, a tensor written as a JSON array or a dtype as an object. The differences stand in a test, beside the library itself.
+As strict as the library, and where two readers could see two different things in one header, stricter: a key that
+stands twice (the library takes the last), a field that nobody knows, a tensor written as a JSON array or a dtype as an
+object. The differences stand in a test, beside the library itself.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _AGAIN = "download or copy it again"
 
 
 class Entry(NamedTuple):
-    """One tensor: its dtype in safetensors' words, its shape in their elements, and its bytes counted from the start of the data."""
+    """One tensor: its dtype in safetensors' words, its shape in their elements, and its bytes counted from the start of
+    the data.
+    """
 
     name: str
     word: str
@@ -46,7 +50,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A header: tensors in its own order, and where the data starts in the file. ``metadata`` is None where there is none."""
+    """A header: tensors in its own order, and where the data starts in the file.
+
+    ``metadata`` is None where there is none.
+    """
 
     metadata: dict[str, str] | None
     entries: tuple[Entry, ...]
@@ -230,7 +237,8 @@ def is_text(string: str) -> bool:
 def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: int | None = None) -> bytes:
     """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
 
-    LIKE: a place in another file; the data then starts at the same place modulo a block, so that filesystems can share its blocks.
+    LIKE: a place in another file; the data then starts at the same place modulo a block, so that filesystems can share
+    its blocks.
     """
     top: dict[str, object] = {METADATA: metadata}
     for entry in entries:

@@ -5,15 +5,18 @@ Layout: five pickles one behind another, then the storages, in the order of thei
     magic number          0x1950a86a20f9469cfc6c
     version               1001
     sys_info              {'protocol_version': 1001, 'little_endian': True, 'type_sizes': {...}}; no reader needs it
-    object                storages in it are persistent ids ('storage', class, key, location, elements, view), the first mention of a module's class is
-                          ('module', class, the file that defines it, its source text)
+    object                storages in it are persistent ids ('storage', class, key, location, elements, view), the first
+                          mention of a module's class is ('module', class, the file that defines it, its source text)
     keys                  a list of the storages' keys
-    for each key          the number of elements (8 bytes, little-endian), and the storage's bytes, little-endian on every machine
+    for each key          the number of elements (8 bytes, little-endian), and the storage's bytes, little-endian
+                          on every machine
 
-VIEW is None, or (key, offset, elements) where torch before 0.4 stored a part of a storage under a key of its own. There is no checksum, and no alignment.
+VIEW is None, or (key, offset, elements) where torch before 0.4 stored a part of a storage under a key of its own. There
+is no checksum, and no alignment.
 
-Source: ``_legacy_save`` and ``_legacy_load`` in ``torch/serialization.py`` of torch 2.13. What it writes and cannot read back is read here: the persistent ids as texts that protocol 0 makes,
-and ``UntypedStorage``, under which it stores dtypes that have no storage class of their own.
+Source: ``_legacy_save`` and ``_legacy_load`` in ``torch/serialization.py`` of torch 2.13. What it writes and cannot
+read back is read here: the persistent ids as texts that protocol 0 makes, and ``UntypedStorage``, under which it stores
+dtypes that have no storage class of their own.
 """
 
 from __future__ import annotations
@@ -107,7 +110,11 @@ def looks_like(head: bytes) -> bool:
 
 @dataclass(eq=False)
 class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not the object, where they are not as torch writes them. ``class_ids``: see :class:`~ckptconv.checkpoint.model.Checkpoint`."""
+    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the
+    object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not
+    the object, where they are not as torch writes them. ``class_ids``: see
+    :class:`~ckptconv.checkpoint.model.Checkpoint`.
+    """
 
     head: ByteRange | None
     graph: Graph
@@ -129,7 +136,10 @@ def read(source: Source) -> Checkpoint:
 
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
-    """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format. Raises MalformedError, UnsupportedError, LimitError."""
+    """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format.
+
+    Raises MalformedError, UnsupportedError, LimitError.
+    """
     source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
     try:
         head, notes, before, at = _read_head(source, start, end, where)
@@ -151,7 +161,9 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
 def _read_head(
     source: Readable, start: int, end: int, where: str
 ) -> tuple[ByteRange | None, list[str], list[Graph], int]:
-    """The pickles before the object, if torch's safe loader takes them and no byte strings are in them but torch's own words; notes; their graphs; and where the object starts."""
+    """The pickles before the object, if torch's safe loader takes them and no byte strings are in them but torch's own
+    words; notes; their graphs; and where the object starts.
+    """
     usual = _head()
     if source.read(start, min(len(usual), end - start)) == usual:
         return ByteRange(source, start, len(usual)), [], [], start + len(usual)
@@ -237,7 +249,9 @@ class _Id:
 
 
 def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
-    """The storages that GRAPH refers to, whose ids are said anew in five parts; and the ids of classes, for which the classes themselves are put."""
+    """The storages that GRAPH refers to, whose ids are said anew in five parts; and the ids of classes, for which the
+    classes themselves are put.
+    """
     ids: list[_Id] = []
     classes: dict[Node, Node] = {}
     class_ids: dict[Global, PersistentId] = {}
@@ -366,7 +380,9 @@ def _read_sizes(
 
 
 def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part that is used in another way gets bytes of its own. Gives notes."""
+    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part
+    that is used in another way gets bytes of its own. Gives notes.
+    """
     views = {each.node: each for each in ids if each.view}
     if not views:
         return []
@@ -445,9 +461,11 @@ def _offset(call: Call) -> Value:
 
 _WHAT = "a file in torch's format from before 1.6"
 _SHOWN = 5  # paths in an error
-#: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions that pack them.
+#: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions
+#: that pack them.
 _EARLY_READERS = re.compile(
-    r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator|torch\.(_C\.)?ScriptObject"
+    r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator"
+    r"|torch\.(_C\.)?ScriptObject"
     r"|torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(\w+\.)*\w*Conv\w*"
 )
 
@@ -480,7 +498,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
-    """All that stands before the bytes of the one storage that a file holds and nothing else, as :func:`torch.storage._load_from_bytes` takes it."""
+    """All that stands before the bytes of the one storage that a file holds and nothing else, as
+    :func:`torch.storage._load_from_bytes` takes it.
+    """
     reference = PersistentId(Tuple(["storage", cls, key, tag, numel, None]))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
@@ -504,7 +524,8 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
     found = [place.path for place in checkpoint.places if id(place.node) in early]
     if early:
         raise RefusedError(
-            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights of quantized modules): torch finds whatever memory held",
+            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights"
+            " of quantized modules): torch finds whatever memory held",
             where=checkpoint.source.path,
             got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors",
             hint="--format pt writes it",

@@ -1,4 +1,4 @@
-"""What the writers of torch's formats have in common: the pickle in pieces, storages by new keys and by their classes, what has no place."""
+"""What the writers of torch's formats share: pickle pieces, storage keys and classes, and what they cannot hold."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> ByteRange:
 
 
 def say_for_older_loaders(checkpoint: Checkpoint) -> None:
-    """Name what torch's zip loader alone finds under its old name (``load_module_mapping`` in ``torch/serialization.py``) by the new one."""
+    """Name what torch's zip loader alone finds under its old name (``load_module_mapping`` in
+    ``torch/serialization.py``) by the new one.
+    """
     for node in checkpoint.graph.globals:
         if node.module == "torch.tensor":
             node.module = "torch._tensor"
@@ -99,7 +101,11 @@ def _dtypes(checkpoint: Checkpoint, is_trouble: Callable[[TensorInfo], bool]) ->
 
 
 def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
-    """The class of each storage. Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each, and none that counts bytes."""
+    """The class of each storage.
+
+    Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each,
+    and none that counts bytes.
+    """
     classes: dict[Storage, str] = {}
     refused: set[Storage] = set()
     what = f"{what} that torch can read back"

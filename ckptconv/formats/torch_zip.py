@@ -1,20 +1,22 @@
 """torch's zip format (since 1.6): reader and writer.
 
-Layout: one folder, named like the file it was saved under, in a zip of stored members (:mod:`ckptconv.formats.zip_archive`):
+Layout: one folder, named like the file it was saved under, in a zip of stored members
+(:mod:`ckptconv.formats.zip_archive`):
 
-    data.pkl                     the pickle; storages in it are persistent ids ('storage', class, key, location, elements)
-    .format_version              '1': storages stand in the order and with the headers of torch's own writer   (newer files)
-    .storage_alignment           '64'                                                                          (newer files)
-    byteorder                    'little' or 'big'; absent means little
-    data/KEY                     the bytes of storage KEY, aligned to 64 bytes
-    version                      '3\\n'
-    .data/serialization_id       a hash of the records' names and checksums                                    (newer files)
+    data.pkl                  the pickle; storages in it are persistent ids ('storage', class, key, location, elements)
+    .format_version           '1': storages stand in the order and with the headers of torch's own writer (newer files)
+    .storage_alignment        '64' (newer files)
+    byteorder                 'little' or 'big'; absent means little
+    data/KEY                  the bytes of storage KEY, aligned to 64 bytes
+    version                   '3\\n'
+    .data/serialization_id    a hash of the records' names and checksums (newer files)
 
 Source: ``torch/serialization.py`` (``_save``, ``_load``) and ``caffe2/serialize/inline_container.cc`` of torch 2.13.
 
-Where only the pickle changes, what follows it keeps its place modulo 4,096 (the gap goes into the padding of data.pkl's header), so that it is one
-range of the source, whose blocks a copy-on-write filesystem shares. ``.format_version`` promises a layout by which torch computes offsets without
-looking; ours is another, so the records that describe a layout are left out, and torch looks.
+Where only the pickle changes, what follows it keeps its place modulo 4,096 (the gap goes into the padding of data.pkl's
+header), so that it is one range of the source, whose blocks a copy-on-write filesystem shares. ``.format_version``
+promises a layout by which torch computes offsets without looking; ours is another, so the records that describe a
+layout are left out, and torch looks.
 """
 
 from __future__ import annotations
@@ -123,7 +125,10 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
-    """The graph of the pickle MEMBER, and its bytes where they do not stand in the source as they are. CHECKED: it has a checksum."""
+    """The graph of the pickle MEMBER, and its bytes where they do not stand in the source as they are.
+
+    CHECKED: it has a checksum.
+    """
     pickle = None
     if member.method != STORED:
         pickle = _inflated(source, member, where, checked)
@@ -165,7 +170,10 @@ def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Cal
 
 
 def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
-    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated. CHECKED: it has a checksum."""
+    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated.
+
+    CHECKED: it has a checksum.
+    """
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
         raise LimitError(
@@ -209,7 +217,10 @@ def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) 
 
 
 def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
-    """The bytes of a record that is to be held whole; its size is the caller's to bound where it is stored. CHECKED: it has a checksum. Raises MalformedError, LimitError."""
+    """The bytes of a record that is to be held whole; its size is the caller's to bound where it is stored.
+
+    CHECKED: it has a checksum. Raises MalformedError, LimitError.
+    """
     if member.method != STORED:
         return _inflated(source, member, where, checked)
     if checked:
@@ -244,7 +255,10 @@ def _byteorder(source: Readable, note: bytes | None) -> str:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along. Raises RefusedError."""
+    """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along.
+
+    Raises RefusedError.
+    """
     if isinstance(checkpoint.container, Archive):
         if checkpoint.script_classes is None:
             return Layout((_rewritten(checkpoint, checkpoint.container, path),))
@@ -278,7 +292,9 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
 
 
 def archived(checkpoint: Checkpoint) -> OutFile:
-    """CHECKPOINT as torch's loader reads it, whatever container it came in: an archive of its storages alone, without checksums, at which torch does not look."""
+    """CHECKPOINT as torch's loader reads it, whatever container it came in: an archive of its storages alone, without
+    checksums, at which torch does not look.
+    """
     return _written(checkpoint, Path("archive"), checked=False)
 
 
@@ -356,7 +372,9 @@ class _Writer:
         self.add(data)
 
     def storage(self, name: str, data: Data) -> None:
-        """The bytes of a storage that come from another container, with or without a checksum, or that are others than they were."""
+        """The bytes of a storage that come from another container, with or without a checksum, or that are others than
+        they were.
+        """
         crc32: int | ByteRange | Concat | Assemble | Cast = 0
         if self.checked and data.length:
             known = crc32_known(data)

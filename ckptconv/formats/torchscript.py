@@ -1,8 +1,11 @@
-"""TorchScript archives (``torch.jit.save``): read for what is in them and for their weights. They are programs, so they are not written.
+"""TorchScript archives (``torch.jit.save``): read for what is in them and for their weights.
+
+They are programs, so they are not written.
 
 Layout: that of torch's zip format (:mod:`ckptconv.formats.torch_zip`), and beside that
 
-    data.pkl                  the module: objects of the classes in code/, each with a dict of attributes; storages are data/KEY
+    data.pkl                  the module: objects of the classes in code/, each with a dict of attributes;
+                              storages are data/KEY
     code/__torch__/A/B.py     the classes ``__torch__.A.B.Name``, in a part of Python's grammar; deflated
     code/….py.debug_pkl       where its lines came from
     constants.pkl             the tuple of what the code calls CONSTANTS.c0, CONSTANTS.c1, …; storages are constants/KEY
@@ -17,7 +20,8 @@ A class in the code that is a module, with the names that are no identifiers as 
       weight : Tensor
       __annotations__["0"] = __torch__.torch.nn.modules.linear.Linear
 
-The code is only searched, never run. Source: ``torch/csrc/jit/serialization`` of torch 2.13: ``export_module.cpp``, ``python_print.cpp`` and ``import_source.cpp``.
+The code is only searched, never run. Source: ``torch/csrc/jit/serialization`` of torch 2.13: ``export_module.cpp``,
+``python_print.cpp`` and ``import_source.cpp``.
 """
 
 from __future__ import annotations
@@ -67,12 +71,15 @@ _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by the record by which torch knows it."""
+    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by the record by which torch knows
+    it.
+    """
     return isinstance(checkpoint.container, Archive) and _CONSTANTS in checkpoint.container.names()
 
 
 def read_program(source: Source, checkpoint: Checkpoint) -> None:
-    """Add to CHECKPOINT, read from SOURCE, what the program beside it says: the classes of its modules, devices, what a copy of its weights leaves behind.
+    """Add to CHECKPOINT, read from SOURCE, what the program beside it says: the classes of its modules, devices, what a
+    copy of its weights leaves behind.
 
     Raises MalformedError, LimitError.
     """
@@ -98,7 +105,8 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
         on = [f"{device} ×{n:,}" for device, n in found.most_common()]
         nbytes = sum(storage.nbytes for storage in constants.storages.values())
         checkpoint.notes.append(
-            f"constants of its code: {count(len(constants.tensors), 'tensor')} in {_CONSTANTS}, {nbytes:,} bytes, on {some(on, _SHOWN)}"
+            f"constants of its code: {count(len(constants.tensors), 'tensor')} in {_CONSTANTS}, {nbytes:,} bytes, on"
+            f" {some(on, _SHOWN)}"
         )
     if not _has_weights(checkpoint):
         checkpoint.notes.append(_why_none(archive))
@@ -156,7 +164,10 @@ class _Class(NamedTuple):
 
 
 def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
-    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers. COUNTED bounds what it is given."""
+    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers.
+
+    COUNTED bounds what it is given.
+    """
     every = [_Class(None, [], [], set())]  # for lines before the first
     for line in counted(_CLASS_LINE.finditer(text)):
         cls, kind = line["cls"], line["kind"]
@@ -187,7 +198,9 @@ def _listed(names: bytes) -> Iterator[str]:
 
 
 def _unquoted(text: bytes) -> str:
-    """TEXT of a string in the code; other letters than those of ASCII stand there as three octal digits for each byte."""
+    """TEXT of a string in the code; other letters than those of ASCII stand there as three octal digits
+    for each byte.
+    """
 
     def character(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -248,7 +261,9 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
 
 
 def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
-    """Raise RefusedError where CHECKPOINT is of a program and more is wanted of it than it can give: it whole, or, if it is the WEIGHTS alone, those of a model that has none."""
+    """Raise RefusedError where CHECKPOINT is of a program and more is wanted of it than it can give: it whole, or, if
+    it is the WEIGHTS alone, those of a model that has none.
+    """
     if checkpoint.script_classes is None:
         return
     archive, where = checkpoint.container, checkpoint.source.path
@@ -256,7 +271,8 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
     if not weights:
         load = f'torch.jit.load({literal(where)}, map_location="cpu")'
         raise RefusedError(
-            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be another one",
+            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be"
+            " another one",
             where=where,
             hint=f"--state-dict takes its weights alone; to have it on another device, load it there: {load}",
         )

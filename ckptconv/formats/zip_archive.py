@@ -1,4 +1,4 @@
-"""A strict zip reader, and the headers that a zip writer needs. Reads no data; bytes are moved elsewhere.
+"""A strict zip reader, and the headers that a zip writer needs.
 
 Layout (PKWARE APPNOTE 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), all integers little-endian:
 
@@ -7,12 +7,13 @@ Layout (PKWARE APPNOTE 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/A
     [zip64 end (56 bytes), zip64 locator (20 bytes)]
     end                22 bytes and a comment
 
-Where sizes or offsets do not fit 32 bits, the field is all ones and the number stands in an extra field (id 1); torch writes zip64 ends
-always, zeros in local headers, and pads data to 64 bytes with an extra field of its own (id ``FB``).
+Where sizes or offsets do not fit 32 bits, the field is all ones and the number stands in an extra field (id 1); torch
+writes zip64 ends always, zeros in local headers, and pads data to 64 bytes with an extra field of its own (id ``FB``).
 
-Stricter than zip readers are: two of them must not be able to see two different archives. So every byte belongs to exactly one member or to
-the directory, local and central headers agree, the last end is the only one, and no two names are equal, not even without regard to case (torch
-looks names up like that). A folder holds no bytes: torch would hand out memory as it finds it for their number.
+Stricter than zip readers are: two of them must not be able to see two different archives. So every byte belongs to
+exactly one member or to the directory, local and central headers agree, the last end is the only one, and no two names
+are equal, not even without regard to case (torch looks names up like that). A folder holds no bytes: torch would hand
+out memory as it finds it for their number.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _AHEAD = 4096  # bytes read at once where headers are expected: small members st
 
 
 class Member(NamedTuple):
-    """One record: where its header, its data and its end (with the descriptor) stand, in bytes from the start of the file."""
+    """One record: where its header, its data and its end (with the descriptor) stand, in bytes from the start of the
+    file.
+    """
 
     name: str
     flags: int
@@ -73,9 +76,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Archive:
-    """Every member in the order of the file, all below one folder ROOT. ``has_checksums`` is False where every CRC is zero.
+    """Every member in the order of the file, all below one folder ROOT.
 
-    ``broken``: names of members whose local headers do not say where their data stands; no reader gets an archive with such, but one that collects faults.
+    ``has_checksums`` is False where every CRC is zero.
+
+    ``broken``: names of members whose local headers do not say where their data stands; no reader gets an archive with
+    such, but one that collects faults.
     """
 
     root: str
@@ -99,7 +105,9 @@ class EndMissing(MalformedError):
 
 
 def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = None) -> Archive:
-    """The members of SOURCE, which must be a zip from its first byte to its last. Raises MalformedError, UnsupportedError, LimitError.
+    """The members of SOURCE, which must be a zip from its first byte to its last.
+
+    Raises MalformedError, UnsupportedError, LimitError.
 
     REFUSE is shown the names first: what is another kind of zip is said before what is wrong with it.
     """
@@ -148,7 +156,9 @@ class FirstMember(NamedTuple):
 
 
 def first_member(source: Readable) -> FirstMember | None:
-    """The member at the start of SOURCE by its local header alone, for a file that has no directory; None where even that is cut or damaged."""
+    """The member at the start of SOURCE by its local header alone, for a file that has no directory; None where even
+    that is cut or damaged.
+    """
     if source.size < _LOCAL.size:
         return None
     signature, _, _, method, *_, n_name, n_extra = _LOCAL.unpack(source.read(0, _LOCAL.size))
@@ -383,7 +393,10 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
-    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it. Raises MalformedError where it is not known where its data stands."""
+    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it.
+
+    Raises MalformedError where it is not known where its data stands.
+    """
     source = window.source
     found = source.faults.found
     at = entry.header_offset
@@ -436,7 +449,9 @@ def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int,
 
 
 def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: int) -> None:
-    """What stands between a member's data and the next header: a descriptor, with or without its signature, or nothing."""
+    """What stands between a member's data and the next header: a descriptor, with or without its
+    signature, or nothing.
+    """
     found = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
         if descriptor:
@@ -453,7 +468,9 @@ def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: in
 
 
 def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
-    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0, or 4 and more) beside what zip64 needs."""
+    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0, or 4 and more) beside
+    what zip64 needs.
+    """
     wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
     pad = b"" if not padding else struct.pack("<HH", PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)
     shown = min(size, _ONES32)

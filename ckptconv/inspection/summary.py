@@ -1,4 +1,7 @@
-"""A checkpoint or a report as a plain, versioned dict: what ``--json`` prints and :mod:`ckptconv.cli.render` draws. All sizes in bytes."""
+"""Summarise a checkpoint as a plain, versioned dict. All sizes in bytes.
+
+All sizes in bytes.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,19 @@ class StateDictSummary(TypedDict):
 
 
 class NamedTensor(TypedDict):
-    """A name in the state dict that a module would give, and the path of its tensor in the file; None where nothing but the module has one."""
+    """A name in the state dict that a module would give, and the path of its tensor in the file; None where nothing but
+    the module has one.
+    """
 
     name: str
     path: str | None
 
 
 class ModuleSummary(TypedDict):
-    """A whole module: its class, as the file names it, and the state dict that it would give. ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known."""
+    """A whole module: its class, as the file names it, and the state dict that it would give.
+
+    ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known.
+    """
 
     path: str
     class_name: str
@@ -72,7 +80,11 @@ class ModuleSummary(TypedDict):
 
 
 class TensorSummary(TypedDict):
-    """One row of the tensor table; shape, stride and offset in elements. ``name`` is the key in a mapping, or the name in the state dict that the whole module at the path ``module`` would give."""
+    """One row of the tensor table; shape, stride and offset in elements.
+
+    ``name`` is the key in a mapping, or the name in the state dict that the whole module at the path ``module`` would
+    give.
+    """
 
     path: str
     name: str | None
@@ -90,7 +102,9 @@ class TensorSummary(TypedDict):
 
 
 class ConcernSummary(TypedDict):
-    """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how many more places, and whether no checkpoint needs it."""
+    """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
+    many more places, and whether no checkpoint needs it.
+    """
 
     name: str
     path: str
@@ -99,9 +113,12 @@ class ConcernSummary(TypedDict):
 
 
 class Summary(TypedDict):
-    """What :func:`inspect` returns. ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
+    """What :func:`inspect` returns.
 
-    ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts that a safetensors file has.
+    ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
+
+    ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts
+    that a safetensors file has.
     """
 
     schema_version: int
@@ -136,7 +153,9 @@ class Summary(TypedDict):
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
-    """What is in the checkpoint at PATH: tensors, devices, dtypes, names, and the rest. Reads headers and the pickle, no tensor data.
+    """What is in the checkpoint at PATH: tensors, devices, dtypes, names, and the rest.
+
+    Reads headers and the pickle, no tensor data.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
     """
@@ -160,9 +179,8 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     in_modules = {
         place.path: (name, found.path) for found in detected.modules for name, place in reversed(found.places.items())
     }
-    places = every_place(
-        checkpoint
-    )  # not before: there are as many of them as of opcodes, and the concerns need some too
+    # not before: there are as many of them as of opcodes, and the concerns need some too
+    places = every_place(checkpoint)
     others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -310,7 +328,9 @@ def _is_ordered_dict(node: Call) -> bool:
 
 
 def _user_devices(places: list[Place]) -> dict[str, str]:
-    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``."""
+    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings
+    like ``'cuda:0'``.
+    """
     found = {}
     for place in places:
         device = torch_device(place.node)

@@ -1,4 +1,7 @@
-"""Is a checkpoint sound, and is it safe: everything that can be checked, and every finding, not the first alone. Nothing in the file is run, and torch is not needed."""
+"""Verify a checkpoint: collect every fault, compare every checksum, and judge whether loading it runs code.
+
+Nothing in the file is run, and torch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,7 @@ from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
-from ckptconv.errors import (
-    CkptconvError,
-    DangerousError,
-    InputError,
-    LimitError,
-    UnsupportedError,
-    UsageError,
-    count,
-)
+from ckptconv.errors import CkptconvError, DangerousError, InputError, LimitError, UnsupportedError, UsageError, count
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.pickles.graph import gc_paused
@@ -45,7 +40,9 @@ Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "not
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found: what, in which file or record, what was expected there and what stands there, and what to do; of what needs code, the PATH at which it stands in the checkpoint. ``str`` gives it as a printable line."""
+    """One thing that was found: what, in which file or record, what was expected there and what stands there, and what
+    to do; of what needs code, the PATH at which it stands in the checkpoint. ``str`` gives it as a printable line.
+    """
 
     level: Level
     what: str
@@ -63,9 +60,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`verify` found. ``format`` and ``safety`` are None where no checkpoint could be made of the file; ``safety`` says what loading it takes.
+    """What :func:`verify` found.
 
-    ``checked`` records had a checksum, of ``nbytes`` in all. FINDINGS beyond the limit are counted in ``more``. STRICT: what needs code is not ``ok`` either.
+    ``format`` and ``safety`` are None where no checkpoint could be made of the file; ``safety`` says what loading it
+    takes.
+
+    ``checked`` records had a checksum, of ``nbytes`` in all. FINDINGS beyond the limit are counted in ``more``. STRICT:
+    what needs code is not ``ok`` either.
     """
 
     path: str
@@ -91,10 +92,13 @@ def verify(
     expect_sha256: str | None = None,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Verdict:
-    """Everything that is wrong with the checkpoint at PATH: a file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one.
+    """Everything that is wrong with the checkpoint at PATH: a file, a folder with a set of shards or of
+    torch.distributed.checkpoint, or the index of one.
 
-    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal digits of the whole file's, which is read for it. PROGRESS, called with the bytes that have a checksum, gives a context manager for what is called with those that are done.
-    Raises :class:`~ckptconv.errors.InputError` where nothing can be opened at PATH, UsageError.
+    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal
+    digits of the whole file's, which is read for it. PROGRESS, called with the bytes that have a checksum, gives a
+    context manager for what is called with those that are done. Raises :class:`~ckptconv.errors.InputError` where
+    nothing can be opened at PATH, UsageError.
     """
     expected = _digits(expect_sha256)
     faults = CollectingSink()
@@ -131,7 +135,10 @@ def verify(
 
 
 def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
-    """The checkpoints that PATH means: itself, or those in the folder PATH and below it, each to be verified by itself. Raises InputError where a folder cannot be listed."""
+    """The checkpoints that PATH means: itself, or those in the folder PATH and below it, each to be verified by itself.
+
+    Raises InputError where a folder cannot be listed.
+    """
     folder = Path(os.fsdecode(path))
     if not os.fspath(path) or not folder.is_dir():  # pathlib takes nothing for the folder that we are in
         return [os.fsdecode(path)]

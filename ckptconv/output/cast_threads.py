@@ -1,4 +1,4 @@
-"""Threads that cast the pieces of a file, block by block: each reads a block, rounds it, sums it and writes it where it belongs, while others do so with the next ones."""
+"""Threads that read, cast, checksum and write the blocks of a file at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)
 
 @dataclass(frozen=True)
 class _Done:
-    """What became of a block: bytes written, the checksums of what was read and of what was written, numbers that were too large."""
+    """What became of a block: bytes written, the checksums of what was read and of what was written, numbers that were
+    too large.
+    """
 
     read: int
     crc32_read: int
@@ -35,7 +37,10 @@ class _Done:
 
 
 class CastThreads:
-    """Casts pieces beside whatever else is being done. A context manager: leaving it ends the threads, whether they are done or not."""
+    """Casts pieces beside whatever else is being done.
+
+    A context manager: leaving it ends the threads, whether they are done or not.
+    """
 
     def __init__(self, pieces: Pieces, write: Callable[[int, memoryview], None]) -> None:
         """PIECES makes the buffers; WRITE puts bytes at a place."""
@@ -98,7 +103,9 @@ class CastThreads:
         self._tasks.clear()
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to AT, unless nobody waits for it any more."""
+        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to AT, unless nobody waits for it
+        any more.
+        """
         with self._change:
             if self._stopped:
                 return _Done(0, 0, 0, 0, 0)
@@ -121,7 +128,9 @@ class CastThreads:
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
-        """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is slow."""
+        """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is
+        slow.
+        """
         key = replace(piece, of=_NOTHING, length=CAST_BLOCK, paths=(), shown=())
         if getattr(self._own, "key", None) != key:
             self._own.key = key

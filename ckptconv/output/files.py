@@ -1,7 +1,8 @@
-"""Write planned files, whole or not at all: the only writer.
+"""Write planned files, whole or not at all.
 
-A unique temporary beside the target, filled (:mod:`ckptconv.output.transfer`), fsynced, renamed, the folder fsynced: whatever happens before the rename, the target is as it was;
-afterwards it is whole. Several files are built in a temporary folder (:mod:`ckptconv.output.folders`).
+A unique temporary beside the target, filled (:mod:`ckptconv.output.transfer`), fsynced, renamed, the folder fsynced:
+whatever happens before the rename, the target is as it was; afterwards it is whole. Several files are built in a
+temporary folder (:mod:`ckptconv.output.folders`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def check_parent(path: Path) -> None:
 def write(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
 ) -> Overflow:
-    """Write FILE, whose ranges come from SOURCE; what overflowed. Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
+    """Write FILE, whose ranges come from SOURCE; what overflowed.
+
+    Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
     REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
     """
@@ -95,7 +98,9 @@ def write(
 def fill(
     path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None, mode: int = 0o666
 ) -> Overflow:
-    """Write FILE to PATH, which must not exist, and on to the disk, with MODE as far as the umask allows it; what overflowed. Raises OSError, and what :func:`write` raises."""
+    """Write FILE to PATH, which must not exist, and on to the disk, with MODE as far as the umask allows it; what
+    overflowed. Raises OSError, and what :func:`write` raises.
+    """
     transfer = Transfer(file)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -158,7 +163,8 @@ def _keep_mode(fd: int, target: Path) -> None:
 def _forget(target: Path, source: Readable) -> None:
     """Give back the memory that caches the file to be replaced, as truncating it would: the new one needs as much.
 
-    Measured in a virtual machine, where memory that no one has used lately is slow to get: 2 GiB in 1.4 s instead of 7 s.
+    Measured in a virtual machine, where memory that no one has used lately is slow to get: 2 GiB in 1.4 s instead of 7
+    s.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -171,7 +177,10 @@ def _forget(target: Path, source: Readable) -> None:
 
 
 def _reserve(fd: int, file: OutFile, beside: int) -> None:
-    """Make sure of the space before the first byte, unless blocks will be shared. BESIDE: what is needed for a while beside the file."""
+    """Make sure of the space before the first byte, unless blocks will be shared.
+
+    BESIDE: what is needed for a while beside the file.
+    """
     if shares_blocks(fd, file):
         return
     needed = file.size + beside
@@ -188,7 +197,9 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its blocks by now."""
+    """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its
+    blocks by now.
+    """
     longest = max(
         (piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None
     )
@@ -225,7 +236,10 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make FOLDER, and those above it, where they are not there, and let their names reach the disk. Raises OutputError."""
+    """Make FOLDER, and those above it, where they are not there, and let their names reach the disk.
+
+    Raises OutputError.
+    """
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     if not missing:
         return

@@ -1,7 +1,8 @@
-"""A folder of planned files, whole or not at all: built beside its target and given its name at once.
+"""Write a folder of planned files, whole or not at all.
 
-Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder changes names with the new one (``renameat2``, RENAME_EXCHANGE), which is one step for
-everybody who looks; where the system has no such call it is moved aside, and back if the new one cannot take its place.
+Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder changes names with the new
+one (``renameat2``, RENAME_EXCHANGE), which is one step for everybody who looks; where the system has no such call it is
+moved aside, and back if the new one cannot take its place.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def check_target_folder(
 ) -> None:
     """Raise unless a folder with files of these NAMES may be put at TARGET.
 
-    In the way are what is no folder, a folder that is not empty without REPLACE, and, even with it, one in which something stands that the new one would not have and that is none of what MAY_GO.
+    In the way are what is no folder, a folder that is not empty without REPLACE, and, even with it, one in which
+    something stands that the new one would not have and that is none of what MAY_GO.
     """
     try:
         mode = os.lstat(target).st_mode
@@ -104,9 +106,11 @@ def write_folder(
     others: Sequence[OtherFile] = (),
     like: Path | None = None,
 ) -> Overflow:
-    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what overflowed. Raises what :func:`ckptconv.output.files.write` raises.
+    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what
+    overflowed. Raises what :func:`ckptconv.output.files.write` raises.
 
-    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that write files. LIKE: the folder whose folders' modes new ones get.
+    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that
+    write files. LIKE: the folder whose folders' modes new ones get.
     """
     every: list[OutFile | OtherFile] = [*files, *others]
     names = {str(each.path.relative_to(target)) for each in every}
@@ -164,7 +168,9 @@ def _remove(folder: Path) -> bool:
 
 
 def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | OtherFile], like: Path | None) -> None:
-    """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of, or that are LIKE them in the source."""
+    """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of,
+    or that are LIKE them in the source.
+    """
     needed: set[Path] = set()
     for file in files:
         place = file.path.relative_to(target)
@@ -185,7 +191,9 @@ def _mode_of(folder: Path) -> int:
 
 
 def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None:
-    """Raise OutputError where what is NEEDED for FILES and what comes along is more than is free, unless their blocks will be shared. Each file's own is reserved when it is written."""
+    """Raise OutputError where what is NEEDED for FILES and what comes along is more than is free, unless their blocks
+    will be shared. Each file's own is reserved when it is written.
+    """
     space = os.statvfs(temporary)
     if space.f_bavail * space.f_frsize >= needed:
         return
@@ -251,7 +259,10 @@ class _Stopped(Exception):
 
 
 def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the finished folder its name; CHECK raises where the old one must not go. Raises TargetExistsError where another took the name meanwhile."""
+    """Give the finished folder its name; CHECK raises where the old one must not go.
+
+    Raises TargetExistsError where another took the name meanwhile.
+    """
     with contextlib.suppress(FileNotFoundError):
         os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         if os.listdir(target):
@@ -272,7 +283,9 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
 
 
 def _change_names(a: Path, b: Path) -> None:
-    """Let the folders A and B have each other's name: at once, or in steps of which the first is taken back where the second fails."""
+    """Let the folders A and B have each other's name: at once, or in steps of which the first is taken back where the
+    second fails.
+    """
     if linux.exchange(str(a), str(b)):
         return
     aside = a.with_name(f"{a.name}.old")

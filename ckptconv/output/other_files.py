@@ -1,4 +1,4 @@
-"""What is no checkpoint in a folder that is converted: found, and brought along as it is, with its mode, links as links.
+"""Copy files of a converted folder that are no checkpoints, with their modes; links stay links.
 
 In place nothing is copied: the new folder gets hard links to the old one's files.
 """
@@ -20,8 +20,23 @@ from ckptconv.output.files import fill, is_temporary
 __all__ = ["OtherFile", "copy_into", "others_in", "rest_of"]
 
 
+@dataclass(frozen=True)
+class OtherFile:
+    """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy.
+
+    KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place.
+    """
+
+    path: Path
+    source: Path
+    kind: str
+    size: int
+
+
 def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[OtherFile], list[str]]:
-    """All that is in FOLDER and, if that is to go DEEP, below, but for the files TAKEN, and where it goes in TARGET; and the names of what cannot come along: devices and the like, links that lead out of the folder."""
+    """All that is in FOLDER and, if that is to go DEEP, below, but for the files TAKEN, and where it goes in TARGET;
+    and the names of what cannot come along: devices and the like, links that lead out of the folder.
+    """
     found: list[OtherFile] = []
     left: list[str] = []
     for name, status in _entries(folder, deep=deep):
@@ -37,7 +52,9 @@ def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool)
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
-    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET is the same folder, under whatever name."""
+    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET is the same folder,
+    under whatever name.
+    """
     return [
         OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
         for name, status in _entries(folder, deep=True)
@@ -46,7 +63,9 @@ def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFil
 
 
 def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in FOLDER and, if DEEP, below, as paths from there, folders before what they hold; links are not followed, and our own temporaries not seen. Raises OSError."""
+    """What is in FOLDER and, if DEEP, below, as paths from there, folders before what they hold; links are not
+    followed, and our own temporaries not seen. Raises OSError.
+    """
     waiting = [""]
     while waiting:
         below = waiting.pop()
@@ -61,7 +80,9 @@ def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]
 
 
 def _kind(folder: Path, name: str, status: os.stat_result) -> str | None:
-    """How what is called NAME in FOLDER comes along: a link by its text if that leads to a place in the folder, or is absolute; else as the file that it leads to. None: not at all."""
+    """How what is called NAME in FOLDER comes along: a link by its text if that leads to a place in the folder, or is
+    absolute; else as the file that it leads to. None: not at all.
+    """
     if stat.S_ISREG(status.st_mode):
         return "file"
     if stat.S_ISDIR(status.st_mode):
@@ -100,13 +121,3 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
             mode = stat.S_IMODE(os.stat(other.source).st_mode)
             fill(path, file, source, verify=verify, progress=progress, mode=mode)
             source.check_unchanged()
-
-
-@dataclass(frozen=True)
-class OtherFile:
-    """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy. KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place."""
-
-    path: Path
-    source: Path
-    kind: str
-    size: int

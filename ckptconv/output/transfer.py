@@ -1,7 +1,8 @@
-"""Move the bytes of pieces into a file: the only place where bytes move.
+"""Move the bytes of pieces into a file. No other module writes tensor bytes.
 
-The measure is ``cp``: the kernel copies from file to file in large steps, and writing to disk begins while copying goes on. Where the filesystem can share
-blocks, ``copy_file_range`` does, if both offsets agree modulo a block. Checksums are computed in threads beside it; what depends on them is written last.
+The measure is ``cp``: the kernel copies from file to file in large steps, and writing to disk begins while copying goes
+on. Where the filesystem can share blocks, ``copy_file_range`` does, if both offsets agree modulo a block. Checksums are
+computed in threads beside it; what depends on them is written last.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class Transfer:
             )
 
     def compare(self, fd: int) -> None:
-        """Read everything back, from the disk where the kernel can be asked to forget it, and compare it with what it was to be."""
+        """Read everything back, from the disk where the kernel can be asked to forget it, and compare it with what it
+        was to be.
+        """
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         at = 0
@@ -171,7 +174,9 @@ class Transfer:
 
 
 def _is_for_workers(piece: Piece) -> bool:
-    """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a thread's time."""
+    """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a
+    thread's time.
+    """
     return isinstance(piece, Cast) and isinstance(piece.of, (ByteRange, Concat)) and piece.length >= _WORTH_A_THREAD
 
 

@@ -1,4 +1,7 @@
-"""A planned file as a stream: readable at every place without being written. What torch's loader takes instead of a path."""
+"""A read-only, seekable view of a planned file.
+
+What torch's loader takes instead of a path.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ __all__ = ["VirtualFile"]
 
 
 class VirtualFile(io.RawIOBase):
-    """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges. Reading raises what reading its sources raises."""
+    """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges.
+
+    Reading raises what reading its sources raises.
+    """
 
     def __init__(self, file: OutFile) -> None:
         super().__init__()
@@ -50,7 +56,8 @@ class VirtualFile(io.RawIOBase):
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's WriteableBuffer has no name at run time
+    # typeshed's WriteableBuffer has no name at run time
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill BUFFER as far as the file goes; the number of bytes."""
         try:
             return self._readinto(buffer)
@@ -85,7 +92,10 @@ class VirtualFile(io.RawIOBase):
         return len(data)
 
     def _read_stream(self, piece: Inflate | Assemble, offset: int, buffer: memoryview) -> int:
-        """Some bytes of what PIECE gives, from OFFSET on. Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back."""
+        """Some bytes of what PIECE gives, from OFFSET on.
+
+        Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back.
+        """
         current, start, chunk, chunks = self._streaming
         if current is not piece or offset < start:
             whole = reading.inflated(piece) if isinstance(piece, Inflate) else Pieces([piece]).chunks(piece)

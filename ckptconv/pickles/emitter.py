@@ -1,12 +1,14 @@
-"""Write a graph as a pickle again, doing the same things in the same order.
+"""Emit a graph as a pickle that does the same things in the same order.
 
-Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what is done to it; a pickle
-that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which Python decodes to one object each, and a tuple in itself). Where that would change the order of effects (something is read between two
-changes of it) or make an object before what it needs, the *replayed* way says the effects one after another, in the source's order.
+Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what is done
+to it; a pickle that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which Python decodes to
+one object each, and a tuple in itself). Where that would change the order of effects (something is read between two
+changes of it) or make an object before what it needs, the *replayed* way says the effects one after another, in the
+source's order.
 
-What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs with the header they
-had: below 3, unpickling maps Python 2's module names to Python 3's, so a header must not fall below that. Unpicklers read every
-opcode under every header, so the oldest opcode that says a thing is used.
+What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs
+with the header they had: below 3, unpickling maps Python 2's module names to Python 3's, so a header must not fall
+below that. Unpicklers read every opcode under every header, so the oldest opcode that says a thing is used.
 """
 
 from __future__ import annotations
@@ -184,7 +186,10 @@ class _Plain(_Writer):
             self.todo += _construction(node)[::-1]
 
     def flat(self, node: Tuple) -> bool:
-        """Write a tuple of atoms and of what the memo has, without steps. Most tuples are such: sizes, strides, names of storages."""
+        """Write a tuple of atoms and of what the memo has, without steps.
+
+        Most tuples are such: sizes, strides, names of storages.
+        """
         memo, items = self.memo, node.items
         for item in items:
             if type(item) not in _ATOMS and id(item) not in memo:
@@ -228,7 +233,9 @@ class _Replayed(_Writer):
         return self.finish()
 
     def push(self, steps: list[_Step]) -> None:
-        """Write STEPS; what they name and the memo has not is made on the way, with what an edit (not the source) does to it."""
+        """Write STEPS; what they name and the memo has not is made on the way, with what an edit (not the source) does
+        to it.
+        """
         todo = steps[::-1]
         while todo:
             step = todo.pop()

@@ -1,12 +1,12 @@
-"""The nodes of a pickle's graph: what a pickle says, without doing it.
+"""The nodes of a pickle's graph: what the pickle says, without doing it.
 
-Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``; everything else is a node. Sharing is
-identity (``a is b``), for strings too. Nodes have no equality, no hash of content and no repr of content, so that nothing
-that a file says can make them expensive. Cycles are legal.
+Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``; everything else is a node. Sharing
+is identity (``a is b``), for strings too. Nodes have no equality, no hash of content and no repr of content, so that
+nothing that a file says can make them expensive. Cycles are legal.
 
-What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an :class:`Effect` in
-the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says when, counted from 1 in the source. A
-node that an edit makes has no ``order``.
+What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an
+:class:`Effect` in the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says
+when, counted from 1 in the source. A node that an edit makes has no ``order``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class Py2String(Node):
 
 
 class Blob(Node):
-    """A text or bytes object too long to hold: LENGTH bytes at OFFSET of the pickle. KIND is ``str``, ``bytes``, ``bytearray`` or ``py2``."""
+    """A text or bytes object too long to hold: LENGTH bytes at OFFSET of the pickle.
+
+    KIND is ``str``, ``bytes``, ``bytearray`` or ``py2``.
+    """
 
     __slots__ = ("kind", "length", "offset")
 
@@ -115,7 +118,10 @@ class Tuple(Node):
 
 
 class FrozenSet(Node):
-    """A frozenset, its members in the order in which the pickle names them. Making it hashes them, which can depend on their state, so it has an order."""
+    """A frozenset, its members in the order in which the pickle names them.
+
+    Making it hashes them, which can depend on their state, so it has an order.
+    """
 
     __slots__ = ("items", "order")
 
@@ -125,7 +131,9 @@ class FrozenSet(Node):
 
 
 class Effect:
-    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands (keys and values in turn for SETITEMS)."""
+    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands (keys and values in turn for
+    SETITEMS).
+    """
 
     __slots__ = ("opcode", "order", "values")
 
@@ -139,8 +147,6 @@ class Effect:
 AT_ONCE = 1000
 
 _NO_EFFECTS: list[Effect] = []
-
-
 #: What a pickle calls to make a set before protocol 4, in which sets have opcodes.
 SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
@@ -195,8 +201,9 @@ class Set(Object):
 class Call(Object):
     """The result of a call that the pickle asks for and nobody makes.
 
-    KIND is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too)
-    makes an instance in Python 2's way, its arguments in a Tuple of our own. ``args`` is a Tuple, or a Call that gives one (``torch.Size``).
+    KIND is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call
+    ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too) makes an instance in Python 2's way, its
+    arguments in a Tuple of our own. ``args`` is a Tuple, or a Call that gives one (``torch.Size``).
     """
 
     __slots__ = ("args", "callable", "kind", "kwargs", "order")
@@ -229,9 +236,11 @@ Value: TypeAlias = "Node | bool | int | float | str | bytes | None"
 class Graph:
     """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
 
-    ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody has to walk the graph for them; edits do not
-    keep them up to date. ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped is still a
-    call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has, those that it throws away too.
+    ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody
+    has to walk the graph for them; edits do not keep them up to date. ``discarded`` holds what the pickle made and
+    threw away again, where it had effects (a call whose result is popped is still a call). ``shared`` are the nodes
+    that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has,
+    those that it throws away too.
     """
 
     root: Value
@@ -249,7 +258,9 @@ class Graph:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: a graph is large and alive, and looking through it for garbage again and again doubles the time."""
+    """No garbage collection meanwhile: a graph is large and alive, and looking through it for garbage again and again
+    doubles the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -277,7 +288,9 @@ def children(node: Value) -> list[Value]:
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
-    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those whose id is in SEEN are left out and added."""
+    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those whose id is in SEEN are left
+    out and added.
+    """
     seen = set() if seen is None else seen
     todo = roots[::-1]
     while todo:
@@ -313,7 +326,10 @@ def args_of(call: Call) -> list[Value]:
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
-    """Put in GRAPH, wherever one of the nodes NEW stands, what it stands for there. What a new node is made of is looked through as well."""
+    """Put in GRAPH, wherever one of the nodes NEW stands, what it stands for there.
+
+    What a new node is made of is looked through as well.
+    """
 
     def of(value: Value) -> Value:
         return new.get(value, value) if isinstance(value, Node) else value

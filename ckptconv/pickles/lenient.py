@@ -1,7 +1,9 @@
-"""What a pickle names and calls, read as leniently as the readers that run pickles: for pickles inside byte strings, which nobody converts and everybody may load.
+"""Scan a pickle as leniently as the unpicklers that would run it, for the globals that it reaches.
 
-The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python runs what stands before a mistake, and takes for none much
-that the parser does. So this reader goes on wherever CPython's may (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go on counts. It may see more than runs, never less.
+The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python runs
+what stands before a mistake, and takes for none much that the parser does. So this reader goes on wherever CPython's
+may (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go on counts. It may see more than
+runs, never less.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _HIGHEST_PROTOCOL = 5
 
 
 class LenientScan(NamedTuple):
-    """What was seen, and the offset up to which it was. IS_WHOLE: up to STOP; IS_LONG: so many opcodes that the rest was left alone."""
+    """What was seen, and the offset up to which it was.
+
+    IS_WHOLE: up to STOP; IS_LONG: so many opcodes that the rest was left alone.
+    """
 
     graph: Graph
     end: int
@@ -45,7 +50,10 @@ class LenientScan(NamedTuple):
 
 
 def scan_lenient(read: Callable[[int, int], bytes], start: int, end: int, *, most: int) -> LenientScan:
-    """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes. Raises nothing but what READ does."""
+    """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes.
+
+    Raises nothing but what READ does.
+    """
     machine = _Lenient(read, end, "", start)
     is_whole = is_long = False
     try:
@@ -89,7 +97,9 @@ class _Lenient(PickleMachine):
         )
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - of any kind
-        """Note OPCODE where it stands on something that can be noted on; a class that gets a state is called, in a way."""
+        """Note OPCODE where it stands on something that can be noted on; a class that gets a state is
+        called, in a way.
+        """
         target = self.stack[-1]
         if isinstance(target, Object):
             target.add(Effect(opcode, values, self.next_order()))
@@ -185,7 +195,8 @@ _DISPATCH = in_dispatch(
         "NEWOBJ_EX": _newobj_ex,
     }
 )
-#: Codes that a pickle can start with, which take nothing from the stack or the memo; and codes without which it names nothing.
+#: Codes that a pickle can start with, which take nothing from the stack or the memo; and codes without which it names
+#: nothing.
 STARTS = b"".join(
     CODES[name]
     for name in (

@@ -1,8 +1,8 @@
-"""pickle's stack machine, on nodes instead of objects: reading, the stack, the memo, frames, and the record of what is done.
+"""The pickle virtual machine on nodes: input, stack, memo, frames and the record of effects.
 
-What each opcode does with it stands in :mod:`ckptconv.pickles.parser`. Stricter than pickle's own, which runs whatever does not crash it: operands must have
-the type that the opcode is for, frames must hold whole opcodes, the stack must be empty at the end. Reads through a small window, so that
-what an opcode skips never enters memory.
+What each opcode does with it stands in :mod:`ckptconv.pickles.parser`. Stricter than pickle's own, which runs whatever
+does not crash it: operands must have the type that the opcode is for, frames must hold whole opcodes, the stack must be
+empty at the end. Reads through a small window, so that what an opcode skips never enters memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _FIRST = 4096  # bytes read at first, and behind what was stepped over: the next
 
 
 class PickleMachine:
-    """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came before each MARK."""
+    """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came
+    before each MARK.
+    """
 
     def __init__(
         self, read: Callable[[int, int], bytes], size: int, where: str, offset: int, leave: tuple[bytes, ...] = ()
@@ -67,7 +69,9 @@ class PickleMachine:
         self.used = bytearray(256)
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
-        """Execute opcodes up to STOP, at most MOST where that is less than the limit, each as DISPATCH says for its code."""
+        """Execute opcodes up to STOP, at most MOST where that is less than the limit, each as DISPATCH says for its
+        code.
+        """
         stop = CODES["STOP"][0]
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
         for opcodes in range(most):

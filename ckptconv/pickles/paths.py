@@ -1,21 +1,21 @@
-"""Paths: where each node stands in a graph, in the order in which the pickle says it.
+"""The path of each node in a graph, in the order in which the pickle says it.
 
     ========================  ==========================================================
     ``optimizer/state``       string keys, joined by ``/``
     ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
     ``/.name``                an attribute (state of BUILD that is a dict)
     ``/.__state__``           other state
-    ``/(0)``, ``/(name)``     an argument of a call; ``/(call)`` is what is called, ``/(*)`` all arguments, if they are a call
+    ``/(0)``, ``/(name)``     an argument; ``/(call)`` is what is called, ``/(*)`` all arguments, if they are a call
     ``/{0}``                  a member of a set, by position
     ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
     ``.``                     the root
     ========================  ==========================================================
 
-In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty key is ``\\e``. What
-would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
+In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty
+key is ``\\e``. What would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
 
-Each node is entered once, where it stands first: a graph can have more paths than there are atoms. What LEAF says is a leaf
-is reported wherever it stands and never entered, but for what LEAF hands back.
+Each node is entered once, where it stands first: a graph can have more paths than there are atoms. What LEAF says is a
+leaf is reported wherever it stands and never entered, but for what LEAF hands back.
 """
 
 from __future__ import annotations
@@ -60,6 +60,49 @@ __all__ = [
 Leaf = Callable[[Node], "list[Value] | None"]
 
 
+@dataclass(eq=False, slots=True)  # not frozen: that makes a million of them three times as slow
+class Place:
+    """Where NODE stands first: SEGMENT, as the table above says, below PARENT.
+
+    ``key`` is the key where the segment is a mapping's string key.
+    """
+
+    parent: Place | None
+    segment: str
+    node: Value
+    depth: int
+    key: str | None = None
+    length: int = 0  # of the path, once the walk has come by
+
+    @property
+    def path(self) -> str:
+        """The path, as ``inspect`` prints it."""
+        segments: list[str] = []
+        place: Place | None = self
+        # not by upwards(): asked for each tensor, again and again
+        while place is not None and place.parent is not None:
+            segments.append(place.segment)
+            place = place.parent
+        return "".join(reversed(segments)).removeprefix("/") or "."
+
+    def upwards(self) -> Iterator[Place]:
+        """This place, what it stands in, what that stands in, up to the root."""
+        place: Place | None = self
+        while place is not None:
+            yield place
+            place = place.parent
+
+
+_LONGEST_LITERAL = 80
+
+_SEGMENT = re.compile(
+    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
+      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+
+
 def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
     """Every place from START on, a root or a place that is known, its parent before it.
 
@@ -76,7 +119,10 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
             raise LimitError(
                 "the paths of what is in the checkpoint are too long",
                 where=where,
-                expected=f"at most {LIMITS.path_characters:,} characters in all, and {LIMITS.path_characters_each} for each opcode",
+                expected=(
+                    f"at most {LIMITS.path_characters:,} characters in all, and {LIMITS.path_characters_each} for each"
+                    " opcode"
+                ),
             )
         yield place
         node = place.node
@@ -91,7 +137,9 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
 
 
 def child_places(place: Place, leaf: Leaf) -> list[Place]:
-    """The places right below PLACE, in the order in which the pickle says what stands there; below what LEAF says is a leaf, its attributes."""
+    """The places right below PLACE, in the order in which the pickle says what stands there; below what LEAF says is a
+    leaf, its attributes.
+    """
     node = place.node
     states = leaf(node) if isinstance(node, Node) else []
     if states is None:
@@ -104,7 +152,9 @@ def child_places(place: Place, leaf: Leaf) -> list[Place]:
 
 
 def is_item(place: Place) -> bool:
-    """Whether PLACE is the value under a key of a mapping, or an element of a list or tuple; not an attribute, argument, member or key."""
+    """Whether PLACE is the value under a key of a mapping, or an element of a list or tuple; not an attribute,
+    argument, member or key.
+    """
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in tuple(".({<"))
 
 
@@ -216,48 +266,6 @@ def _attributes(place: Place, state: Value) -> list[Place]:
     return [_below(place, "/.__state__", state)]
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that makes a million of them three times as slow
-class Place:
-    """Where NODE stands first: SEGMENT (see :mod:`ckptconv.edits.names`) below PARENT. ``key`` is the key where the segment is a mapping's string key."""
-
-    parent: Place | None
-    segment: str
-    node: Value
-    depth: int
-    key: str | None = None
-    length: int = 0  # of the path, once the walk has come by
-
-    @property
-    def path(self) -> str:
-        """The path, as ``inspect`` prints it."""
-        segments: list[str] = []
-        place: Place | None = self
-        while (
-            place is not None and place.parent is not None
-        ):  # not by upwards(): asked for each tensor, again and again
-            segments.append(place.segment)
-            place = place.parent
-        return "".join(reversed(segments)).removeprefix("/") or "."
-
-    def upwards(self) -> Iterator[Place]:
-        """This place, what it stands in, what that stands in, up to the root."""
-        place: Place | None = self
-        while place is not None:
-            yield place
-            place = place.parent
-
-
-_LONGEST_LITERAL = 80
-
-
-_SEGMENT = re.compile(
-    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
-      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-
-
 def key_segment(key: Value, position: int) -> str:
     """The segment for the value under KEY, the POSITION-th of its mapping."""
     if isinstance(key, str):
@@ -272,7 +280,9 @@ def escape_segment(word: str) -> str:
 
 
 def _literal(key: Value) -> str | None:
-    """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take forever to print."""
+    """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take
+    forever to print.
+    """
     if isinstance(key, Call):
         key = _said_bytes(key)
     if isinstance(key, Tuple):
@@ -294,7 +304,9 @@ def _literal(key: Value) -> str | None:
 
 
 def _said_bytes(call: Call) -> Value:
-    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader takes; else CALL."""
+    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader
+    takes; else CALL.
+    """
     text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
     if (
         is_global(call.callable, "_codecs.encode")

@@ -1,4 +1,4 @@
-"""The name that unpickling looks up for a global: below protocol 3, Python 2's names are mapped to Python 3's."""
+"""The name that unpickling looks up for a global: below protocol 3, Python 2's names are mapped."""
 
 from __future__ import annotations
 

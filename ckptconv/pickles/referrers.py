@@ -1,4 +1,4 @@
-"""Which node of a graph stands in which, and the path of what stands at no place of its own: what is called, what a tensor is made of."""
+"""Which nodes refer to which, and the path of a node that has no place of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["Referrers"]
 
 
 class Referrers:
-    """The users of each node of GRAPH, whose nodes stand at PLACES. Byte strings count as nodes: one that holds something is one object."""
+    """The users of each node of GRAPH, whose nodes stand at PLACES.
+
+    Byte strings count as nodes: one that holds something is one object.
+    """
 
     def __init__(self, graph: Graph, places: Iterable[Place]) -> None:
         self.root = graph.root

@@ -1,12 +1,14 @@
-"""Pickles inside byte strings: what a reader of attacks misses, and a call of ``pickle.loads`` finds.
+"""Find pickles inside byte strings and texts: a call of ``pickle.loads`` could run them.
 
-Looked into are, from their first byte on, bytes objects, bytearrays, Python 2's strings, and texts of which ``_codecs.encode``, ``bytes`` or ``bytearray`` makes bytes, as the codec that is named there does
-where it is one of Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, and files of torch, read as leniently as their readers do (:mod:`ckptconv.pickles.lenient`), of which a pickle
-that names nothing is none.
+Looked into are, from their first byte on, bytes objects, bytearrays, Python 2's strings, and texts of which
+``_codecs.encode``, ``bytes`` or ``bytearray`` makes bytes, as the codec that is named there does where it is one of
+Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, and files of torch, read as leniently
+as their readers do (:mod:`ckptconv.pickles.lenient`), of which a pickle that names nothing is none.
 
-Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the
-numbers of tensors, lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives that are not called ``.pkl`` or ``.pickle``. Whoever loads one of these
-needs code to get at it.
+Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
+nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the numbers of tensors,
+lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives
+that are not called ``.pkl`` or ``.pickle``. Whoever loads one of these needs code to get at it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ _NAMES = re.compile(b"[" + re.escape(NAMING) + b"]")
 
 
 class Inner(NamedTuple):
-    """A pickle that was found: what it is called in paths, its graph, and what its own long byte strings are ranges of."""
+    """A pickle that was found: what it is called in paths, its graph, and what its own long byte
+    strings are ranges of.
+    """
 
     name: str
     graph: Graph
@@ -79,7 +83,10 @@ class Encoded(NamedTuple):
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
-    """What in GRAPH can hold a pickle, each once: byte strings, texts that become such, as their bytes. Each is named beside what stands for it in the graph."""
+    """What in GRAPH can hold a pickle, each once: byte strings, texts that become such, as their bytes.
+
+    Each is named beside what stands for it in the graph.
+    """
     for value in graph.byte_strings:
         if _may_hold(value):
             yield value, value
@@ -99,7 +106,9 @@ def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
 
 
 def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str]:
-    """Text, codec and what becomes of characters that it does not have, as ARGS say them to an encoder; KNOWN are the codecs by what the file calls them. The names given are ours, not the file's."""
+    """Text, codec and what becomes of characters that it does not have, as ARGS say them to an encoder; KNOWN are the
+    codecs by what the file calls them. The names given are ours, not the file's.
+    """
     text, codec, errors = (*args, None, None)[:3]
     said = "utf-8" if len(args) == 1 else text_of(codec) or ""
     if said not in known:
@@ -146,7 +155,9 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
-    """The pickles in VALUE, which if it is long is a range of BLOBS, and before each the number of bytes that were looked at, MOST in all; less than none, where an archive has more. Raises Unjudged."""
+    """The pickles in VALUE, which if it is long is a range of BLOBS, and before each the number of bytes that were
+    looked at, MOST in all; less than none, where an archive has more. Raises Unjudged.
+    """
     held = _readable(value, blobs)
     head = held.read(0, min(_HEAD, held.size)) if held else b""
     if held is None or head[:1] not in _FIRST:
@@ -224,7 +235,9 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """The offset of the first byte from AT on with which a pickle can name something; less than none, where there is none."""
+    """The offset of the first byte from AT on with which a pickle can name something; less than none, where there is
+    none.
+    """
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
         if found:
@@ -233,7 +246,11 @@ def _next_name(held: Readable, at: int) -> int:
 
 
 def _counts(seen: LenientScan) -> bool:
-    """Whether it is a pickle with anything in it. What breaks off is one where something was called before, or what is dangerous was named: bytes can start as a pickle by chance."""
+    """Whether it is a pickle with anything in it.
+
+    What breaks off is one where something was called before, or what is dangerous was named: bytes can start as a
+    pickle by chance.
+    """
     graph = seen.graph
     if seen.is_whole:
         return bool(graph.globals or graph.extensions or graph.byte_strings)

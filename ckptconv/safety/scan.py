@@ -1,7 +1,8 @@
-"""What loading a checkpoint would run, by an allowlist: nothing, code that has to be there, code that no checkpoint needs. Looks; runs nothing.
+"""Scan a checkpoint for what loading it would run. Looks; runs nothing.
 
-Every global that torch's safe loader refuses is a *concern*, wherever the file names it: in each of its pickles, in what they make and throw away, and in pickles inside byte strings
-(:mod:`ckptconv.safety.nested_pickles`, which says what is not looked into).
+Every global that torch's safe loader refuses is a *concern*, wherever the file names it: in each of its pickles, in
+what they make and throw away, and in pickles inside byte strings (:mod:`ckptconv.safety.nested_pickles`, which says
+what is not looked into).
 """
 
 from __future__ import annotations
@@ -23,18 +24,7 @@ from ckptconv.formats.foreign.pickles import LOADER
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import (
-    Blob,
-    ByteArray,
-    Call,
-    Graph,
-    Py2String,
-    Value,
-    args_of,
-    children,
-    is_global,
-    walk,
-)
+from ckptconv.pickles.graph import Blob, ByteArray, Call, Graph, Py2String, Value, args_of, children, is_global, walk
 from ckptconv.pickles.paths import Place, find_places
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.pickles.referrers import Referrers
@@ -51,7 +41,8 @@ from ckptconv.safety.nested_pickles import (
 
 __all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
 
-#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or because torch.load reads no such container.
+#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or
+#: because torch.load reads no such container.
 Level: TypeAlias = Literal[
     "holds no code",
     "loads with weights_only=True",
@@ -69,7 +60,10 @@ _NOT_LISTED = "others that are not listed"
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody can judge; where it stands first, and in how many more places. INSIDE: in byte strings alone, which loading the file leaves as they are."""
+    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody
+    can judge; where it stands first, and in how many more places. INSIDE: in byte strings alone, which loading the file
+    leaves as they are.
+    """
 
     name: str
     path: str
@@ -98,7 +92,9 @@ def concerns(checkpoint: Checkpoint) -> list[Concern]:
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads them runs that much."""
+    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads
+    them runs that much.
+    """
     search = _Search()
     for each in pickles:
         assert isinstance(each.of, Readable)
@@ -114,7 +110,9 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
 
 
 def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
-    """What is dangerous in CHECKPOINT, edited, or cannot be judged, and would be in all that is written of it but safetensors; the worst first. AS_ARCHIVE: what its own archive has besides comes along."""
+    """What is dangerous in CHECKPOINT, edited, or cannot be judged, and would be in all that is written of it but
+    safetensors; the worst first. AS_ARCHIVE: what its own archive has besides comes along.
+    """
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")
     if as_archive and checkpoint.script_classes is None:
@@ -123,7 +121,10 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
 
 
 def level_of(checkpoint: Checkpoint, found: Iterable[Concern], *, refused: bool | None = None) -> Level:
-    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing. REFUSED: whether torch's safe loader refuses something in its graph, where that was asked before."""
+    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing.
+
+    REFUSED: whether torch's safe loader refuses something in its graph, where that was asked before.
+    """
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
         return "dangerous" if "dangerous" in met else "needs code"
@@ -157,7 +158,10 @@ def _left_for(graph: Graph) -> int:
 
 
 class _Where:
-    """Paths in one graph, made when the first is asked for. What is INSIDE a byte string stands where that does: beside HOLDER in OUTER."""
+    """Paths in one graph, made when the first is asked for.
+
+    What is INSIDE a byte string stands where that does: beside HOLDER in OUTER.
+    """
 
     def __init__(
         self, of: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
@@ -191,7 +195,10 @@ def _places(graph: Graph) -> Iterator[Place]:
 
 
 class _Search:
-    """Collects concerns by their names. CARRIED: only what is dangerous or cannot be judged, and only in byte strings that the graph still has."""
+    """Collects concerns by their names.
+
+    CARRIED: only what is dangerous or cannot be judged, and only in byte strings that the graph still has.
+    """
 
     def __init__(self, *, carried: bool = False) -> None:
         self.carried = carried
@@ -295,7 +302,9 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
 
 
 def _storages_loaded(graph: Graph) -> set[int]:
-    """The ids of what in GRAPH, a pickle inside a byte string, loads storages out of byte strings as plain pickles do, and nothing else: those are looked into in turn."""
+    """The ids of what in GRAPH, a pickle inside a byte string, loads storages out of byte strings as plain pickles do,
+    and nothing else: those are looked into in turn.
+    """
     loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
     if not loaders:
         return loaders

@@ -1,8 +1,9 @@
-"""What Python's containers hold, and copies of them in which some things are replaced: sharing, cycles, order and types are kept.
+"""Walk and copy Python containers with sharing, cycles, order and types kept.
 
-Containers are dicts, lists, tuples, sets, frozensets and deques, their subclasses (``OrderedDict``, ``defaultdict``, ``Counter``, named tuples ...) with attributes set on them, other
-mutable mappings (``UserDict``), and instances of dataclasses. Everything else is a *leaf* and not looked into, but for attributes set on a tensor. Nothing here recurses: nesting may be as deep as
-memory allows.
+Containers are dicts, lists, tuples, sets, frozensets and deques, their subclasses (``OrderedDict``, ``defaultdict``,
+``Counter``, named tuples ...) with attributes set on them, other mutable mappings (``UserDict``), and instances of
+dataclasses. Everything else is a *leaf* and not looked into, but for attributes set on a tensor. Nothing here recurses:
+nesting may be as deep as memory allows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 __all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
 
-#: A subclass before its base. Their own methods are called, not those of classes derived from them, which may do more than store.
+#: A subclass before its base. Their own methods are called, not those of classes derived from them, which may do more
+#: than store.
 _BASES = (OrderedDict, defaultdict, dict, list, deque, set, frozenset, tuple)
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type)
 _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever else they are: a module can be a dataclass
@@ -66,12 +68,17 @@ class Contents:
                         ]
 
     def copied(self, replaced: Callable[[Any], Any]) -> Any:
-        """A copy with REPLACED(leaf) for each leaf; a tensor that is replaced by another one gives it its attributes. A tuple or frozenset in which nothing was replaced stays itself."""
+        """A copy with REPLACED(leaf) for each leaf; a tensor that is replaced by another one gives it its attributes.
+
+        A tuple or frozenset in which nothing was replaced stays itself.
+        """
         return _Copy(self, replaced).of(self.root)
 
 
 class _Copy:
-    """Makes what can change empty at first and fills it later, so that cycles find it; what cannot is made of what is made already."""
+    """Makes what can change empty at first and fills it later, so that cycles find it; what cannot is made of what is
+    made already.
+    """
 
     def __init__(self, contents: Contents, replaced: Callable[[Any], Any]) -> None:
         self.made = {id(place.node): replaced(place.node) for place in contents.leaves}

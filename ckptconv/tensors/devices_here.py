@@ -22,7 +22,10 @@ def has(tag: str) -> bool:
 
 
 def _count(family: str) -> int:
-    """How many devices of FAMILY there are. Backends that register themselves with torch (npu, mlu, ...) are modules of it like torch's own."""
+    """How many devices of FAMILY there are.
+
+    Backends that register themselves with torch (npu, mlu, ...) are modules of it like torch's own.
+    """
     try:
         backend = torch.get_device_module(family)
     except RuntimeError:  # no device that this torch knows

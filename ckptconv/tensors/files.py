@@ -1,4 +1,7 @@
-"""Checkpoint files from Python: open one and take single tensors, load one, save one. What needs torch imports it when it is called."""
+"""``open``, ``load`` and ``save``: checkpoint files from Python.
+
+What needs torch imports it when it is called.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ __all__ = ["CheckpointFile", "load", "open", "save"]
 
 
 def open(path: str | os.PathLike[str]) -> CheckpointFile:
-    """The checkpoint at PATH, to look into and to take single tensors from. Reads headers and the pickle; use it with ``with``.
+    """The checkpoint at PATH, to look into and to take single tensors from.
+
+    Reads headers and the pickle; use it with ``with``.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where there is none.
     """
@@ -70,7 +75,9 @@ class CheckpointFile:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors by path (``state_dict/conv.weight``), in the file's order: dtype, shape and stride in elements, device, sizes in bytes, ties."""
+        """The tensors by path (``state_dict/conv.weight``), in the file's order: dtype, shape and stride in elements,
+        device, sizes in bytes, ties.
+        """
         return MappingProxyType(self._checkpoint.tensors)
 
     @property
@@ -79,9 +86,11 @@ class CheckpointFile:
         return MappingProxyType(self._checkpoint.metadata)
 
     def load(self, path: str) -> torch.Tensor:
-        """The tensor at PATH, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``, ``Parameter``. Each call reads it anew.
+        """The tensor at PATH, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
+        ``Parameter``. Each call reads it anew.
 
-        Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by code that torch's safe loader refuses.
+        Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by code that torch's safe
+        loader refuses.
         """
         from ckptconv.tensors.loading import load_checkpoint
 
@@ -148,15 +157,20 @@ def load(
     select: str | None = None,
     strip_prefix: str | Iterable[str] = (),
 ) -> Any:
-    """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container that ckptconv reads. Nothing in the file is run.
+    """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container that ckptconv reads.
 
-    ``map_location`` is what torch takes (a device, a mapping of tags, a function of storage and tag), and what :func:`ckptconv.convert` takes (families, ``'any'``, a function of the
-    tag alone); ``'auto'`` is the GPU if there is one, else the CPU. A device without an index is torch's current one; states of random generators move with all others, as
-    torch does it. ``state_dict``: the state dict alone, wherever it is. ``select``: the part at that path, such as ``ema/model``.
-    ``strip_prefix``: prefixes to take off names, such as ``module.``. Of a file that needs unknown classes, a part without them loads by either of the two.
+    Nothing in the file is run.
+
+    ``map_location`` is what torch takes (a device, a mapping of tags, a function of storage and tag), and what
+    :func:`ckptconv.convert` takes (families, ``'any'``, a function of the tag alone); ``'auto'`` is the GPU if there is
+    one, else the CPU. A device without an index is torch's current one; states of random generators move with all
+    others, as torch does it. ``state_dict``: the state dict alone, wherever it is. ``select``: the part at that path,
+    such as ``ema/model``. ``strip_prefix``: prefixes to take off names, such as ``module.``. Of a file that needs
+    unknown classes, a part without them loads by either of the two.
 
     Raises :class:`~ckptconv.errors.DeviceUnavailable` where tensors would go to a device that torch does not have here,
-    :class:`~ckptconv.errors.UnsupportedError` where code would be needed, and other subclasses of :class:`~ckptconv.errors.CkptconvError`.
+    :class:`~ckptconv.errors.UnsupportedError` where code would be needed, and other subclasses of
+    :class:`~ckptconv.errors.CkptconvError`.
     """
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
@@ -193,10 +207,13 @@ def save(
     verify: bool = False,
     allow_unsafe: bool = False,
 ) -> Report:
-    """Write OBJ, whatever ``torch.save`` takes, to PATH: ``.safetensors`` by its suffix, else torch's zip format. PATH is replaced when the new file is whole, and not before.
+    """Write OBJ, whatever ``torch.save`` takes, to PATH: ``.safetensors`` by its suffix, else torch's zip format.
 
-    The keywords are those of :func:`ckptconv.convert`; ``map_location`` changes what the file says, no tensor moves. ``force=False``: PATH must not exist.
-    Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written from where they are.
+    PATH is replaced when the new file is whole, and not before.
+
+    The keywords are those of :func:`ckptconv.convert`; ``map_location`` changes what the file says, no tensor moves.
+    ``force=False``: PATH must not exist. Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written
+    from where they are.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`, PATH is then as it was; and what pickling OBJ raises.
     """

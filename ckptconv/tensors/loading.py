@@ -1,7 +1,8 @@
-"""Make real tensors of a checkpoint, by torch's own safe loader: what it is given is an archive that nobody has written.
+"""Load real tensors through torch's own safe loader, from an archive that is never written.
 
-torch reads the graph's pickle, emitted again, and the storages' bytes where they stand (:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle
-that torch refuses for its protocol alone load in one way.
+torch reads the graph's pickle, emitted again, and the storages' bytes where they stand
+(:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle that torch refuses for its
+protocol alone load in one way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
 
 
 def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
-    """The object that CHECKPOINT holds, which is edited. WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is read, UnsupportedError where torch refuses."""
+    """The object that CHECKPOINT holds, which is edited.
+
+    WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is read, UnsupportedError
+    where torch refuses.
+    """
     where = checkpoint.source.path
     devices, target = _meaning(map_location)
     _refuse_code(checkpoint, whole=whole)
@@ -70,7 +75,9 @@ def _reason(error: pickle.UnpicklingError) -> str | None:
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
-    """Raise where torch's safe loader would refuse, before a tensor is read; of a WHOLE file, say which part would load."""
+    """Raise where torch's safe loader would refuse, before a tensor is read; of a WHOLE file, say which part would
+    load.
+    """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
         raise UnsupportedError("torch has no such dtype", where=checkpoint.source.path, got=", ".join(unknown))

@@ -1,7 +1,8 @@
-"""Move what is in memory between devices, and say how much lies where.
+"""``remap`` and ``devices``: move objects in memory between devices, and count their bytes.
 
-A move keeps what ``torch.save`` and ``torch.load(map_location=...)`` would keep: values bit for bit, views, what shares a storage, classes, attributes, ``requires_grad``; and gradients
-too. Modules and optimizers move in place, as with ``Module.to``: their tensors stay the objects that they are, whoever else refers to them.
+A move keeps what ``torch.save`` and ``torch.load(map_location=...)`` would keep: values bit for bit, views, what shares
+a storage, classes, attributes, ``requires_grad``; and gradients too. Modules and optimizers move in place, as with
+``Module.to``: their tensors stay the objects that they are, whoever else refers to them.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ _NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have none
 
 @for_python
 def remap(obj: _T, map_location: MapLocation) -> _T:
-    """OBJ with its tensors on other devices. Modules and optimizers move in place; containers, and other tensors that have to move, are copied.
+    """OBJ with its tensors on other devices.
 
-    MAP_LOCATION is as for ``convert``, but that a device without an index, for all tensors, is the current one of its family, and ``'auto'`` is the GPU if there is one, else the CPU.
-    Raises DeviceUnavailable before anything moves.
+    Modules and optimizers move in place; containers, and other tensors that have to move, are copied.
 
-    A storage moves once and as a whole, so what shared one shares one. A tensor that is where it should be is returned as it is; one that moves comes back as a leaf, without hooks.
-    Sparse, quantized, nested and wrapper tensors move by their own ``to``, and share no storages after it. ``meta`` tensors have no data and stay. States of random
+    MAP_LOCATION is as for ``convert``, but that a device without an index, for all tensors, is the current one of its
+    family, and ``'auto'`` is the GPU if there is one, else the CPU. Raises DeviceUnavailable before anything moves.
+
+    A storage moves once and as a whole, so what shared one shares one. A tensor that is where it should be is returned
+    as it is; one that moves comes back as a leaf, without hooks. Sparse, quantized, nested and wrapper tensors move by
+    their own ``to``, and share no storages after it. ``meta`` tensors have no data and stay. States of random
     generators stay on the CPU, as in ``convert``.
 
-    As with ``Module.to``, a module's parameters, gradients and buffers move, and no tensor that is a plain attribute. An optimizer's parameters move with its state. Its
-    ``step``, and the ``lr`` if it is a tensor, stay on the CPU if they are there, but in groups that are ``capturable`` or ``fused``, as torch has it. A ``state_dict()`` is a container like any other.
+    As with ``Module.to``, a module's parameters, gradients and buffers move, and no tensor that is a plain attribute.
+    An optimizer's parameters move with its state. Its ``step``, and the ``lr`` if it is a tensor, stay on the CPU if
+    they are there, but in groups that are ``capturable`` or ``fused``, as torch has it. A ``state_dict()`` is a
+    container like any other.
 
     Which containers are looked into: :mod:`ckptconv.tensors.containers`. Every other object is returned as it is.
     """
@@ -51,7 +57,8 @@ def remap(obj: _T, map_location: MapLocation) -> _T:
         move.check()
         for place in contents.leaves:
             if isinstance(place.node, torch.nn.Module):
-                place.node._apply(move.in_place)  # type: ignore[no-untyped-call]  # which modules override: an LSTM joins its weights again after it
+                # which modules override: an LSTM joins its weights again after it
+                place.node._apply(move.in_place)  # type: ignore[no-untyped-call]
         for tensor in found.owned:
             move.in_place(tensor)
         moved: _T = contents.copied(move.new)
@@ -59,9 +66,11 @@ def remap(obj: _T, map_location: MapLocation) -> _T:
 
 
 def devices(obj: object) -> dict[str, int]:
-    """How many bytes of storages OBJ has on each device, the most first: those of modules, optimizers, tensors and gradients in any containers.
+    """How many bytes of storages OBJ has on each device, the most first: those of modules, optimizers, tensors and
+    gradients in any containers.
 
-    Devices are written as in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. A storage counts once, and as a whole; on ``meta`` it has a size and no data.
+    Devices are written as in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. A storage counts once, and as a whole; on
+    ``meta`` it has a size and no data.
     """
     sizes: Counter[str] = Counter()
     with torch._C.DisableTorchFunctionSubclass():
@@ -113,7 +122,9 @@ def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _hosted(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """``step``, which torch's ``Optimizer._process_value_according_to_param_policy`` leaves too, and the groups' options: each step of training reads them."""
+    """``step``, which torch's ``Optimizer._process_value_according_to_param_policy`` leaves too, and the groups'
+    options: each step of training reads them.
+    """
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             continue
@@ -166,7 +177,8 @@ class _Move:
             return self.storage(leaf)
         if isinstance(leaf, torch.storage.TypedStorage):
             storage = self.storage(leaf._untyped_storage)
-            return torch.storage.TypedStorage(wrap_storage=storage, dtype=leaf.dtype, _internal=True)  # type: ignore[no-untyped-call]
+            make: Any = torch.storage.TypedStorage
+            return make(wrap_storage=storage, dtype=leaf.dtype, _internal=True)
         return leaf
 
     def storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -290,7 +302,8 @@ def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """What LIKE is on its own storage, on STORAGE."""
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage, like.storage_offset(), like.size(), like.stride())
-    metadata = torch._utils.get_tensor_metadata(like)  # type: ignore[no-untyped-call]  # whether it is to be conjugated or negated
+    # whether it is to be conjugated or negated
+    metadata = torch._utils.get_tensor_metadata(like)  # type: ignore[no-untyped-call]
     torch._utils.set_tensor_metadata(view, metadata)  # type: ignore[no-untyped-call]
     return view
 

@@ -1,4 +1,4 @@
-"""Which tensors in memory are states of random generators: the rules of :mod:`ckptconv.checkpoint.state_dicts`, for objects instead of a file's graph."""
+"""Detect RNG states among tensors in memory, by the rules of :mod:`ckptconv.checkpoint.state_dicts`."""
 
 from __future__ import annotations
 

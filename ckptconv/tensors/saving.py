@@ -1,4 +1,4 @@
-"""An object in memory as a checkpoint: its pickle, parsed like any other, and its storages, read from where they are.
+"""Turn an object in memory into a checkpoint: its pickle is parsed, its storages are read where they are.
 
 So that what is saved goes the way of every conversion: edits, plan, one file that appears whole.
 """
@@ -29,7 +29,10 @@ _WHERE = Path("the object")
 
 
 def checkpoint_of_object(obj: object) -> Checkpoint:
-    """OBJ as ``torch.save`` would write it. It must not be changed before the checkpoint is written. Raises what pickling it raises."""
+    """OBJ as ``torch.save`` would write it.
+
+    It must not be changed before the checkpoint is written. Raises what pickling it raises.
+    """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(obj)
@@ -62,7 +65,9 @@ class Memory(Readable):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles with persistent ids for storages, in the protocol and the words of torch's own writer (``torch.serialization._save`` of 2.13)."""
+    """Pickles with persistent ids for storages, in the protocol and the words of torch's own writer
+    (``torch.serialization._save`` of 2.13).
+    """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=2)
@@ -81,7 +86,8 @@ class _Pickler(pickle.Pickler):
         key, first = self._known.setdefault(storage._cdata, (str(len(self._known)), dtype))
         if first.name != dtype.name:  # a loader remembers one dtype for each storage
             raise RefusedError(
-                f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format cannot say",
+                f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format"
+                " cannot say",
                 where=_WHERE,
                 hint="clone() one of them",
             )

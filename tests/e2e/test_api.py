@@ -37,7 +37,9 @@ def test_every_error_is_public() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    """Each function and class has a docstring; each parameter of a function stands in it, in the README, or is documented with ``convert``."""
+    """Each function and class has a docstring; each parameter of a function stands in it, in the README, or is
+    documented with ``convert``.
+    """
     convert = inspect.getdoc(ckptconv.convert) or ""
     for name in ckptconv.__all__:
         value = getattr(ckptconv, name)

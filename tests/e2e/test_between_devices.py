@@ -1,4 +1,6 @@
-"""What people read about moving models between devices, each as a test: on location tags everywhere, and on GPUs where there are some."""
+"""What people read about moving models between devices, each as a test: on location tags everywhere, and on GPUs where
+there are some.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def tags(path: Path) -> set[str]:
     "there", ["gpu", "cuda", "cuda:0", torch.device("cuda", 0), {"cpu": "cuda:0"}, lambda tag: "cuda:0"]
 )
 def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
-    """A state dict goes to ``cuda:0`` and back to the CPU on a machine without a GPU: the same values, the same file."""
+    """A state dict goes to ``cuda:0`` and back to the CPU on a machine without a GPU: the same values,
+    the same file.
+    """
     model, *_ = training()
     torch.save(model.state_dict(), tmp_path / "cpu.pt")
     ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location=there)
@@ -132,7 +136,9 @@ def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
 
 
 def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
-    """torch refuses the file where there is no GPU, without ``map_location``; converted, it loads and gives the same logits."""
+    """torch refuses the file where there is no GPU, without ``map_location``; converted, it loads and gives the same
+    logits.
+    """
     model, *_ = training()
     zoo.save(model.state_dict(), tmp_path / "gpu.pt", tags=["cuda:0"])
     if not torch.cuda.is_available():
@@ -146,7 +152,9 @@ def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
-    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there and converted back is the model that was."""
+    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there and converted back
+    is the model that was.
+    """
     model, *_ = training()
     torch.save(model.state_dict(), tmp_path / "cpu.pt")
     ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location="gpu")
@@ -165,7 +173,9 @@ def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
 
 
 def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
-    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on with the losses that it would have had."""
+    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on with the losses that it
+    would have had.
+    """
     run = training()
     step(*run)
     zoo.save(checkpoint_of(*run), tmp_path / "gpu.pt", tags=["cuda:0"])
@@ -178,7 +188,9 @@ def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_training_moves_as_a_whole_on_a_gpu(tmp_path: Path) -> None:
-    """In memory, in the middle of a training: one call, and it goes on there; through a file and back, it goes on here."""
+    """In memory, in the middle of a training: one call, and it goes on there; through a file and back,
+    it goes on here.
+    """
     run = training()
     step(*run)
     model, criterion, optimizer = remap(run, "cuda:0")
@@ -221,7 +233,9 @@ GPUS = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     ],
 )
 def test_four_gpus_by_index(tmp_path: Path, wish: Any, expected: list[str]) -> None:
-    """One GPU for another, all moved by one, two for four, or all on one: each part goes where its tag says, at once."""
+    """One GPU for another, all moved by one, two for four, or all on one: each part goes where its tag
+    says, at once.
+    """
     zoo.save(four_parts(), tmp_path / "four.pt", tags=GPUS)
     ckptconv.convert(tmp_path / "four.pt", tmp_path / "out.pt", map_location=wish)
     loaded, found = tags_of(tmp_path / "out.pt", weights_only=True)
@@ -239,7 +253,9 @@ def test_four_gpus_moved_by_one() -> None:
 
 
 def test_a_checkpoint_saved_under_visible_devices(tmp_path: Path) -> None:
-    """Under ``CUDA_VISIBLE_DEVICES=0,4`` the fifth GPU is saved as ``cuda:1``: tags are the saving process's numbers, and a ``cuda:4`` is in no file of it."""
+    """Under ``CUDA_VISIBLE_DEVICES=0,4`` the fifth GPU is saved as ``cuda:1``: tags are the saving process's numbers,
+    and a ``cuda:4`` is in no file of it.
+    """
     zoo.save({"first": torch.ones(2), "fifth": torch.ones(3)}, tmp_path / "two.pt", tags=["cuda:0", "cuda:1"])
     ckptconv.convert(tmp_path / "two.pt", tmp_path / "no.pt", map_location={"cuda:4": "cpu"})
     assert tags_of(tmp_path / "no.pt", weights_only=True)[1] == ["cuda:0", "cuda:1"]
@@ -281,7 +297,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", WAYS)
 def test_data_parallel_without_a_gpu(tmp_path: Path, which: str) -> None:
-    """``module.`` stands before every name where the model was wrapped, behind ``features`` and ``classifier`` where those were; taken off, a plain model on the CPU takes the weights."""
+    """``module.`` stands before every name where the model was wrapped, behind ``features`` and ``classifier`` where
+    those were; taken off, a plain model on the CPU takes the weights.
+    """
     model, *_ = training()
     expected = logits(model)
     plain = model.state_dict()
@@ -310,7 +328,9 @@ def test_a_plain_model_for_data_parallel(tmp_path: Path) -> None:
 @needs_gpus(1)
 @pytest.mark.parametrize("which", WAYS)
 def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
-    """Trained a step under DataParallel on all the GPUs that there are, saved, converted, and loaded by a plain model on the CPU."""
+    """Trained a step under DataParallel on all the GPUs that there are, saved, converted, and loaded by a plain model
+    on the CPU.
+    """
     model, criterion, optimizer = training()
     parallel = wrapped(which, model.to("cuda"))
     remap((criterion, optimizer), "cuda:0")
@@ -331,7 +351,9 @@ def reported(path: Path) -> dict[str, int]:
 
 
 def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
-    """A model on two GPUs, with a part forgotten on the CPU: the file's header alone says how many bytes are where, and one conversion brings all of it together."""
+    """A model on two GPUs, with a part forgotten on the CPU: the file's header alone says how many bytes are where, and
+    one conversion brings all of it together.
+    """
     state = {"a": torch.ones(1000), "b": torch.ones(400, dtype=torch.float64), "forgotten": torch.ones(1)}
     zoo.save(state, tmp_path / "mixed.pt", tags=["cuda:0", "cuda:1", "cpu"])
     assert reported(tmp_path / "mixed.pt") == {"cuda:0": 4000, "cuda:1": 3200, "cpu": 4}
@@ -342,7 +364,9 @@ def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_report_of_what_is_really_mixed(tmp_path: Path) -> None:
-    """In memory and in the file that torch saves of it: the same bytes on the same devices; one call brings all of it together."""
+    """In memory and in the file that torch saves of it: the same bytes on the same devices; one call brings all of it
+    together.
+    """
     model, *_ = training()
     model.features.to("cuda:0")
     found = devices(model)

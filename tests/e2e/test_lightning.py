@@ -1,4 +1,6 @@
-"""Checkpoints that are one dict, as Lightning, mmengine, timm, fairseq, accelerate and averaging trainers write them: names change in their state dicts alone, all else stays what it is."""
+"""Checkpoints that are one dict, as Lightning, mmengine, timm, fairseq, accelerate and averaging trainers write them:
+names change in their state dicts alone, all else stays what it is.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ def converted(src: Path, dst: Path, **edits: Any) -> Any:
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 @pytest.mark.parametrize("build", KINDS)
 def test_strip(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper: keys elsewhere stay, whatever they look like."""
+    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper: keys elsewhere
+    stay, whatever they look like.
+    """
     src = made(build, prefix, tmp_path)
     assert_same(converted(src, tmp_path / "out.ckpt", strip_prefix=prefix), build(""))
 
@@ -191,14 +195,18 @@ def test_strip(build: Build, prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 @pytest.mark.parametrize("build", KINDS)
 def test_add(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the averages and in an optimizer of names too."""
+    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the averages and in an optimizer
+    of names too.
+    """
     src = made(build, "", tmp_path)
     assert_same(converted(src, tmp_path / "out.ckpt", add_prefix=prefix), build(prefix))
 
 
 @pytest.mark.parametrize("build", KINDS)
 def test_to(build: Build, tmp_path: Path) -> None:
-    """``--to`` sends every storage but the states of random generators, which come to the CPU; objects and values are the same, a user's ``torch.device`` too."""
+    """``--to`` sends every storage but the states of random generators, which come to the CPU; objects and values are
+    the same, a user's ``torch.device`` too.
+    """
     src = made(build, "module.", tmp_path, zoo.TAGS)
     tags: list[tuple[str, bool]] = []
 

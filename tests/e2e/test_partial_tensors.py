@@ -1,4 +1,6 @@
-"""Tensors that are spread over many processes: each file has a part, is shown so, retagged, kept, and never written as if it were the whole."""
+"""Tensors that are spread over many processes: each file has a part, is shown so, retagged, kept, and never written as
+if it were the whole.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.support.two_ranks import parts
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two processes, which find for themselves that what they load after a retag is what they saved."""
+    """The folder of a run of two processes, which find for themselves that what they load after a retag is what they
+    saved.
+    """
     folder = tmp_path_factory.mktemp("run")
     script = SUPPORT / "two_ranks.py"
     command = [sys.executable, "-W", "ignore", str(script)]
@@ -42,7 +46,10 @@ def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
 
 
 def test_they_are_shown(run: Path) -> None:
-    """The shape is the whole's, the part stands below it with its own; a note says which they are. A replicated one is no exception."""
+    """The shape is the whole's, the part stands below it with its own; a note says which they are.
+
+    A replicated one is no exception.
+    """
     found = kinds(run / "dtensor1.pt")
     assert found["model/net.weight"] == ("partial", [5, 3], 0)
     assert found["model/net.weight/.__state__[1]/_local_tensor"] == ("strided", [2, 3], 24)
@@ -87,7 +94,9 @@ def test_torch_formats_keep_them(run: Path, tmp_path: Path, name: str, format: A
 
 
 def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
-    """Storages and the tensors' own devices are; that of the mesh stays, as it does in ``torch.load(map_location=...)`` and ``DTensor.cpu()``."""
+    """Storages and the tensors' own devices are; that of the mesh stays, as it does in ``torch.load(map_location=...)``
+    and ``DTensor.cpu()``.
+    """
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
     with Source(tmp_path / "gpu.pt") as source:
         checkpoint = opening.read(source)
@@ -181,7 +190,9 @@ def sharded_object(old: ModuleType, metadata: Any) -> Any:
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_an_object_of_parts(old: ModuleType, tmp_path: Path, newer: bool) -> None:
-    """It is partial, its shape that of the metadata; the names it stands under are names; retagged as torch does; refused by safetensors."""
+    """It is partial, its shape that of the metadata; the names it stands under are names; retagged as torch does;
+    refused by safetensors.
+    """
     size = torch.Size((4, 3))
     metadata = old.NewerMetadata(shards_metadata=[], size=size) if newer else old.Metadata([], size, torch.float32)
     obj = {"net.weight": sharded_object(old, metadata), "net.bias": torch.ones(3)}

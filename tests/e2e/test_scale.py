@@ -1,4 +1,6 @@
-"""What docs/scale.md shows, as it stands there: processes here, a Dask scheduler with two real workers of which one is killed, MPI, the shards of one set as jobs."""
+"""What docs/scale.md shows, as it stands there: processes here, a Dask scheduler with two real workers of which one is
+killed, MPI, the shards of one set as jobs.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_mpi(here: Path) -> None:
 
 
 def test_shards_as_jobs(here: Path) -> None:
-    """Each shard alone, one without the prefix, and the index last: transformers' layout, which ckptconv reads as one; an index is not written twice."""
+    """Each shard alone, one without the prefix, and the index last: transformers' layout, which ckptconv reads as one;
+    an index is not written twice.
+    """
     Path("model").mkdir()
     save_file({"module.a": torch.ones(2), "module.b": torch.zeros(3)}, "model/model-00001-of-00002.safetensors")
     save_file({"c": torch.ones(4)}, "model/model-00002-of-00002.safetensors")

@@ -1,4 +1,6 @@
-"""The folders that trainers leave behind, as a batch: each file retagged, names and all, without what wrote it; what is no tensor stays what it is."""
+"""The folders that trainers leave behind, as a batch: each file retagged, names and all, without what wrote it; what is
+no tensor stays what it is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.support.judge import assert_same, tags_of
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
-    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for bit; what is no checkpoint came along."""
+    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for bit; what is no
+    checkpoint came along.
+    """
     names = sorted(str(path.relative_to(before)) for path in before.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(cpu)) for path in cpu.rglob("*") if path.is_file())
     for name in names:
@@ -53,7 +57,9 @@ class Texts(torch.utils.data.Dataset[Any]):
 
 
 def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' Trainer: the model, the optimizer, the scheduler, states of generators, and its own arguments, which are an object; it goes on from the result."""
+    """transformers' Trainer: the model, the optimizer, the scheduler, states of generators, and its own arguments,
+    which are an object; it goes on from the result.
+    """
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -94,7 +100,9 @@ def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_accelerates_folder(tmp_path: Path) -> None:
-    """``save_state``: models and optimizers as .bin, states of generators as a pickle of numbers and tensors; ``load_state`` reads the result."""
+    """``save_state``: models and optimizers as .bin, states of generators as a pickle of numbers and tensors;
+    ``load_state`` reads the result.
+    """
     accelerate = pytest.importorskip("accelerate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,7 +127,9 @@ def test_accelerates_folder(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank's file is a file, with the tag of its rank; to one file they are not merged, and the tool that does it is named."""
+    """Each rank's file is a file, with the tag of its rank; to one file they are not merged, and the tool that does it
+    is named.
+    """
     folder = tmp_path / "run" / "global_step2"
     folder.mkdir(parents=True)
     for rank in range(2):

@@ -1,4 +1,6 @@
-"""transformers as the judge: what DataParallel saved on a GPU loads with ``from_pretrained`` once it is converted, and gives the same logits."""
+"""transformers as the judge: what DataParallel saved on a GPU loads with ``from_pretrained`` once it is converted, and
+gives the same logits.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_loads(transformers: ModuleType, folder: Path, model: Any) -> None:
-    """Fail unless ``from_pretrained`` finds in FOLDER all names of MODEL and no other, and the result computes the same, bit for bit."""
+    """Fail unless ``from_pretrained`` finds in FOLDER all names of MODEL and no other, and the result computes the
+    same, bit for bit.
+    """
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
     assert not any(info.values()), info
     assert type(loaded) is type(model)
@@ -111,7 +115,9 @@ def test_to_safetensors(transformers: ModuleType, model: Any, saved: Path, folde
 
 
 def test_from_safetensors(transformers: ModuleType, model: Any, folder: Path) -> None:
-    """What ``save_pretrained`` writes becomes a ``pytorch_model.bin`` that loads; into the module itself too, but for ties, which the library does not record."""
+    """What ``save_pretrained`` writes becomes a ``pytorch_model.bin`` that loads; into the module itself too, but for
+    ties, which the library does not record.
+    """
     model.save_pretrained(folder)
     ckptconv.convert(folder / "model.safetensors", folder / "pytorch_model.bin", map_location="cuda:1")
     (folder / "model.safetensors").unlink()
@@ -122,7 +128,9 @@ def test_from_safetensors(transformers: ModuleType, model: Any, folder: Path) ->
 
 
 def test_there_and_back(model: Any, saved: Path, tmp_path: Path) -> None:
-    """Through safetensors and back with the prefix, all names and ties are there again: DataParallel loads it strictly."""
+    """Through safetensors and back with the prefix, all names and ties are there again: DataParallel
+    loads it strictly.
+    """
     ckptconv.convert(saved, tmp_path / "model.safetensors", strip_prefix="module.")
     ckptconv.convert(tmp_path / "model.safetensors", tmp_path / "back.pt", add_prefix="module.")
     back, _ = tags_of(tmp_path / "back.pt", weights_only=True)

@@ -1,1 +1,4 @@
-"""Coverage-guided fuzzing of everything that reads a file: ``.ci/fuzz`` runs it. The findings that were mended stand in ``findings``, and ``tests/test_fuzz_findings.py`` tries each again."""
+"""Coverage-guided fuzzing of everything that reads a file: ``.ci/fuzz`` runs it.
+
+The findings that were mended stand in ``findings``, and ``tests/test_fuzz_findings.py`` tries each again.
+"""

@@ -1,4 +1,7 @@
-"""All targets, one after another: ``python -m tests.fuzz [SECONDS]``, 60 in all unless said otherwise. A line for each; findings stand in ``.fuzz/``; exit 1 if there is one."""
+"""All targets, one after another: ``python -m tests.fuzz [SECONDS]``, 60 in all unless said otherwise.
+
+A line for each; findings stand in ``.fuzz/``; exit 1 if there is one.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,15 @@ def main() -> int:
     started = time.monotonic()
     _FINDINGS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptconv-fuzz-", dir=_MEMORY) as name:
-        seeding = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", name]
-        )  # which needs torch
+        # which needs torch
+        seeding = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", name])
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
                 from tests.fuzz.run import fuzz
         except ImportError as error:
             sys.exit(
-                f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e '.[fuzz]'"
+                f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e"
+                " '.[fuzz]'"
             )
         if seeding.wait():
             return 1
@@ -62,7 +65,9 @@ def main() -> int:
 def _fuzz(
     fuzz: Callable[[str, int, Path, Path], None], target: str, seconds: float, work: Path
 ) -> tuple[dict[str, Any], int]:
-    """FUZZ TARGET for so many SECONDS, in a process of its own; where an input ends that, in another one for what is left. What they did, and the size of the corpus."""
+    """FUZZ TARGET for so many SECONDS, in a process of its own; where an input ends that, in another one for what is
+    left. What they did, and the size of the corpus.
+    """
     for kept in (Path(__file__).parent / "findings").glob(f"{target}-*"):
         (work / "corpus" / kept.name).write_bytes(kept.read_bytes())
     until = time.monotonic() + seconds

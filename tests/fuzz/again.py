@@ -1,4 +1,7 @@
-"""One input through its target again: ``python -m tests.fuzz.again PATH``. The file's name begins with that of the target, as ``.ci/fuzz`` names what it finds. Needs no atheris."""
+"""One input through its target again: ``python -m tests.fuzz.again PATH``.
+
+The file's name begins with that of the target, as ``.ci/fuzz`` names what it finds. Needs no atheris.
+"""
 
 from __future__ import annotations
 

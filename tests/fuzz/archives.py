@@ -1,4 +1,6 @@
-"""Zip archives as a list of records that can be changed and put together again, with checksums that are right or not, as asked."""
+"""Zip archives as a list of records that can be changed and put together again, with checksums that are right or not,
+as asked.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ _MOST = 1 << 20  # bytes that a deflated record may become here
 
 @dataclass(frozen=True)
 class Record:
-    """One member: DATA, before it is deflated. ``lies``: what its headers say otherwise than it is, by ``local.FIELD`` or ``central.FIELD``."""
+    """One member: DATA, before it is deflated.
+
+    ``lies``: what its headers say otherwise than it is, by ``local.FIELD`` or ``central.FIELD``.
+    """
 
     name: bytes
     data: bytes
@@ -98,7 +103,9 @@ def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"")
 
 
 def _headers(record: Record, at: int) -> tuple[bytes, bytes, bytes]:
-    """The local header of RECORD at AT with its name and extra field, its entry in the directory, and the bytes as they are stored."""
+    """The local header of RECORD at AT with its name and extra field, its entry in the directory, and the bytes as they
+    are stored.
+    """
     deflate = zlib.compressobj(wbits=-15)
     stored = deflate.compress(record.data) + deflate.flush() if record.deflated else record.data
     padding = -(at + _LOCAL.size + len(record.name) + 4) % 64 if record.aligned else 0

@@ -1,4 +1,6 @@
-"""Several files as one text of bytes, so that a fuzzer can change what stands in a folder: NAME, a newline, the length, a newline, the bytes, one file behind another."""
+"""Several files as one text of bytes, so that a fuzzer can change what stands in a folder: NAME, a newline, the length,
+a newline, the bytes, one file behind another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""For each target the changes that get behind the first check: a pickle changed by opcodes in an archive whose checksums are right again, a header whose numbers fit."""
+"""For each target the changes that get behind the first check: a pickle changed by opcodes in an archive whose
+checksums are right again, a header whose numbers fit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Changes to pickles that think in opcodes: what comes out is mostly a pickle again, with something in it that no pickler has written."""
+"""Changes to pickles that think in opcodes: what comes out is mostly a pickle again, with something in it that no
+pickler has written.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ _GLOBALS = (
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """The opcodes of the pickle at the start of DATA, each with its operand, and what follows it or cannot be understood."""
+    """The opcodes of the pickle at the start of DATA, each with its operand, and what follows it or cannot be
+    understood.
+    """
     stream = io.BytesIO(data)
     pieces, end = [], 0
     try:
@@ -77,7 +81,10 @@ def split(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def changed(data: bytes, random: Random, change: Change, *, others: list[list[bytes]] | None = None) -> bytes:
-    """The pickle DATA, changed in one to three places; parts of OTHERS may get into it. CHANGE is for what has no structure."""
+    """The pickle DATA, changed in one to three places; parts of OTHERS may get into it.
+
+    CHANGE is for what has no structure.
+    """
     pieces, rest = split(data)
     if not pieces:
         return change(data)

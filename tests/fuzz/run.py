@@ -1,7 +1,10 @@
-"""One target under atheris, which ends the process. A finding is written down, smaller if that goes fast, and fuzzing goes on.
+"""One target under atheris, which ends the process.
 
-Besides what :mod:`tests.fuzz.targets` calls a finding: more processor time than 1 s and 2 s for each MB, more memory than the process had and 64 MB and 300 bytes for each byte of input, which is the most
-opcodes that it can have. What hangs, or takes more memory than the process may have, ends the process, and libFuzzer writes it down.
+A finding is written down, smaller if that goes fast, and fuzzing goes on.
+
+Besides what :mod:`tests.fuzz.targets` calls a finding: more processor time than 1 s and 2 s for each MB, more memory
+than the process had and 64 MB and 300 bytes for each byte of input, which is the most opcodes that it can have. What
+hangs, or takes more memory than the process may have, ends the process, and libFuzzer writes it down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some that were put together by hand. ``python -m tests.fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus."""
+"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some
+that were put together by hand. ``python -m tests.fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ def _legacies() -> Iterator[tuple[str, bytes]]:
 
 
 _BY_HAND = {
-    "rare": b"(I1\nL2L\nF1.5\nS'a'\nVb\nU\x01cT\x01\0\0\0d\x8a\x01\x05\x8b\x01\0\0\0\x05M\1\1J\1\1\1\1tp0\n0(g0\ng0\nlp1\n.",
+    "rare": (
+        b"(I1\nL2L\nF1.5\nS'a'\nVb\nU\x01cT\x01\0\0\0d\x8a\x01\x05\x8b\x01\0\0\0\x05M\1\1J\1\1\1\1tp0\n0(g0\ng0\nlp1\n."
+    ),
     "calls": b"\x80\x02cm\nf\n)Rq\0}q\1(K\1K\2ubh\0\x86.",
     "instances": b"\x80\x02(cm\nC\nK\1o(im\nC\ncm\nC\n)\x81cm\nC\n)}\x92\x87\x86.",
     "popped": b"\x80\x02cm\nf\n)R0(cm\ng\n)R1N.",

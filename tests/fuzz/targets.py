@@ -1,7 +1,9 @@
-"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it, into a folder in memory.
+"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it,
+into a folder in memory.
 
-Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not kept: what is written can be read again and has the same tensors, what is written from that is the same bytes,
-a pickle that is emitted does what it did.
+Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not
+kept: what is written can be read again and has the same tensors, what is written from that is the same bytes, a pickle
+that is emitted does what it did.
 """
 
 from __future__ import annotations
@@ -108,7 +110,10 @@ def _check_folder(data: bytes, folder: Path) -> bool:
 
 
 def _use(path: Path, choice: int) -> bool:
-    """Everything with what is at PATH; CHOICE is a number that says what of what takes long. Whether it could be read."""
+    """Everything with what is at PATH; CHOICE is a number that says what of what takes long.
+
+    Whether it could be read.
+    """
     sound = _verified(path)
     try:
         summary = _inspected(path)

@@ -1,6 +1,9 @@
-"""Single bits that turn: in a zip each is found, or changes nothing. The two formats without checksums are here as well, with what can be seen there.
+"""Single bits that turn: in a zip each is found, or changes nothing.
 
-What stands where in a file is told apart by :func:`fields_of`, so that a flip which nobody finds is known by the field that it is in. All bits, and how many were what: ``HYPOTHESIS_PROFILE=long pytest -s tests/test_bit_flips.py``.
+The two formats without checksums are here as well, with what can be seen there.
+
+What stands where in a file is told apart by :func:`fields_of`, so that a flip which nobody finds is known by the field
+that it is in. All bits, and how many were what: ``HYPOTHESIS_PROFILE=long pytest -s tests/test_bit_flips.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from ckptconv.formats import opening
 from ckptconv.inspection.verification import verify
 from tests.support.judge import assert_same
 
-#: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit of a byte has its turn.
+#: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit
+#: of a byte has its turn.
 STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 61
 
 
@@ -144,7 +148,8 @@ def _extras(found: list[str], data: bytes, at: int, length: int) -> int:
     return end
 
 
-#: What no reader of a checkpoint looks at, or what may be anything: times, attributes, by which version it could be unpacked, padding.
+#: What no reader of a checkpoint looks at, or what may be anything: times, attributes, by which version it could be
+#: unpacked, padding.
 UNUSED = {
     "local header: version needed", "local header: time", "local header: date", "local header: padding",
     "local header: zip64", "local header: head of padding", "directory: version needed",
@@ -193,7 +198,9 @@ def _bytes_of(info: Any) -> bytes:
 
 
 def judged(data: bytes, path: Path, step: int, load: Callable[[Path], Any]) -> dict[str, list[int]]:
-    """The bits of DATA by what becomes of it when they turn: found by ``verify``; unloadable by whoever LOADs it, which ``verify`` does not see; harmless, when all see the same; silent."""
+    """The bits of DATA by what becomes of it when they turn: found by ``verify``; unloadable by whoever LOADs it, which
+    ``verify`` does not see; harmless, when all see the same; silent.
+    """
     path.write_bytes(data)
     assert verify(path).ok
     original, seen = load(path), tensors_in(path)
@@ -236,7 +243,9 @@ def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("writer", ["torch", "ckptconv"])
 def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
-    """Whatever single bit turns: ``verify`` finds it, or torch loads the same object and the reader sees the same tensors; and that is so in fields that say nothing about either."""
+    """Whatever single bit turns: ``verify`` finds it, or torch loads the same object and the reader sees the same
+    tensors; and that is so in fields that say nothing about either.
+    """
     data = of_torch() if writer == "torch" else of_ours(tmp_path)
     bits = judged(data, tmp_path / f"{writer}.pt", STEP, safely)
     fields = fields_of(data)
@@ -247,7 +256,9 @@ def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
 
 @pytest.mark.no_cover
 def test_flips_in_safetensors(tmp_path: Path) -> None:
-    """It has no checksums: what is silent stands in the numbers of tensors and in names and texts; everything else in the header is found."""
+    """It has no checksums: what is silent stands in the numbers of tensors and in names and texts; everything else in
+    the header is found.
+    """
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     data = safetensors.torch.save(tensors, {"format": "pt"})
     bits = judged(data, tmp_path / "m.safetensors", STEP, safetensors.torch.load_file)
@@ -260,7 +271,9 @@ def test_flips_in_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.no_cover
 def test_flips_in_the_older_format(tmp_path: Path) -> None:
-    """It has no checksums either: what is silent stands in the numbers of tensors and in the object's pickle; the sizes of storages and their keys are checked against each other."""
+    """It has no checksums either: what is silent stands in the numbers of tensors and in the object's pickle; the sizes
+    of storages and their keys are checked against each other.
+    """
     file = io.BytesIO()
     torch.save(checkpoint(), file, _use_new_zipfile_serialization=False)
     data = file.getvalue()

@@ -1,4 +1,6 @@
-"""Files that were changed at random, read by torch and by us: what both take is the same, and what we alone take we take for a reason that is known."""
+"""Files that were changed at random, read by torch and by us: what both take is the same, and what we alone take we
+take for a reason that is known.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,32 @@ pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 CHANGES = 5 * settings().max_examples
 
 #: What no call's failure may be: of these we must have known.
-BOUNDS = "out of bounds|out of range|negative|overflow|wrong byte size|unexpected EOF|StreamReader|inline_container|hasRecord"
+BOUNDS = (
+    "out of bounds|out of range|negative|overflow|wrong byte size|unexpected"
+    " EOF|StreamReader|inline_container|hasRecord"
+)
 #: What torch refuses and we take, by the reason why; what is in torch's error.
 ONLY_WE = {
-    "it names what torch's safe loader does not allow: data to us, and said to need code": r"Unsupported global|unsupported GLOBAL",
+    "it names what torch's safe loader does not allow: data to us, and said to need code": (
+        r"Unsupported global|unsupported GLOBAL"
+    ),
     "it has opcodes that the safe loader does not know": r"Unsupported operand",
-    "it does what the safe loader does not do: data to us": r"Trying to call reduce for unrecognized function|Only persistent_load of storage is allowed|Can only (build|create new)|Can only (SETITEM|APPEND|extend)|Attempted to (build|append)",
-    "a record about the layout makes no sense: we do without": r"invalid literal for int|^UnicodeDecodeError: |hasRecord\(\"version\"\)|parse the version|PyTorch file with version",
+    "it does what the safe loader does not do: data to us": (
+        r"Trying to call reduce for unrecognized function|Only persistent_load of storage is allowed|Can only"
+        r" (build|create new)|Can only (SETITEM|APPEND|extend)|Attempted to (build|append)"
+    ),
+    "a record about the layout makes no sense: we do without": (
+        r"invalid literal for int|^UnicodeDecodeError: |hasRecord\(\"version\"\)|parse the version|PyTorch file with"
+        r" version"
+    ),
     "its device is not here": r"not compiled with CUDA",
-    "a call fails when it is made: we make none": rf"^(TypeError|AttributeError|KeyError|AssertionError|IndexError|UnboundLocalError|ValueError|RuntimeError): (?!.*({BOUNDS}))",
+    "a call fails when it is made: we make none": (
+        r"^(TypeError|AttributeError|KeyError|AssertionError|IndexError|UnboundLocalError|ValueError|RuntimeError):"
+        rf" (?!.*({BOUNDS}))"
+    ),
 }
-#: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones; tests/test_torch_legacy.py compares those.
+#: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones; tests/test_torch_legacy.py
+#: compares those.
 BEFORE_0_4 = ("view", "python2")
 
 
@@ -82,7 +99,9 @@ def _kind(error: str) -> str:
 
 @pytest.mark.parametrize("target", ["zip", "legacy"])
 def test_changed_files(target: str, tmp_path: Path) -> None:
-    """torch loads from our output what it loads from the file itself, in everything; the tensors are as we say; what torch refuses we refuse too, but for reasons on the list."""
+    """torch loads from our output what it loads from the file itself, in everything; the tensors are as we say; what
+    torch refuses we refuse too, but for reasons on the list.
+    """
     random = Random(target)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

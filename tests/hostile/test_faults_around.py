@@ -1,4 +1,6 @@
-"""What goes wrong around a conversion, kind by kind, in processes of their own; and the short form of ``tests/long/test_faults.py``, which has a fault at every call."""
+"""What goes wrong around a conversion, kind by kind, in processes of their own; and the short form of
+``tests/long/test_faults.py``, which has a fault at every call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.support.limited import ckptconv_with_small_files
 
 OLD = b"the old output"
 OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
-#: Takes from root what lets it write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h, linux/capability.h), and is the command from there on.
+#: Takes from root what lets it write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h, linux/capability.h),
+#: and is the command from there on.
 _LIKE_OTHERS = """
 import ctypes, os, sys
 if os.geteuid() == 0:
@@ -33,7 +36,8 @@ needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="strace is 
 def ckptconv(*args: str | Path, **options: object) -> subprocess.CompletedProcess[bytes]:
     """``ckptconv ARGS``; its output, unless OPTIONS say where that goes."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run([sys.executable, "-m", "ckptconv", *map(str, args)], **options)  # type: ignore[call-overload, no-any-return]
+    command = [sys.executable, "-m", "ckptconv", *map(str, args)]
+    return subprocess.run(command, **options)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.fixture
@@ -62,7 +66,9 @@ def chosen(conversion: Conversion, *names: str) -> None:
 
 @needs_strace
 def test_faults_where_a_file_is_replaced(src: Path, tmp_path: Path) -> None:
-    """An error of the disk, or the end of the process, at the first and the last call of a kind: the old file or the new one, exit 0 only with the new one, one line, and a temporary only of a process that was killed."""
+    """An error of the disk, or the end of the process, at the first and the last call of a kind: the old file or the
+    new one, exit 0 only with the new one, one line, and a temporary only of a process that was killed.
+    """
     conversion = Conversion("file", tmp_path / "runs", [src], ["dst.pt"], OLD, ("--to", "cpu"))
     chosen(conversion, "pwrite64", "copy_file_range", "fsync", "close", "rename")
     points = conversion.points(["error=EIO", "signal=SIGKILL"])
@@ -85,7 +91,9 @@ def test_faults_where_a_folder_is_replaced(shards: Path, tmp_path: Path) -> None
 @needs_strace
 @pytest.mark.parametrize("kind", ["file", "folder", "batch in a new folder"])
 def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the folder in which a batch makes a new one."""
+    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the folder in which a batch makes
+    a new one.
+    """
     runs = tmp_path / "runs"
     if kind == "file":
         conversion = Conversion(kind, runs, [src], ["dst.pt"], None, ("--to", "cpu"), calls=[("fsync", 1)])
@@ -102,7 +110,9 @@ def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_
 
 
 def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
-    """A limit on the size of files (EFBIG) is an error in one line; the old output is intact and nothing else is there."""
+    """A limit on the size of files (EFBIG) is an error in one line; the old output is intact and
+    nothing else is there.
+    """
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "dst.pt"
     target.write_bytes(OLD)
@@ -119,7 +129,9 @@ def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["socket", "FIFO", "device", "folder with a checkpoint of that name"])
 def test_targets_that_are_no_files(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A socket, a FIFO or a device is never replaced, nor a folder by a file: one line, exit 1, and it is still there."""
+    """A socket, a FIFO or a device is never replaced, nor a folder by a file: one line, exit 1, and it
+    is still there.
+    """
     monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
     target = Path("thing.pt")
     listener = socket.socket(socket.AF_UNIX)
@@ -171,7 +183,9 @@ def test_a_folder_for_a_batch_that_cannot_be_made(src: Path, tmp_path: Path) -> 
 def test_a_folder_that_appears_while_it_is_looked_for(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """A set goes to a folder, also if another writer makes that folder between two looks at it: then it is in the way as a folder is."""
+    """A set goes to a folder, also if another writer makes that folder between two looks at it: then it is in the way
+    as a folder is.
+    """
     target = tmp_path / "dst"
     real = getattr(os.path, first)
 
@@ -192,7 +206,9 @@ def test_a_folder_that_appears_while_it_is_looked_for(
 
 @pytest.mark.parametrize("closed", ["1", "2", "012"])
 def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None:
-    """With standard streams that were closed before, as some daemons have it, the output is the same: none of what is said is written into it."""
+    """With standard streams that were closed before, as some daemons have it, the output is the same: none of what is
+    said is written into it.
+    """
     convert(src, tmp_path / "expected.pt", map_location="cuda:1")
     closing = " ".join(f"{number}>&-" for number in closed)
     line = f'exec "$@" {closing}'
@@ -233,7 +249,9 @@ def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> Non
     ids=lambda each: " ".join(f"{name}={value}" for name, value in each.items()) or "none",
 )
 def test_odd_locales_and_terminals(tmp_path: Path, fixtures: Path, environment: dict[str, str]) -> None:
-    """Whatever the locale, the encoding of the terminal or its size, or if there is no environment at all: names that it cannot show are converted all the same, shown and named in errors."""
+    """Whatever the locale, the encoding of the terminal or its size, or if there is no environment at all: names that
+    it cannot show are converted all the same, shown and named in errors.
+    """
     names = {"gewicht.ü": torch.ones(2), "重み": torch.ones(3)}
     torch.save(names, tmp_path / "größe.pt")
     kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

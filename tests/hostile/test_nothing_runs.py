@@ -1,4 +1,6 @@
-"""Nothing that a hostile file says is run: an audit hook in a process of its own sees no import, no code, no process, no socket and no file outside the target, whatever is done to the file."""
+"""Nothing that a hostile file says is run: an audit hook in a process of its own sees no import, no code, no process,
+no socket and no file outside the target, whatever is done to the file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.support.legacy_files import Old
 from tests.support.paths import SUPPORT
 
 ARGS = text("MARK") + b"\x85"
-#: What hostile files name: modules that nobody has imported, each with something that the hook would see; and what would leave a mark.
+#: What hostile files name: modules that nobody has imported, each with something that the hook would see; and what
+#: would leave a mark.
 NAMES = {"mkdir": ("os", "mkdir"), "import": ("this", "s"), "unknown": ("no_such_module", "call")}
 TWIN = ("collections", "OrderedDict")
 
@@ -33,7 +36,12 @@ def _ways() -> dict[str, Code]:
     for name, place in ways.PLACES.items():
         found[f"in {name}"] = lambda m, n, place=place: place(call(m, n, ARGS))  # type: ignore[misc]
     for name, nest in ways.NESTS.items():
-        found[f"inside {name}"] = lambda m, n, nest=nest: nest(b"\x80\x02" + call(m, n, ARGS) + b".")  # type: ignore[misc]
+
+        def inside(module: str, name: str, nest: Any = nest) -> bytes:
+            made: bytes = nest(b"\x80\x02" + call(module, name, ARGS) + b".")
+            return made
+
+        found[f"inside {name}"] = inside
     for name, extension in ways.EXTENSIONS.items():
         found[name] = lambda *_, extension=extension: extension  # type: ignore[misc]
     found["dotted name"] = lambda m, n: ways.NAMINGS["REDUCE of STACK_GLOBAL"]("torch.serialization", f"{m}.{n}", ARGS)
@@ -97,7 +105,9 @@ def _bad_index(folder: Path, module: str, name: str) -> Path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is d", "ignore:.*torch.jit:DeprecationWarning")
 def test_nothing_runs(tmp_path: Path) -> None:
-    """inspect, verify, diff, open, and every conversion, allowed to carry what is dangerous or not; and the same hook sees pickle run the same files."""
+    """inspect, verify, diff, open, and every conversion, allowed to carry what is dangerous or not; and the same hook
+    sees pickle run the same files.
+    """
     warm = _files(tmp_path / "warm", *TWIN, 0)
     hostile = [path for i, (word, names) in enumerate(NAMES.items()) for path in _files(tmp_path / word, *names, i)]
     warm.append(ways.dcp_in(tmp_path / "warm-dcp", Old(dict, ())))

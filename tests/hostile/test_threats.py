@@ -1,38 +1,43 @@
-"""What bad files become: one table, and each row on ``inspect``, ``convert`` and ``verify``. The readers' own tests have the many ways of each.
+"""What bad files become: one table, and each row on ``inspect``, ``convert`` and ``verify``.
 
-what is in it                                               what happens                                                     the test
-a call of an unknown global, by each opcode                 needs code: kept inert, every global listed                      test_calls_of_unknown_globals
-the same, thrown away                                       needs code, all the same                                         test_calls_of_unknown_globals
-a call of what no checkpoint needs                          dangerous: not carried over unless asked for                     test_calls_of_what_no_checkpoint_needs
-EXT1, EXT2, EXT4                                            needs code; malformed where the code is none                     test_extensions
-STACK_GLOBAL                                                a known name is sound, a path needs code, no text is malformed   test_stack_global
-REDUCE of what is no global                                 malformed; of what a call makes it needs code                    test_reduce
-an item, member or state for what cannot take it            malformed                                                        test_effects_on_the_wrong_thing
-slots of the memo                                           any is sound, a missing or negative one malformed                test_memo_slots
-a value that doubles itself                                 sound, in a few megabytes                                        test_doubling
-nesting 100,000 deep                                        a limit                                                          test_nesting
-a length that lies                                          malformed, nothing allocated                                     test_lengths_that_lie
-frames, protocols, bytes behind the end                     malformed                                                        test_frames_and_ends
-keys that are no names                                      kept by torch's format, escaped on a screen, refused by others   test_odd_keys
-names that a safetensors file cannot have                   refused                                                          test_names_that_safetensors_cannot_have
-persistent ids                                              malformed                                                        test_persistent_ids
-sizes of storages                                           malformed                                                        test_sizes_of_storages
-a storage under two dtypes                                  sound where torch writes it so                                   test_a_storage_under_two_dtypes
-tensors outside of their storage                            malformed                                                        test_tensors_outside_of_their_storage
-a tensor of terabytes on 16 bytes                           shown; a limit where it would be written out                     test_a_tensor_of_terabytes
-views, lazy bits, rare dtypes                               the right values                                                 test_right_values
-zips that can be read in two ways, or not at all            malformed                                                        test_zips
-zips that others read                                       unsupported, or read within limits                               test_rare_zips
-checksums                                                   malformed where they are read, and for verify                    test_checksums
-an argument beyond all measure                              sound: nothing is called                                         test_an_absurd_argument
-devices, FIFOs, sockets                                     refused                                                          test_no_regular_files
-a file as torch writes it                                   sound                                                            test_a_real_file
-the order of bytes                                          kept, turned round for safetensors; malformed if unknown         test_byte_order
-the format before torch 1.6                                 malformed; big-endian is a note                                  test_older_format
-safetensors                                                 malformed                                                        test_safetensors
-the index of shards                                         refused, named                                                   test_shards
-what is no checkpoint                                       said in plain words, with the next step                          test_no_checkpoints, test_a_folder, test_programs
-an integer of more digits than Python prints                said without them                                                test_integers_that_nobody_prints
+The readers' own tests have the many ways of each.
+
+what is in it                                               what happens
+the test a call of an unknown global, by each opcode                 needs code: kept inert, every global listed
+test_calls_of_unknown_globals the same, thrown away                                       needs code, all the same
+test_calls_of_unknown_globals a call of what no checkpoint needs                          dangerous: not carried over
+unless asked for                     test_calls_of_what_no_checkpoint_needs EXT1, EXT2, EXT4
+needs code; malformed where the code is none                     test_extensions STACK_GLOBAL
+a known name is sound, a path needs code, no text is malformed   test_stack_global REDUCE of what is no global
+malformed; of what a call makes it needs code                    test_reduce an item, member or state for what cannot
+take it            malformed                                                        test_effects_on_the_wrong_thing
+slots of the memo                                           any is sound, a missing or negative one malformed
+test_memo_slots a value that doubles itself                                 sound, in a few megabytes
+test_doubling nesting 100,000 deep                                        a limit
+test_nesting a length that lies                                          malformed, nothing allocated
+test_lengths_that_lie frames, protocols, bytes behind the end                     malformed
+test_frames_and_ends keys that are no names                                      kept by torch's format, escaped on a
+screen, refused by others   test_odd_keys names that a safetensors file cannot have                   refused
+test_names_that_safetensors_cannot_have persistent ids                                              malformed
+test_persistent_ids sizes of storages                                           malformed
+test_sizes_of_storages a storage under two dtypes                                  sound where torch writes it so
+test_a_storage_under_two_dtypes tensors outside of their storage                            malformed
+test_tensors_outside_of_their_storage a tensor of terabytes on 16 bytes                           shown; a limit where
+it would be written out                     test_a_tensor_of_terabytes views, lazy bits, rare dtypes
+the right values                                                 test_right_values zips that can be read in two ways, or
+not at all            malformed                                                        test_zips zips that others read
+unsupported, or read within limits                               test_rare_zips checksums
+malformed where they are read, and for verify                    test_checksums an argument beyond all measure
+sound: nothing is called                                         test_an_absurd_argument devices, FIFOs, sockets
+refused                                                          test_no_regular_files a file as torch writes it
+sound                                                            test_a_real_file the order of bytes
+kept, turned round for safetensors; malformed if unknown         test_byte_order the format before torch 1.6
+malformed; big-endian is a note                                  test_older_format safetensors
+malformed                                                        test_safetensors the index of shards
+refused, named                                                   test_shards what is no checkpoint
+said in plain words, with the next step                          test_no_checkpoints, test_a_folder, test_programs an
+integer of more digits than Python prints                said without them
+test_integers_that_nobody_prints
 """
 
 from __future__ import annotations
@@ -116,7 +121,9 @@ def findings(path: Path, *levels: str) -> list[str]:
 def assert_refused(
     path: Path, kind: type[InputError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``inspect``, ``convert`` and ``verify`` all end in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one stays."""
+    """``inspect``, ``convert`` and ``verify`` all end in WHAT, an error of KIND and no other, with exit status 1; no
+    output appears, and an old one stays.
+    """
     with pytest.raises(InputError, match=re.escape(what)) as error:
         ckptconv.inspect(path)
     assert type(error.value) is kind and "\n" not in str(error.value)
@@ -137,7 +144,9 @@ def assert_found(path: Path, what: str, *levels: str) -> None:
 def assert_not_converted(
     path: Path, kind: type[ckptconv.CkptconvError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one stays."""
+    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one
+    stays.
+    """
     folder = path.parent.parent / "out"
     folder.mkdir(exist_ok=True)
     before = tree(path.parent)
@@ -154,7 +163,9 @@ def assert_not_converted(
 
 
 def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) -> Path:
-    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives the same object on the CPU; where that is."""
+    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives the same object on the CPU;
+    where that is.
+    """
     shown = ckptconv.inspect(path)["notes"]
     assert notes in " ".join(shown) if notes else not shown, shown
     assert verify(path).ok
@@ -169,7 +180,9 @@ def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) ->
 
 
 def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None) -> None:
-    """Each of NAMES is listed by ``inspect`` and, with WHERE it stands, by ``verify``, which fails if it is strict; ``convert`` keeps it, and runs nothing."""
+    """Each of NAMES is listed by ``inspect`` and, with WHERE it stands, by ``verify``, which fails if it is strict;
+    ``convert`` keeps it, and runs nothing.
+    """
     shown = ckptconv.inspect(path)
     assert not shown["weights_only"] and not shown["dangerous"]
     assert set(names) <= set(shown["globals"]), shown["globals"]
@@ -231,7 +244,8 @@ def call(opcode: str, module: str, name: str) -> bytes:
     return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
 
 
-#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK, under what stays, or out of the memo.
+#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK, under what stays, or out of the
+#: memo.
 FATES = {
     "kept": b"%b",
     "POP": b"%b0N",
@@ -245,7 +259,9 @@ FATES = {
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
-    """A call of a class that nobody knows, by any opcode, is listed and kept as it is, also where the result is thrown away: it would be made all the same."""
+    """A call of a class that nobody knows, by any opcode, is listed and kept as it is, also where the result is thrown
+    away: it would be made all the same.
+    """
     assert_needs_code(
         write(checkpoint(FATES[fate] % call(opcode, "stranger.things", "Eleven"))), ["stranger.things.Eleven"]
     )
@@ -254,7 +270,9 @@ def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str) -> None:
-    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but with ``--allow-unsafe``, and then not run."""
+    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but with ``--allow-unsafe``,
+    and then not run.
+    """
     path = write(checkpoint(FATES[fate] % call(opcode, "os", "system")))
     assert ckptconv.inspect(path)["dangerous"] == ["os.system"]
     assert_found(path, "os.system", "dangerous")
@@ -284,7 +302,9 @@ def test_extensions(write: Write, opcode: bytes, code: int) -> None:
 
 
 def test_stack_global(write: Write) -> None:
-    """Two texts that say a known name are as good as any other opcode, and come out as one that torch's safe loader takes; a dotted path is somebody's code; what is no text is malformed."""
+    """Two texts that say a known name are as good as any other opcode, and come out as one that torch's safe loader
+    takes; a dotted path is somebody's code; what is no text is malformed.
+    """
     known = text("collections") + text("OrderedDict") + b"\x93)R"
     out = assert_sound(write(checkpoint(known)), loads=False)  # torch refuses protocol 4
     assert torch.load(out, weights_only=True)["w"].tolist() == torch.load(out)["w"].tolist()
@@ -294,7 +314,9 @@ def test_stack_global(write: Write) -> None:
 
 
 def test_reduce(write: Write) -> None:
-    """What cannot be called is malformed; what a call makes can be, and protocol 2 says keyword arguments so: kept inert."""
+    """What cannot be called is malformed; what a call makes can be, and protocol 2 says keyword arguments so: kept
+    inert.
+    """
     for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89"):
         assert_refused(write(checkpoint(value + b")R")), MalformedError, "REDUCE of what cannot be called")
     for args in (b"N", b"]", b"K\x01", b"}"):
@@ -329,7 +351,9 @@ def test_effects_on_the_wrong_thing(write: Write, value: bytes, what: str) -> No
 
 
 def test_memo_slots(write: Write) -> None:
-    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one that is empty, or below 0, is malformed."""
+    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one that is empty, or below
+    0, is malformed.
+    """
     high = struct.pack("<I", 2**32 - 16)
     path = write(checkpoint(b"]r" + high + b"0j" + high))
     assert_sound(path, loads=False)
@@ -344,7 +368,9 @@ def test_memo_slots(write: Write) -> None:
 )
 @pytest.mark.parametrize("double", [b"2\x86", b"q\xc8h\xc8\x86"])
 def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
-    """A tuple that stands for two to the 900th, by DUP or the memo, as value, key, member, argument, item or state, is looked at, verified and converted in a few megabytes."""
+    """A tuple that stands for two to the 900th, by DUP or the memo, as value, key, member, argument, item or state, is
+    looked at, verified and converted in a few megabytes.
+    """
     path = write(checkpoint(frame.replace(b"%b", b"N" + double * 900)))
     assert peak(lambda: everything(path)) < 32 * MIB
     ckptconv.inspect(path)
@@ -363,7 +389,9 @@ def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
     ],
 )
 def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
-    """100,000 levels of lists, tuples, dicts, calls or states are more than anybody can have written: a limit, for all three, not the interpreter's."""
+    """100,000 levels of lists, tuples, dicts, calls or states are more than anybody can have written: a limit, for all
+    three, not the interpreter's.
+    """
     start, down, up = levels
     for depth in (100_000, 2_000):
         path = write(checkpoint(start + down * depth + (b"N" if down else b"") + up * depth))
@@ -393,7 +421,9 @@ def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
     ],
 )
 def test_lengths_that_lie(write: Write, code: bytes) -> None:
-    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of ours before anything is allocated for it."""
+    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of ours before anything is
+    allocated for it.
+    """
     data = b"\x80\x04}" + text("x") + code
     path = write(torch_zip_of(data, {}))
     kind = LimitError if code == b"\x8b\xff\xff\xff\x7f" else MalformedError
@@ -448,9 +478,12 @@ KEYS: dict[str, tuple[list[object], str | None]] = {
 
 @pytest.mark.parametrize("name", KEYS)
 def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """torch's format keeps any key; nothing that a terminal obeys is printed; a safetensors file has texts for names, and the error names the others."""
+    """torch's format keeps any key; nothing that a terminal obeys is printed; a safetensors file has texts for names,
+    and the error names the others.
+    """
     keys, trouble = KEYS[name]
-    path = write(saved({"a": torch.ones(2), **{key: torch.arange(2.0) + i for i, key in enumerate(keys)}}))  # type: ignore[misc]
+    of_keys: dict[Any, torch.Tensor] = {key: torch.arange(2.0) + i for i, key in enumerate(keys)}
+    path = write(saved({"a": torch.ones(2), **of_keys}))
     assert_sound(path)
     folder = path.parent.parent
     with pytest.raises(RefusedError, match=trouble) if trouble else nothing_raised():
@@ -480,7 +513,9 @@ def nothing_raised() -> Any:
 
 
 def test_a_key_set_twice(write: Write) -> None:
-    """torch's format keeps both, for the order of what is done is kept; in a safetensors file the name could be either's."""
+    """torch's format keeps both, for the order of what is done is kept; in a safetensors file the name could be
+    either's.
+    """
     path = write(torch_zip_of(dict_of(text("w"), tensor(), text("w"), tensor(offset=0, shape=(2,)))))
     out = assert_sound(path)
     assert torch.load(out)["w"].shape == (2,)
@@ -530,7 +565,9 @@ def test_names_that_safetensors_cannot_have(write: Write) -> None:
     ],
 )
 def test_persistent_ids(write: Write, of: bytes, what: str) -> None:
-    """They are ('storage', class, key, location, elements), of a class of torch's, and the key is a record's, letter by letter."""
+    """They are ('storage', class, key, location, elements), of a class of torch's, and the key is a record's, letter by
+    letter.
+    """
     assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(of)))), MalformedError, what)
 
 
@@ -633,7 +670,9 @@ def test_more_dimensions_than_torch_has(write: Write) -> None:
 
 
 def test_a_tensor_of_terabytes(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four tebibytes on 16 bytes, by a stride of 0: shown, verified, retagged; where it would have to be written out it is refused before anything is made."""
+    """Four tebibytes on 16 bytes, by a stride of 0: shown, verified, retagged; where it would have to be written out it
+    is refused before anything is made.
+    """
     path = write(torch_zip_of(dict_of(text("w"), tensor(None, (1 << 40, 1), (0, 1)))))
     out = assert_sound(path, loads=False)
     loaded = torch.load(out, weights_only=True)["w"]
@@ -667,7 +706,9 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_right_values(write: Write, name: str) -> None:
-    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's format, the same values from safetensors."""
+    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's format, the same values from
+    safetensors.
+    """
     view = VIEWS[name]()
     path = write(saved({"w": view}))
     assert_sound(path)
@@ -798,7 +839,11 @@ def test_the_good_ones_are_sound(write: Write) -> None:
 
 
 def test_rare_zips(write: Write, tmp_path: Path) -> None:
-    """Encrypted or compressed in a way that nobody reads here: unsupported. Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the pickle says of a storage: no output."""
+    """Encrypted or compressed in a way that nobody reads here: unsupported.
+
+    Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the pickle says of a storage: no
+    output.
+    """
     data = good_zip()
     both = (local_header(data, "made/data/0") + 6, central_entry(data, "made/data/0") + 8)
     for flag in (1, 1 << 6, 1 << 13):
@@ -821,7 +866,9 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lie", [1 << 40, 8, 4 * MIB - 4])
 def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> None:
-    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another number they are not written, and not held."""
+    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another number they are not written,
+    and not held.
+    """
     deflated = torch_zip_of(
         dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED
     )
@@ -847,7 +894,9 @@ def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> No
 
 
 def test_checksums(write: Write) -> None:
-    """A wrong one is malformed where the bytes are read, and for ``verify`` wherever it stands; without any, a note says so; a 0 among others is one like any other."""
+    """A wrong one is malformed where the bytes are read, and for ``verify`` wherever it stands; without any, a note
+    says so; a 0 among others is one like any other.
+    """
     data = good_zip()
     for name, at in (("made/data/0", 5), ("made/data.pkl", 60), ("made/version", 0)):
         flipped = patched(data, data_of(data, name) + at, "<B", data[data_of(data, name) + at] ^ 1)
@@ -892,7 +941,9 @@ def test_an_absurd_argument(write: Write) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
 def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As input, as target, as a shard: refused, without waiting for whoever stands at the other end, and left as they are."""
+    """As input, as target, as a shard: refused, without waiting for whoever stands at the other end, and left as they
+    are.
+    """
     monkeypatch.chdir(tmp_path)  # a socket's path may not be long
     path = tmp_path / "in" / "thing.pt"
     path.parent.mkdir()
@@ -927,7 +978,9 @@ def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_real_file(write: Write) -> None:
-    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a zip64 end: sound, and the output too."""
+    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a zip64 end: sound, and the output
+    too.
+    """
     data = saved(OBJECT)
     at = local_header(data, "archive/data/0")
     assert struct.unpack_from("<HH3I", data, at + 6)[::2] == (0x808, 0, 0) or struct.unpack_from(
@@ -938,7 +991,10 @@ def test_a_real_file(write: Write) -> None:
 
 
 def test_byte_order(write: Write) -> None:
-    """Big: kept where bytes are kept, turned round where the format is little-endian. Absent: little. Anything else is malformed."""
+    """Big: kept where bytes are kept, turned round where the format is little-endian.
+
+    Absent: little. Anything else is malformed.
+    """
     numbers = {"data/0": struct.pack(">4f", 1, 2, 3, 4)}
     pickle_ = dict_of(text("w"), tensor())
     path = write(torch_zip_of(pickle_, {**numbers, "byteorder": b"big"}))
@@ -1100,7 +1156,9 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_safetensors(write: Write, name: str) -> None:
-    """A header that lies, or that two readers could read in two ways, is malformed; so is a file that is not as long as it says."""
+    """A header that lies, or that two readers could read in two ways, is malformed; so is a file that is not as long as
+    it says.
+    """
     data, what = HEADERS[name]
     path = write(data, "bad.safetensors")
     assert_refused(path, MalformedError, what)
@@ -1194,7 +1252,10 @@ SHARDS: dict[str, tuple[Shards, str]] = {
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards(tmp_path: Path, name: str) -> None:
-    """The index names files beside it, and what is in them is what it says: else each of the two could be meant. The error names the shard, or the tensor."""
+    """The index names files beside it, and what is in them is what it says: else each of the two could be meant.
+
+    The error names the shard, or the tensor.
+    """
     change, what = SHARDS[name]
     state = tmp_path / "state.pt"
     torch.save({"a": torch.ones(2), "b": torch.zeros(1), "c": torch.zeros(1)}, state)
@@ -1268,7 +1329,9 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 def test_programs(write: Write) -> None:
-    """An exported program is refused by its name; TorchScript is shown and verified, its weights can be taken out, and as a whole it is not converted."""
+    """An exported program is refused by its name; TorchScript is shown and verified, its weights can be taken out, and
+    as a whole it is not converted.
+    """
     exported = write(zip_of({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/version": b"1"}), "m.pt2")
     assert_refused(exported, UnsupportedError, "a .pt2 archive (torch.export)")
     file = io.BytesIO()
@@ -1288,7 +1351,9 @@ HUGE = 1 << 480_000
 
 @pytest.mark.parametrize("where", ["offset", "storage"])
 def test_integers_that_nobody_prints(write: Write, capsys: pytest.CaptureFixture[str], where: str) -> None:
-    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say how long it is, as text and as JSON."""
+    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say how long it is, as text and
+    as JSON.
+    """
     huge = pickle.dumps(HUGE, 2)[2:-1]
     value = tensor().replace(integer(0) + b"(", huge + b"(", 1) if where == "offset" else tensor(storage(numel=huge))
     path = write(torch_zip_of(dict_of(text("w"), value)))

@@ -1,4 +1,6 @@
-"""Laws of the edits: what undoes what, what twice is once, what the order of flags cannot change, and that a flag is its keyword; on generated checkpoints."""
+"""Laws of the edits: what undoes what, what twice is once, what the order of flags cannot change, and that a flag is
+its keyword; on generated checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ FEW = settings(max_examples=min(settings().max_examples, 1000))
 
 _ELEMENTS = 12  # of each storage
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
-#: What is made of a storage: all of it, so that two names are tied; pieces, steps, turned round, overlapping with itself.
+#: What is made of a storage: all of it, so that two names are tied; pieces, steps, turned round, overlapping with
+#: itself.
 _VIEWS = (
     lambda base: base,
     lambda base: base[2:7],
@@ -59,7 +62,8 @@ def state_dicts(draw: st.DrawFn) -> Any:
     found = OrderedDict((name, draw(st.sampled_from(_VIEWS))(draw(st.sampled_from(bases)))) for name in names)
     if draw(st.booleans()):
         modules = {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 1)}
-        found._metadata = OrderedDict((module, {"version": 1}) for module in sorted(modules))  # type: ignore[attr-defined]
+        versions = OrderedDict((module, {"version": 1}) for module in sorted(modules))
+        found._metadata = versions  # type: ignore[attr-defined]
         return found
     return dict(found)
 
@@ -82,7 +86,9 @@ def _optimizer(draw: st.DrawFn, names: list[str]) -> Any:
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Any:
-    """A state dict alone, under a usual name, or among all that a training run saves: its average, its optimizer, lists, a generator's state."""
+    """A state dict alone, under a usual name, or among all that a training run saves: its average, its optimizer,
+    lists, a generator's state.
+    """
     state = draw(state_dicts())
     shape = draw(st.sampled_from(["root", "nested", "training"]))
     if shape == "root":
@@ -116,7 +122,11 @@ def _convert(folder: Path, src: str, dst: str, **edits: Any) -> ckptconv.Report:
 
 
 def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
-    """EDITS, one after another, leave what torch reads, and the tags it reads, as they were. Once more, they leave every byte: only strings that names and tags shared with others had become strings of their own."""
+    """EDITS, one after another, leave what torch reads, and the tags it reads, as they were.
+
+    Once more, they leave every byte: only strings that names and tags shared with others had become strings of their
+    own.
+    """
     trips = []
     at = "in.pt"
     for trip in ("first.pt", "second.pt"):
@@ -150,7 +160,9 @@ RENAMES = (
 @FEW
 @given(checkpoints(), _NAMES)
 def test_strip_undoes_add(folder: Path, obj: Any, prefix: str) -> None:
-    """Whatever the prefix, in the state dict, its twin, its ``_metadata`` and an optimizer that is keyed by its names."""
+    """Whatever the prefix, in the state dict, its twin, its ``_metadata`` and an optimizer that is
+    keyed by its names.
+    """
     torch.save(obj, folder / "in.pt")
     _convert(folder, "in.pt", "there.pt", add_prefix=prefix)
     there = tags_of(folder / "there.pt")[0]
@@ -188,7 +200,9 @@ def test_tags_go_and_come_back(folder: Path, obj: Any, tags: list[str], number: 
 @FEW
 @given(checkpoints(), st.sampled_from(RENAMES))
 def test_names_go_and_come_back(folder: Path, obj: Any, renames: Any) -> None:
-    """A word, the start of every name, a prefix, the end of every segment: changed and changed back, in two conversions and in one."""
+    """A word, the start of every name, a prefix, the end of every segment: changed and changed back, in two conversions
+    and in one.
+    """
     there, back = renames
     torch.save(obj, folder / "in.pt")
     if not any(re.search(there[0], name) for name in _state_of(obj)):
@@ -248,7 +262,9 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize(("small", "dtype", "large", "wide"), SMALL_AND_LARGE)
 def test_down_undoes_up(folder: Path, small: str, dtype: torch.dtype, large: str, wide: torch.dtype) -> None:
-    """Every number of the smaller dtype is itself again, and every NaN what ``.to()`` of torch makes of it; in bfloat16 what its plain code does, since its vector instructions differ."""
+    """Every number of the smaller dtype is itself again, and every NaN what ``.to()`` of torch makes of it; in bfloat16
+    what its plain code does, since its vector instructions differ.
+    """
     every = torch.arange(65536).to(torch.uint16).view(dtype)
     torch.save({"w": every}, folder / "in.pt")
     _convert(folder, "in.pt", "up.pt", dtype=large)
@@ -266,7 +282,9 @@ def test_down_undoes_up(folder: Path, small: str, dtype: torch.dtype, large: str
 @FEW
 @given(checkpoints(), st.sampled_from(SMALL_AND_LARGE))
 def test_casts_are_torchs(folder: Path, obj: Any, dtypes: Any) -> None:
-    """In the state dicts each floating-point tensor is what ``.to()`` gives, other tensors and the optimizer are what they were; cast again to the same, nothing changes, and by way of a larger dtype neither."""
+    """In the state dicts each floating-point tensor is what ``.to()`` gives, other tensors and the optimizer are what
+    they were; cast again to the same, nothing changes, and by way of a larger dtype neither.
+    """
     small, dtype, large, _ = dtypes
     torch.save(obj, folder / "in.pt")
     _convert(folder, "in.pt", "once.pt", dtype=small)
@@ -298,7 +316,9 @@ def _extent(tensor: torch.Tensor) -> range:
 @FEW
 @given(checkpoints())
 def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
-    """Values, shapes, strides, what shares a storage and which bytes of it; each storage has only bytes that some tensor spans. Done again, it changes nothing."""
+    """Values, shapes, strides, what shares a storage and which bytes of it; each storage has only bytes that some
+    tensor spans. Done again, it changes nothing.
+    """
     torch.save(obj, folder / "in.pt")
     _convert(folder, "in.pt", "once.pt", compact=True)
     before, after = _leaves(obj), _leaves(torch.load(folder / "once.pt"))
@@ -324,7 +344,9 @@ def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
 @FEW
 @given(checkpoints(), st.sampled_from(["bf16", "fp64"]), st.sampled_from(OTHERS))
 def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, others: dict[str, Any]) -> None:
-    """Casting and compacting before, after, or in one conversion with names and devices: the same for torch, tags included."""
+    """Casting and compacting before, after, or in one conversion with names and devices: the same for torch, tags
+    included.
+    """
     zoo.save(obj, folder / "in.pt", ["cuda:0", "cpu"])
     values = {"dtype": dtype, "compact": True}
     _convert(folder, "in.pt", "at once.pt", **values, **others)
@@ -412,7 +434,9 @@ class _Dangerous:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Path:
-    """A wrapped model on two devices, tied weights, a float of each kind, its average, an optimizer, a view that leaves most of its storage unused."""
+    """A wrapped model on two devices, tied weights, a float of each kind, its average, an optimizer, a view that leaves
+    most of its storage unused.
+    """
     weight = torch.linspace(-3, 3, 40).view(8, 5)
     state = {
         "module.net._orig_mod.a.weight": weight,

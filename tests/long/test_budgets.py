@@ -1,4 +1,6 @@
-"""The worst shapes of pickles, a million opcodes each: what the graph of one takes in memory is bounded, and what we refuse we refuse with an error of ours."""
+"""The worst shapes of pickles, a million opcodes each: what the graph of one takes in memory is bounded, and what we
+refuse we refuse with an error of ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A fault at every system call by which a conversion changes a disk, injected by strace: each kind of conversion, each kind of fault.
+"""A fault at every system call by which a conversion changes a disk, injected by strace: each kind of conversion, each
+kind of fault.
 
 Every point, with what became of it, goes into a JSON: where CKPTCONV_POINTS says, else beside the run.
 """
@@ -110,7 +111,9 @@ def all_points(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Point]
 
 
 def test_every_fault_at_every_call(conversion: Conversion, all_points: list[Point]) -> None:
-    """Whichever write-side call fails or is the last: old output or new, exit 0 only with the new one, no temporary but of a process that was killed, one line."""
+    """Whichever write-side call fails or is the last: old output or new, exit 0 only with the new one, no temporary but
+    of a process that was killed, one line.
+    """
     faults = FEW["absent" if conversion.before is None else "old"] if conversion.threads else ALL
     if conversion.processes:  # of which Ctrl-C is not for those that write
         faults = tuple(fault for fault in ALL if fault != "signal=SIGINT")
@@ -122,7 +125,10 @@ def test_every_fault_at_every_call(conversion: Conversion, all_points: list[Poin
 
 
 def test_the_order_of_calls(conversion: Conversion) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it. Of a folder, all files and the names in it are synced before it gets its name."""
+    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it.
+
+    Of a folder, all files and the names in it are synced before it gets its name.
+    """
     out = conversion.fresh()
     done, lines = conversion.trace(out)
     assert done.returncode == 0
@@ -130,7 +136,9 @@ def test_the_order_of_calls(conversion: Conversion) -> None:
 
 
 def test_every_fsync_is_needed(conversion: Conversion, tmp_path: Path) -> None:
-    """In a copy of ckptconv that leaves out the fsync of files, or that of folders, the order of calls is found to be wrong: the test above sees what is missing."""
+    """In a copy of ckptconv that leaves out the fsync of files, or that of folders, the order of calls is found to be
+    wrong: the test above sees what is missing.
+    """
     found = []
     for what, step in [
         ("files", "            os.fsync(fd)\n            if verify"),

@@ -1,4 +1,6 @@
-"""Disks that are full: real ones, of every size from one on which nothing fits to one on which all just fits; and those that promise more than they have."""
+"""Disks that are full: real ones, of every size from one on which nothing fits to one on which all just fits; and those
+that promise more than they have.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def check(
 
 @pytest.mark.parametrize("flags", [("--to", "cpu"), ("--to", "cuda:1", "--verify"), ("--compact",)], ids=" ".join)
 def test_every_size_of_a_disk(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """On twenty disks, from one where nothing fits to one where all but a page does: that there is too little space is said in one line, with the old output intact. On one where all just fits it is the new one."""
+    """On twenty disks, from one where nothing fits to one where all but a page does: that there is too little space is
+    said in one line, with the old output intact. On one where all just fits it is the new one.
+    """
     convert_there = command(src, tmp_path / "dst.pt", *flags)
     subprocess.run(convert_there, check=True)
     new = content_of(tmp_path / "dst.pt")
@@ -95,7 +99,9 @@ def test_every_size_of_a_disk(src: Path, tmp_path: Path, flags: tuple[str, ...])
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 @pytest.mark.parametrize("flags", [("--to", "cpu"), ("--dtype", "bf16")], ids=" ".join)
 def test_every_size_of_a_disk_that_promises_more(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """As before, on a filesystem that reserves space which it has not (strace makes ``fallocate`` say so): the disk is full in the midst of writing."""
+    """As before, on a filesystem that reserves space which it has not (strace makes ``fallocate`` say so): the disk is
+    full in the midst of writing.
+    """
     subprocess.run(command(src, tmp_path / "dst.pt", *flags), check=True)
     new = content_of(tmp_path / "dst.pt")
     lies = ["strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0"]
@@ -125,7 +131,9 @@ def test_every_size_of_a_disk_for_a_folder(src: Path, tmp_path: Path, jobs: str)
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
 def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -> None:
-    """Space that was there when a folder was begun, and is another's after so many of its shards: one line, and the old folder."""
+    """Space that was there when a folder was begun, and is another's after so many of its shards: one line, and the old
+    folder.
+    """
     flags = ("--format", "safetensors", "--max-shard-size", "70KB")
     slow = [
         "strace",
@@ -173,7 +181,9 @@ def wait_for(so: Callable[[], bool]) -> None:
 
 
 def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
-    """A filesystem on a disk that has no more blocks to give (thin provisioning: a loop device on a sparse file): writing fails in the end, at fsync; one line, and the old output."""
+    """A filesystem on a disk that has no more blocks to give (thin provisioning: a loop device on a sparse file):
+    writing fails in the end, at fsync; one line, and the old output.
+    """
     with disk_of(tmp_path, 1 << 20) as thin:
         with (thin / "image").open("wb") as file:
             file.truncate(64 << 20)

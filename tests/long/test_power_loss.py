@@ -1,7 +1,9 @@
-"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk that forgets whatever was not flushed.
+"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk that forgets whatever
+was not flushed.
 
-The disk is a recorded one (:mod:`recorded_disk`) with a real filesystem on it. At many moments of its history the power is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks.
-Needs root, a loop device and FUSE. CKPTCONV_CUTS: at how many moments.
+The disk is a recorded one (:mod:`recorded_disk`) with a real filesystem on it. At many moments of its history the power
+is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks. Needs root, a loop device
+and FUSE. CKPTCONV_CUTS: at how many moments.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from tests.support.recorded_disk import History
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
-#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every second: names also reach the disk unasked.
+#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every second: names also reach the
+#: disk unasked.
 FILESYSTEMS = {
     "ext4": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1", 64 << 20),
     "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
@@ -116,7 +119,9 @@ def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
 def history_of(
     folder: Path, srcs: Sequence[Path], filesystem: str, *, in_shards: bool, command: Sequence[str]
 ) -> tuple[History, list[Done]]:
-    """What a disk was told while SRCS were converted in turn, again and again, to one target on it; and what was done."""
+    """What a disk was told while SRCS were converted in turn, again and again, to one target on it; and
+    what was done.
+    """
     make, options, size = FILESYSTEMS[filesystem]
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
     with image.open("wb") as file:
@@ -182,7 +187,9 @@ def judged(
 
 @pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
 def test_a_loss_of_power(filesystem: str, in_shards: bool, tmp_path: Path, memory: Path) -> None:
-    """Whenever the power goes: the old one or the new one, whole; and once a conversion has said that it is done, the new one."""
+    """Whenever the power goes: the old one or the new one, whole; and once a conversion has said that it is done, the
+    new one.
+    """
     srcs = inputs(tmp_path, in_shards=in_shards)
     command = [sys.executable, "-m", "ckptconv"]
     history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=command)

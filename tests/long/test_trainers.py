@@ -1,4 +1,6 @@
-"""Real trainers as the judge: a run of Lightning's and one of transformers' Trainer go on from checkpoints that were sent to a GPU and back as from the originals, bit for bit."""
+"""Real trainers as the judge: a run of Lightning's and one of transformers' Trainer go on from checkpoints that were
+sent to a GPU and back as from the originals, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Losses = list[float]
 
 
 def there_and_back(file: Path, folder: Path) -> Path:
-    """FILE sent to a GPU and back to the CPU, in FOLDER under its name; what torch's safe loader says of it is the same on the way and at the end."""
+    """FILE sent to a GPU and back to the CPU, in FOLDER under its name; what torch's safe loader says of it is the same
+    on the way and at the end.
+    """
     away, back = folder / f"on-gpu-{file.name}", folder / file.name
     ckptconv.convert(file, away, map_location="cuda:0")
     ckptconv.convert(away, back, map_location="cpu")
@@ -126,7 +130,9 @@ def fit(lightning: ModuleType, tmp_path: Path) -> Fit:
 
 
 def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
-    """From the retagged checkpoint the last two epochs have the losses of the run that never stopped, and of the one that goes on from the original."""
+    """From the retagged checkpoint the last two epochs have the losses of the run that never stopped, and of the one
+    that goes on from the original.
+    """
     losses, weights = fit("run")
     original = tmp_path / "run" / "epoch=1.ckpt"
     (tmp_path / "back").mkdir()
@@ -139,7 +145,9 @@ def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_out", ["optimizer_states", "lr_schedulers", "callbacks", "state_dict"])
 def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, left_out: str) -> None:
-    """With the checkpoint of the first epoch in place of the second's, in one part, the losses differ: the test above sees what is lost."""
+    """With the checkpoint of the first epoch in place of the second's, in one part, the losses differ: the test above
+    sees what is lost.
+    """
     losses, _ = fit("run")
     checkpoint, earlier = (torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0))
     checkpoint[left_out] = earlier[left_out]
@@ -175,7 +183,9 @@ def transformers() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def train(transformers: ModuleType, tmp_path: Path) -> Fit:
-    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder; the losses of all steps, and the weights."""
+    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder; the losses of all steps,
+    and the weights.
+    """
 
     def train(folder: str, resume: Path | None = None) -> Any:
         torch.manual_seed(0)
@@ -214,7 +224,9 @@ def retagged(checkpoint: Path, folder: Path) -> Path:
 
 
 def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
-    """From weights, optimizer, scheduler, generator states and arguments that were retagged, and from the weights as a ``pytorch_model.bin``, the losses and weights are those of the run that never stopped."""
+    """From weights, optimizer, scheduler, generator states and arguments that were retagged, and from the weights as a
+    ``pytorch_model.bin``, the losses and weights are those of the run that never stopped.
+    """
     losses, weights = train("run")
     original = tmp_path / "run" / "checkpoint-4"
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} <= {
@@ -234,7 +246,9 @@ def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_every_file_of_the_trainer_counts(train: Fit, tmp_path: Path, wrong: str) -> None:
-    """Without its optimizer or its generators' states, or with a scheduler that starts anew, the run ends elsewhere: the test above sees what is lost."""
+    """Without its optimizer or its generators' states, or with a scheduler that starts anew, the run ends elsewhere:
+    the test above sees what is lost.
+    """
     losses, _ = train("run")
     file = tmp_path / "run" / "checkpoint-4" / wrong
     if wrong == "scheduler.pt":  # without it the optimizer is not loaded either

@@ -1,8 +1,10 @@
-"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py JOBS``, which prints what it saw as JSON.
+"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py JOBS``, which prints
+what it saw as JSON.
 
-JOBS is a JSON file: ``warm`` and ``hostile`` are lists of paths, ``out`` is the folder in which alone files may be made. Everything is done to the warm ones first, which say the same as the
-hostile ones with other names; what that imports has nothing to do with what a file says. At last ``control``, pickles, are loaded in ``control folder`` as nobody should load them.
-Hooks cannot be removed, so they need a process of their own.
+JOBS is a JSON file: ``warm`` and ``hostile`` are lists of paths, ``out`` is the folder in which alone files may be
+made. Everything is done to the warm ones first, which say the same as the hostile ones with other names; what that
+imports has nothing to do with what a file says. At last ``control``, pickles, are loaded in ``control folder`` as
+nobody should load them. Hooks cannot be removed, so they need a process of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import torch
 import ckptconv
 from ckptconv.cli.main import main
 
-#: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot stands for all below it.
+#: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot
+#: stands for all below it.
 FORBIDDEN = (
     "import", "exec", "compile", "marshal.", "pickle.find_class", "code.__new__", "function.__new__",
     "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn",

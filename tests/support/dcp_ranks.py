@@ -1,4 +1,5 @@
-"""A run of four processes that save tensors spread over them with torch.distributed.checkpoint, in folders of FOLDER: ``python dcp_ranks.py FOLDER``.
+"""A run of four processes that save tensors spread over them with torch.distributed.checkpoint, in folders of FOLDER:
+``python dcp_ranks.py FOLDER``.
 
 The processes are forks of one that has imported torch: four imports would take longer than everything else.
 """

@@ -1,4 +1,7 @@
-"""Mappings of devices that end, or keep, the process which asks them. A module of its own: processes that import it need nothing else."""
+"""Mappings of devices that end, or keep, the process which asks them.
+
+A module of its own: processes that import it need nothing else.
+"""
 
 import os
 import signal

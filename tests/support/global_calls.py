@@ -1,4 +1,6 @@
-"""All ways in which a pickle names and calls a global, and the places in a checkpoint where one can hide: with any global, a dangerous one or its harmless twin."""
+"""All ways in which a pickle names and calls a global, and the places in a checkpoint where one can hide: with any
+global, a dangerous one or its harmless twin.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bad files, made of good parts: pickles put together from opcodes, archives from records, and numbers patched in what torch and Python wrote."""
+"""Bad files, made of good parts: pickles put together from opcodes, archives from records, and numbers patched in what
+torch and Python wrote.
+"""
 
 from __future__ import annotations
 

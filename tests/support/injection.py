@@ -1,4 +1,6 @@
-"""Conversions in processes of their own, with a fault at one of their system calls, which strace puts there; and what must be so afterwards."""
+"""Conversions in processes of their own, with a fault at one of their system calls, which strace puts there; and what
+must be so afterwards.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def put(path: Path, content: Content) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """What became of a conversion with a FAULT at the NUMBER-th CALL of that name: OUTCOME says of each target whether it is the old or the new one, LINE is what was said, LEFT what stands beside the targets."""
+    """What became of a conversion with a FAULT at the NUMBER-th CALL of that name: OUTCOME says of each target whether
+    it is the old or the new one, LINE is what was said, LEFT what stands beside the targets.
+    """
 
     conversion: str
     before: str
@@ -97,10 +101,12 @@ class Point:
 
 @dataclass
 class Conversion:
-    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the only one in FOLDER that it writes to.
+    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the only one in FOLDER that it
+    writes to.
 
-    TARGETS: what is to stand in it, by name, and what stands there BEFORE (nothing, where that is None). DST: by default the first target.
-    THREADS: some of the calls are other threads', and the numbers of some differ from run to run. PROCESSES: they are those of other processes, and CALLS names them.
+    TARGETS: what is to stand in it, by name, and what stands there BEFORE (nothing, where that is None). DST: by
+    default the first target. THREADS: some of the calls are other threads', and the numbers of some differ from run to
+    run. PROCESSES: they are those of other processes, and CALLS names them.
     """
 
     name: str
@@ -127,9 +133,8 @@ class Conversion:
         assert found
         assert all(verdict.ok for verdict in found), found
         if not self.calls:
-            self.trace(
-                self.fresh()
-            )  # now the modules are compiled, and the interpreter's own calls are the same each time
+            # now the modules are compiled, and the interpreter's own calls are the same each time
+            self.trace(self.fresh())
             out = self.fresh()
             self.calls = self._write_side(self.trace(out)[1], out)
 
@@ -154,9 +159,8 @@ class Conversion:
         """Convert in OUT; the process, and the lines of strace. PACKAGE: the folder whose ``ckptconv`` is run."""
         log = out.with_name("strace.log")
         traced = [call for call in WRITE_SIDE if not (self.threads and call in _UNCOUNTED)]
-        sends = any(
-            "signal=" in option for option in options
-        )  # which strace does not do with the filter that makes it fast
+        # which strace does not do with the filter that makes it fast
+        sends = any("signal=" in option for option in options)
         filtered = [] if sends else ["--seccomp-bpf"]
         done = subprocess.run(
             [
@@ -179,7 +183,9 @@ class Conversion:
         return done, log.read_text().splitlines()
 
     def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
-        """(call, its number among the calls of that name in its thread): from the first that has to do with OUT to the last that has to do with it or with an input. Of other threads than the first, only the first call of a name."""
+        """(call, its number among the calls of that name in its thread): from the first that has to do with OUT to the
+        last that has to do with it or with an input. Of other threads than the first, only the first call of a name.
+        """
         found: list[tuple[str, int, str]] = []
         seen: dict[tuple[str, str], int] = {}
         main = lines[0].split()[0]
@@ -198,7 +204,10 @@ class Conversion:
         return list(dict.fromkeys(calls))
 
     def points(self, faults: Sequence[str], calls: Sequence[str] | None = None) -> list[Point]:
-        """What becomes of it with each of the FAULTS at each call, of these CALLS. Raises AssertionError, with all that went wrong."""
+        """What becomes of it with each of the FAULTS at each call, of these CALLS.
+
+        Raises AssertionError, with all that went wrong.
+        """
         what = [
             (fault, call, number) for fault in faults for call, number in self.calls if calls is None or call in calls
         ]
@@ -227,7 +236,9 @@ class Conversion:
         return point
 
     def _beside(self, out: Path) -> Iterator[str]:
-        """What stands in OUT and is no target, nor in one, nor a folder with one; what stands in a temporary folder goes with that."""
+        """What stands in OUT and is no target, nor in one, nor a folder with one; what stands in a temporary folder
+        goes with that.
+        """
         for path in sorted(out.rglob("*")):
             name = str(path.relative_to(out))
             holds = any(f"{target}/".startswith(f"{name}/") for target in self.targets)
@@ -263,7 +274,9 @@ class Conversion:
             yield "another exit status"
 
     def _is_known(self, name: str, *, killed: bool) -> bool:
-        """Whether what is left under NAME is a temporary, or the folder that was made for targets by one who was KILLED."""
+        """Whether what is left under NAME is a temporary, or the folder that was made for targets by one who was
+        KILLED.
+        """
         return is_temporary(os.path.basename(name)) or (
             killed and any(each.startswith(f"{name}/") for each in self.targets)
         )
@@ -285,7 +298,8 @@ class Conversion:
 
 
 def not_durable(lines: Sequence[str], out: Path) -> list[str]:
-    """What a loss of power could take, by the order of the calls in LINES: whatever has a name in OUT that was not synced before it got that name, and names that were not synced before the process ended.
+    """What a loss of power could take, by the order of the calls in LINES: whatever has a name in OUT that was not
+    synced before it got that name, and names that were not synced before the process ended.
 
     Nothing is said only where something was written and got a name.
     """

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-#: The mode that each fake tensor refers to, the place in the file that a fake storage remembers, the mark of a storage of the older format that no tensor has shown.
+#: The mode that each fake tensor refers to, the place in the file that a fake storage remembers, the mark of a storage
+#: of the older format that no tensor has shown.
 _MACHINERY = ("fake_mode", "_checkpoint_offset", "_torch_load_uninitialized")
 
 
@@ -29,7 +30,9 @@ def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
 
 
 def assert_same(left: Any, right: Any) -> None:
-    """Fail unless LEFT and RIGHT are the same: types, nesting, order, values bit for bit, layout, and what shares what."""
+    """Fail unless LEFT and RIGHT are the same: types, nesting, order, values bit for bit, layout, and
+    what shares what.
+    """
     _Judge().compare(left, right, ".")
 
 

@@ -1,4 +1,6 @@
-"""Files in torch's format from before 1.6, as torch of long ago and Python 2 wrote them, which today's cannot write: put together from their five pickles."""
+"""Files in torch's format from before 1.6, as torch of long ago and Python 2 wrote them, which today's cannot write:
+put together from their five pickles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ckptconv`` in a process of its own that may write no large files: the limit of the process that runs the tests stays."""
+"""``ckptconv`` in a process of its own that may write no large files: the limit of the process that runs the tests
+stays.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ sys.exit(main(sys.argv[2:]))
 
 
 def ckptconv_with_small_files(nbytes: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``ckptconv`` with WORDS, where a file larger than NBYTES is an error (EFBIG); stdout and stderr are captured."""
+    """Run ``ckptconv`` with WORDS, where a file larger than NBYTES is an error (EFBIG); stdout and
+    stderr are captured.
+    """
     command = [sys.executable, "-c", _PROGRAM, str(nbytes), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)

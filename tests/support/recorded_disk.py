@@ -1,8 +1,11 @@
-"""A disk that writes down all that it is told, in order: ``python recorded_disk.py FILE IMAGE LOG`` serves the file IMAGE as FILE, and ends when FILE is unmounted.
+"""A disk that writes down all that it is told, in order: ``python recorded_disk.py FILE IMAGE LOG`` serves the file
+IMAGE as FILE, and ends when FILE is unmounted.
 
-A loop device on FILE hands every write and every flush of its filesystem to this process through the kernel's FUSE (linux/fuse.h), which takes them one after another, does them, and writes them down before it answers.
-So the log is the history of a disk: at a loss of power it holds all that was written before the last flush, and any part of what came after (:meth:`History.cut`).
-Whatever the kernel still has in memory at that moment, or keeps in its caches for good, is in no log before it is written.
+A loop device on FILE hands every write and every flush of its filesystem to this process through the kernel's FUSE
+(linux/fuse.h), which takes them one after another, does them, and writes them down before it answers. So the log is the
+history of a disk: at a loss of power it holds all that was written before the last flush, and any part of what came
+after (:meth:`History.cut`). Whatever the kernel still has in memory at that moment, or keeps in its caches for good, is
+in no log before it is written.
 """
 
 from __future__ import annotations
@@ -119,7 +122,10 @@ class History:
                 self._pending.clear()
 
     def cut(self, disk: Path, choice: random.Random) -> str:
-        """Take the power away: DISK, a copy of the image, gets some of what was not flushed. How it was chosen: all of it, nothing, any of the writes, or any of their sectors."""
+        """Take the power away: DISK, a copy of the image, gets some of what was not flushed.
+
+        How it was chosen: all of it, nothing, any of the writes, or any of their sectors.
+        """
         how = choice.choice(["all", "nothing", "writes", "sectors"])
         with disk.open("r+b") as file:
             for offset, data in self._pending:

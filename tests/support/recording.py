@@ -1,8 +1,8 @@
 """Record what every command prints and writes, to show that a change of the code changes none of it.
 
-    python tests/support/recording.py inputs FOLDER              fixtures, corpus and made files, once
-    python tests/support/recording.py make FOLDER OUT.json       run every command on them, with the ckptconv that Python finds
-    python tests/support/recording.py compare OLD.json NEW.json  exit 1 and the differences if there are any
+    recording.py inputs FOLDER              fixtures, corpus and made files, once
+    recording.py make FOLDER OUT.json       run every command on them, with the ckptconv that Python finds
+    recording.py compare OLD.json NEW.json  exit 1 and the differences if there are any
 
 A recording holds for each command its exit status, stdout, stderr, and the SHA-256 and mode of each file that it wrote.
 Times are left out. The inputs are kept apart, because ``torch.save`` does not write the same bytes in every version.

@@ -1,4 +1,6 @@
-"""pickle's own machine in Python, on stand-ins that note what is done to them and do nothing: what a pickle does, told by somebody else than our parser."""
+"""pickle's own machine in Python, on stand-ins that note what is done to them and do nothing: what a pickle does, told
+by somebody else than our parser.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""torch in a process of its own, with a bound on memory: what it makes of files that may be the end of it. Always ``weights_only=True`` and ``mmap=False``.
+"""torch in a process of its own, with a bound on memory: what it makes of files that may be the end of it.
 
-A line of JSON in, the paths of two files (the second can be null) and what ckptconv says of the first one's tensors; a line out: ``first`` and ``second``, why torch refuses each, or null; ``difference``, what is not the same, or null.
+Always ``weights_only=True`` and ``mmap=False``.
+
+A line of JSON in, the paths of two files (the second can be null) and what ckptconv says of the first one's tensors; a
+line out: ``first`` and ``second``, why torch refuses each, or null; ``difference``, what is not the same, or null.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ _ADDRESS_SPACE = 8 << 30  # bytes: importing torch takes some of them
 
 
 class TorchProcess:
-    """Asks such a process, and starts another one where it has ended. A context manager. ``ended``: how often an input was the end of one."""
+    """Asks such a process, and starts another one where it has ended.
+
+    A context manager. ``ended``: how often an input was the end of one.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -94,7 +100,9 @@ def _loaded(path: str) -> tuple[Any, str | None]:
 
 
 def _facts(obj: Any, path: str) -> list[Any] | None:
-    """Dtype, shape, stride and offset of the tensor at PATH, where that leads through keys and indices alone and ends at a plain one."""
+    """Dtype, shape, stride and offset of the tensor at PATH, where that leads through keys and indices alone and ends
+    at a plain one.
+    """
     import torch
 
     for segment in path.split("/") if path != "." else ():

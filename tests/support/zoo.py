@@ -1,4 +1,6 @@
-"""One of everything that people save: builders by name, and ``save``, which writes GPU tags on a machine without a GPU."""
+"""One of everything that people save: builders by name, and ``save``, which writes GPU tags on a
+machine without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -453,7 +455,10 @@ def cycles() -> Any:
 
 
 def set_cycle() -> Any:
-    """An object whose attribute is a set that holds it. Protocol 2 has no opcode for it and breaks the cycle where it can."""
+    """An object whose attribute is a set that holds it.
+
+    Protocol 2 has no opcode for it and breaks the cycle where it can.
+    """
     member = Member()
     member.friends = {member}
     return member
@@ -581,7 +586,9 @@ def atoms() -> Any:
 
 
 def allowed() -> Any:
-    """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex numbers, counters."""
+    """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex
+    numbers, counters.
+    """
     inside = {"two", 2}
     return {
         "set": inside,

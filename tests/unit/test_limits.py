@@ -1,4 +1,7 @@
-"""Each bound on input: a file that is as large as it may be is read, and with the bound one lower it is not. The bounds are made small; a file at the real ones would be gigabytes."""
+"""Each bound on input: a file that is as large as it may be is read, and with the bound one lower it is not.
+
+The bounds are made small; a file at the real ones would be gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ from tests.support.legacy_files import Old, legacy_file, storage_id
 
 
 class Case(NamedTuple):
-    """A file with SIZE of what the bound is on; KIND and WHAT of the error where it is one lower. RUN reads it. MODULES: where the bound is made small, by default everywhere; OTHERS are set beside it."""
+    """A file with SIZE of what the bound is on; KIND and WHAT of the error where it is one lower.
+
+    RUN reads it. MODULES: where the bound is made small, by default everywhere; OTHERS are set beside it.
+    """
 
     make: Callable[[Path], Path]
     size: int
@@ -164,7 +170,9 @@ def to_safetensors(path: Path) -> None:
 
 
 def said(what: str) -> Callable[[Path], None]:
-    """What reads a file that is no checkpoint: it is to be said of it that it is WHAT; the error is raised where it says something else."""
+    """What reads a file that is no checkpoint: it is to be said of it that it is WHAT; the error is raised where it
+    says something else.
+    """
 
     def run(path: Path) -> None:
         try:
@@ -368,7 +376,9 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bounds_of_distributed_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a few bytes of it could ask for: places in lists, fields of an object, one list of chunks for many tensors."""
+    """What a few bytes of it could ask for: places in lists, fields of an object, one list of chunks
+    for many tensors.
+    """
     state = {"x": torch.ones(4), "list": [torch.ones(1)]}
     path = tmp_path / "dcp" / ".metadata"
     with warnings.catch_warnings():
@@ -429,7 +439,9 @@ def test_a_key_of_a_storage_is_at_most_as_long_as_what_is_held(tmp_path: Path) -
 
 
 def test_the_real_bounds_are_those_of_the_page() -> None:
-    """What the documentation promises: 256 MiB and 20 million opcodes of pickle, 1,000 levels, 64 dimensions, a million members, 64 KiB of a key, a hundredfold inflated, 16 times or 1 GiB written out."""
+    """What the documentation promises: 256 MiB and 20 million opcodes of pickle, 1,000 levels, 64 dimensions, a million
+    members, 64 KiB of a key, a hundredfold inflated, 16 times or 1 GiB written out.
+    """
     assert (LIMITS.pickle_bytes, LIMITS.pickle_opcodes, LIMITS.nesting, LIMITS.rank) == (
         256 << 20,
         20_000_000,

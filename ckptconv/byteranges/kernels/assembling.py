@@ -1,4 +1,4 @@
-"""Put tensors that were saved in boxes together, in row-major order, in bounded memory: the columns of a weight that several processes shared, each with its own rows of them."""
+"""Assemble a tensor from rectangular chunks, in row-major order, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Elements done over, as torch does it: rounded to another dtype, conj and neg resolved, their bytes turned round.
+"""Cast numbers as torch does, resolve conjugate and negative bits, and swap byte order.
 
-Where torch's answer depends on the processor, or on where in a vector a number stands, one of its answers is given: NaNs become bfloat16 as in its plain code (vector instructions lose sign and
-payload in ways of their own), and float32 from float16 as in its vectors (its plain code loses both).
+Where torch's answer depends on the processor, or on where in a vector a number stands, one of its answers is given:
+NaNs become bfloat16 as in its plain code (vector instructions lose sign and payload in ways of their own), and float32
+from float16 as in its vectors (its plain code loses both).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _PAYLOAD = 0x007FE000  # and those that float16 has as well
 
 
 class TorchCastBuffer:
-    """Room for so many bytes of what PIECE is made of, at most MOST, and for what they become. Not for several threads at once."""
+    """Room for so many bytes of what PIECE is made of, at most MOST, and for what they become.
+
+    Not for several threads at once.
+    """
 
     def __init__(self, piece: Cast, most: int) -> None:
         self._piece = piece
@@ -36,7 +40,8 @@ class TorchCastBuffer:
         self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
 
     def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
-        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among them were too large.
+        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among
+        them were too large.
 
         They stand AT that byte of what the piece is made of, in which those elements count that are SHOWN, or all.
         """
@@ -68,7 +73,9 @@ def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
-    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in it are made the same on all machines."""
+    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in it are made the same on all
+    machines.
+    """
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
     if rounded.dtype == torch.float64:
@@ -112,7 +119,9 @@ def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
 
 @cache
 def _most(dtype: torch.dtype) -> float:
-    """The largest number of DTYPE and half of the step to it: what is larger is rounded to more than it has, and so is this number, but in float8_e4m3fn, whose largest number is even."""
+    """The largest number of DTYPE and half of the step to it: what is larger is rounded to more than it has, and so is
+    this number, but in float8_e4m3fn, whose largest number is even.
+    """
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     before = (largest.view(_WORDS[dtype.itemsize]) - 1).view(dtype)
     return float(largest.double() + (largest.double() - before.double()) / 2)
@@ -125,7 +134,9 @@ def _turn_round(data: memoryview, dtype: torch.dtype) -> None:
 
 
 def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) -> None:
-    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some places of a vector and not in others."""
+    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some places of a vector and not in
+    others.
+    """
     words = torch.frombuffer(data, dtype=_WORDS[_width(dtype)])
     sign = torch.iinfo(words.dtype).min
     if neg:

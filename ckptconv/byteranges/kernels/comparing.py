@@ -1,7 +1,8 @@
-"""How far apart two tensors are, block after block: how many elements differ, and by how much.
+"""Compare the numbers of two tensors: how many elements differ, and by how much.
 
-Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus. Tensors of two dtypes are compared by value. What is NaN or infinite on one side, and not the
-same on the other, is no distance, and counted apart.
+Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus.
+Tensors of two dtypes are compared by value. What is NaN or infinite on one side, and not the same on the other, is no
+distance, and counted apart.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _NUMBERS = {
 
 
 class _Far(NamedTuple):
-    """Of the elements that differ at all: how many are out of tolerance, the largest differences, and how many have none because one of the two is no finite number."""
+    """Of the elements that differ at all: how many are out of tolerance, the largest differences, and how many have
+    none because one of the two is no finite number.
+    """
 
     outside: int
     largest: float | int
@@ -56,8 +59,9 @@ def _is_number(name: str) -> bool:
 class Comparer:
     """Compares elements of the dtype A with elements of the dtype B by ``torch.allclose``'s rule.
 
-    ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side. ``largest`` and ``largest_relative`` are the largest differences of all others, those within the
-    tolerance too: of whole numbers an int, None where bits mean no number.
+    ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side.
+    ``largest`` and ``largest_relative`` are the largest differences of all others, those within the tolerance too: of
+    whole numbers an int, None where bits mean no number.
     """
 
     def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -144,7 +148,9 @@ class Comparer:
         return far._replace(largest=largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
-        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART by so much, where B's are of this SIZE."""
+        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART by so much, where B's are
+        of this SIZE.
+        """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)
         return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None

@@ -1,8 +1,8 @@
-"""Write strided views out in row-major order, in bounded memory.
+"""Gather the elements of a strided view in row-major order, in bounded memory.
 
-A view's rows can lie far apart (a transposed weight's elements are a row of the storage
-away from one another), so each block of the output is filled from tiles: stretches of the storage that are read at once, because what lies
-between their elements costs less to read than another call.
+A view's rows can lie far apart (a transposed weight's elements are a row of the storage away from one another), so each
+block of the output is filled from tiles: stretches of the storage that are read at once, because what lies between
+their elements costs less to read than another call.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ckptconv.byteranges.spans import ByteRange, Gather
 __all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
 
 _BLOCK = 16 << 20  # bytes of output that are held at once
-_TILE = (
-    16 << 20
-)  # bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
+# bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
+_TILE = 16 << 20
 _GAP = 4096  # bytes that are read and thrown away rather than read around
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
 
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
-    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take
+    over.
+    """
     itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
     tiles = Tiles()
@@ -57,7 +58,9 @@ class Tiles:
 
 
 def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
-    """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut: row-major order stays."""
+    """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut:
+    row-major order stays.
+    """
     todo: list[Region] = [((0,) * len(shape), shape)]
     while todo:
         starts, sizes = todo.pop()
@@ -76,7 +79,9 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches farthest."""
+    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches
+    farthest.
+    """
     todo = [region]
     while todo:
         starts, sizes = todo.pop()
@@ -94,7 +99,9 @@ def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> i
 
 
 def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """The elements of storage that are read at once, and the dimensions along which such stretches lie apart, the nearest first."""
+    """The elements of storage that are read at once, and the dimensions along which such stretches lie apart, the
+    nearest first.
+    """
     span = 1
     dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
     for i, d in enumerate(dimensions):

@@ -1,4 +1,6 @@
-"""Draw a summary or a report as text: for a terminal of some width, or as plain lines for programs. Names are escaped before they get out.
+"""Render summaries, reports, differences and verdicts as text, for a terminal or for a pipe.
+
+Names are escaped before they get out.
 
 ==========  =============================================================================
 ``text``    widths, breaks, colours, numbers: what all drawings share

@@ -1,4 +1,4 @@
-"""What a batch did, or would do: a line for each item, and the sum."""
+"""Render what a batch did: a line for each item, and the sum."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _PLAIN = Style()
 
 
 class Sum(NamedTuple):
-    """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and WHY, with the inputs of which that is true, those beside sets among them.
+    """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and
+    WHY, with the inputs of which that is true, those beside sets among them.
 
-    OTHER and UNENTERED are what was left in their folders, NOTES what else to know. IN_FULL: the report of each was shown.
+    OTHER and UNENTERED are what was left in their folders, NOTES what else to know. IN_FULL: the report of each was
+    shown.
     """
 
     converted: Sequence[Report]

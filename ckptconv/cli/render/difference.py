@@ -1,4 +1,4 @@
-"""What two checkpoints do not have in common, for its reader: the answer first, then group after group."""
+"""Render the difference of two checkpoints: the answer first, then group after group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _FACTS = (
 def difference_lines(
     difference: Difference, style: Style = _PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets. NAMES_ONLY: nothing else was compared."""
+    """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets.
+
+    NAMES_ONLY: nothing else was compared.
+    """
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
         same = f"the same: {what}" + ("" if names_only else f", {size(difference.nbytes)}")
@@ -106,7 +109,9 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
 
 
 def _all_values(difference: Difference) -> str:
-    """Words for the values of all names that both sides have, where none is beyond the tolerance though other things differ."""
+    """Words for the values of all names that both sides have, where none is beyond the tolerance though other things
+    differ.
+    """
     values = [each.values for each in difference.differing]
     if not difference.tensors or any(found is None or found.differing for found in values):
         return ""
@@ -124,7 +129,9 @@ def _value_lines(style: Style, difference: Difference, most: int | None) -> Iter
 
 
 def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
-    """The smaller, the more it says: the largest difference first, floats before whole numbers, bits and states of random generators last."""
+    """The smaller, the more it says: the largest difference first, floats before whole numbers, bits and states of
+    random generators last.
+    """
     found, values = pair
     kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
     return 3 if found.rng_state else kind, not values.not_finite, -(values.largest or 0)

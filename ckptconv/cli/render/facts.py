@@ -1,4 +1,4 @@
-"""The first screen: whether the file loads here, what to type if not, and what is in it, in as few lines as can be."""
+"""Render the head of ``inspect``: does the file load here, what to type if not, and what is in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 
 
 def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterator[str]:
-    """The verdict, then the facts. SHOWN is the number of tensors that the table will have, if a filter left some out."""
+    """The verdict, then the facts.
+
+    SHOWN is the number of tensors that the table will have, if a filter left some out.
+    """
     yield from headline(style, summary["path"], f"{summary['format']}, {size(summary['size'])}")
     yield from _verdict(summary, style)
     yield from _contents(summary, style)
@@ -70,7 +73,10 @@ def _short(text: str, most: int = _LONGEST) -> str:
 
 
 def _verdict(summary: Summary, style: Style) -> Iterator[str]:
-    """Yes or no, what to type, what is in the way. The one command for all comes before the reasons, so that it is seen however many they are."""
+    """Yes or no, what to type, what is in the way.
+
+    The one command for all comes before the reasons, so that it is seen however many they are.
+    """
     blocking = [finding for finding in summary["findings"] if finding["blocks"]]
     notes = [finding for finding in summary["findings"] if not finding["blocks"]]
     mending = _Mending(style)
@@ -176,7 +182,10 @@ def _state_dicts(summary: Summary, style: Style, most: int) -> Iterator[str]:
     said = any(finding["kind"] == "prefix" for finding in summary["findings"])
     every = summary["state_dicts"]
     for found in every[:most]:
-        what = f"{_short(found['path'], _LONGEST_PATH)}: {count(found['names'], 'name')}, {count(found['parameters'], 'parameter')}"
+        what = (
+            f"{_short(found['path'], _LONGEST_PATH)}: {count(found['names'], 'name')},"
+            f" {count(found['parameters'], 'parameter')}"
+        )
         yield from fact(style, "state dict", what + ("" if said else _prefix(found["prefixes"], found["names"])))
     if len(every) > most:
         yield from fact(style, "state dict", f"… {len(every) - most:,} more")

@@ -1,8 +1,10 @@
-"""Repeated blocks drawn once: ``layers.0.weight`` to ``layers.31.weight`` become ``layers.{0…31}.weight ×32``, if all that is in the layers is alike.
+"""Fold repeated blocks: ``layers.0`` to ``layers.31`` are shown once if all of them are alike.
 
-The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch if what is below them has the same segments, dtypes, shapes, devices and sizes.
-So two numbers of a path fold (layers and experts) where every layer has every expert, and only the inner one where not. A tied name is like another
-if both are tied to the same tensor. Every branch is compared by a number that stands for all below it, so this costs what sorting the names would.
+The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch if what is
+below them has the same segments, dtypes, shapes, devices and sizes. So two numbers of a path fold (layers and experts)
+where every layer has every expert, and only the inner one where not. A tied name is like another if both are tied to
+the same tensor. Every branch is compared by a number that stands for all below it, so this costs what sorting the names
+would.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ __all__ = ["Branch", "leaves", "tree_of"]
 
 _DEEPEST = 64  # levels; what is below stays one name, so that no name can make the tree deep
 _SHOWN_RUNS = 4
-# A key that is no string, an index with what ends it, or a word up to the dot or slash that ends it; dots at its start belong to it.
+# A key that is no string, an index with what ends it, or a word up to the dot or slash that ends it; dots at its start
+# belong to it.
 _PIECE = re.compile(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)? /?
       | \.* (?: \\. | [^\\/[.] )* (?: [./] | (?=\[) | $ )
@@ -35,9 +38,11 @@ _NUMBER = re.compile(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 @dataclass
 class Branch:
-    """A level of the tree: its segment, the numbers of the siblings that it stands for, and how many paths it stands for in all.
+    """A level of the tree: its segment, the numbers of the siblings that it stands for, and how many paths it stands
+    for in all.
 
-    ``tensors`` and ``nbytes`` count all below it, in all it stands for, tied names as tensors and not as bytes. ``first`` is its place in the file's order.
+    ``tensors`` and ``nbytes`` count all below it, in all it stands for, tied names as tensors and not as bytes.
+    ``first`` is its place in the file's order.
     """
 
     segment: str
@@ -142,7 +147,9 @@ def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> B
 
 
 def _runs(numbers: list[int]) -> str:
-    """NUMBERS, which ascend, with what is consecutive as ``0…31``, and the middle left out where there are many gaps."""
+    """NUMBERS, which ascend, with what is consecutive as ``0…31``, and the middle left out where there
+    are many gaps.
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""New names by what changed in them: ``module.* → *`` stands for all names that lost a ``module.`` in front.
+"""Group renamed tensors by pattern: ``module.* → *`` stands for all names that lost a prefix.
 
-Names fall into words, numbers and what stands between. What a name keeps is a ``*``, what it loses or gains is written out: ``h*.* → layer*.*`` for ``h0.w → layer0.w``,
-``*.module.* → *.*`` for a wrapper anywhere inside.
+Names fall into words, numbers and what stands between. What a name keeps is a ``*``, what it loses or gains is written
+out: ``h*.* → layer*.*`` for ``h0.w → layer0.w``, ``*.module.* → *.*`` for a wrapper anywhere inside.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
 
 
 def _pattern(old: str, new: str) -> tuple[str, str]:
-    """OLD and NEW with what they have in common as stars. Segments at the end are compared first: of ``module.module.w → module.w`` the first one went."""
+    """OLD and NEW with what they have in common as stars.
+
+    Segments at the end are compared first: of ``module.module.w → module.w`` the first one went.
+    """
     a, b = old.split("."), new.split(".")
     tail = _common(reversed(a), reversed(b))
     a, b = a[: len(a) - tail], b[: len(b) - tail]
@@ -77,7 +80,9 @@ def _common(a: Iterable[str], b: Iterable[str]) -> int:
 
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """The words that A and B have in common and in the same order, as many as there can be: runs of (where in A, where in B, how many)."""
+    """The words that A and B have in common and in the same order, as many as there can be: runs of (where in A, where
+    in B, how many).
+    """
     if len(a) * len(b) > _LARGEST_TABLE:
         return []
     most = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]  # from here to the end

@@ -1,4 +1,4 @@
-"""What a conversion did, or would do, for its reader."""
+"""Render the report of a conversion."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def report_lines(report: Report, style: Style = _PLAIN, *, every_name: bool = Fa
         yield from fact(
             style,
             "RNG states",
-            f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU: {_listed(changes.rng_states)}",
+            f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU:"
+            f" {_listed(changes.rng_states)}",
         )
     yield from _left_behind_lines(report.left_behind, every_name, style)
     yield from _tie_lines(report, style)

@@ -1,4 +1,4 @@
-"""The tensors as a table: columns on a terminal, repeated blocks folded, else a line for each tensor with tabs between its columns."""
+"""Render tensors as a table on a terminal, and as tab-separated lines in a pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class Row(NamedTuple):
-    """A row as drawn: its texts under the headings, how far the first one is indented, its bytes, and how many tensors it stands for."""
+    """A row as drawn: its texts under the headings, how far the first one is indented, its bytes, and how many tensors
+    it stands for.
+    """
 
     texts: tuple[str, ...]
     nbytes: int
@@ -47,7 +49,9 @@ def table_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows. Only terminals see blocks folded.
+    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows.
+
+    Only terminals see blocks folded.
 
     What stands in a whole module is called as in the state dict that it would give.
     """
@@ -127,7 +131,9 @@ def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: in
 
 
 def _draw(rows: list[Row], style: Style) -> Iterator[str]:
-    """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room."""
+    """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a
+    bar for the bytes where there is room.
+    """
     if not rows:
         return
     table = [row.texts for row in rows]

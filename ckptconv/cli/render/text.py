@@ -1,4 +1,4 @@
-"""What all drawings share: what the text is drawn for, how wide it is, where it may be broken, and how it gets out safely."""
+"""Styles, widths, line breaks and escapes that all renderers share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
 class Style(NamedTuple):
-    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in colours or not, in Unicode or in ASCII."""
+    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in colours or not, in
+    Unicode or in ASCII.
+    """
 
     width: int | None = None
     colour: bool = False
@@ -104,7 +106,9 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths only where a word needs more than a line."""
+    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths only where a word needs more than
+    a line.
+    """
     lines, line = [], ""
     for word in text.split(" "):
         if line and cells(line) + 1 + cells(word) > room:
@@ -118,7 +122,9 @@ def wrapped(text: str, room: int) -> list[str]:
 
 
 def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
-    """NAME in lines of at most ROOM columns, broken after dots, slashes and spaces, else where it must be; all lines but the first indented by HANGING columns."""
+    """NAME in lines of at most ROOM columns, broken after dots, slashes and spaces, else where it must be; all lines
+    but the first indented by HANGING columns.
+    """
     lines, line, most = [], "", max(1, room)
     rest = max(1, room - hanging)
     for segment in re.findall(_SEGMENT, name):
@@ -179,7 +185,10 @@ def fact(
     separator: str = ", ",
     paint: Callable[[str], str] = lambda line: line,
 ) -> Iterator[str]:
-    """A LABEL and WHAT it is: a sentence, or several things that are kept whole. What needs more lines stands below the text, not below the label."""
+    """A LABEL and WHAT it is: a sentence, or several things that are kept whole.
+
+    What needs more lines stands below the text, not below the label.
+    """
     if style.width is None:
         yield f"{_INDENT}{label:<{_LABEL}}{style.text(what if isinstance(what, str) else separator.join(what))}"
         return
@@ -195,7 +204,11 @@ def fact(
 
 
 def command(style: Style, typed: str) -> Iterator[str]:
-    """A command as it is typed. Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a word that is wider than the terminal is left to the terminal."""
+    """A command as it is typed.
+
+    Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a word that
+    is wider than the terminal is left to the terminal.
+    """
     indent = 2 * _INDENT
     line = ""
     for word in _with_values([_pasteable(word, style) for word in re.findall(_SHELL_WORD, typed)]):
@@ -218,7 +231,9 @@ def _with_values(words: list[str]) -> list[str]:
 
 
 def _pasteable(word: str, style: Style) -> str:
-    """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's own escapes."""
+    """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's
+    own escapes.
+    """
     if printable(word) == word and (style.unicode or word.isascii()):
         return word
     if word.startswith("$'"):  # escaped already, but for what only this terminal cannot show

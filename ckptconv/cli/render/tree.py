@@ -1,4 +1,4 @@
-"""The tensors as a tree of paths, and of the modules that dots in names make; on a terminal blocks that repeat are shown once."""
+"""Render tensors as a tree of paths and modules."""
 
 from __future__ import annotations
 

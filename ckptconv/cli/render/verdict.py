@@ -1,4 +1,4 @@
-"""What was verified: a line for each finding, and the verdict as the last."""
+"""Render the verdict of ``verify``: a line for each finding, and the verdict last."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint: folders in which each process of a run wrote its parts of the tensors."""
+"""Folders of torch.distributed.checkpoint (DCP), in which each process of a run wrote its parts."""

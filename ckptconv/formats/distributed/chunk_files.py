@@ -1,6 +1,7 @@
-"""Files of torch.save that hold one tensor each, by the thousand: what differs from one that was read in nothing but the tensor's bytes is not parsed again.
+"""Read thousands of small ``torch.save`` files that differ in their bytes alone by parsing one of them.
 
-A run has many tensors of one shape, and torch's files of such differ in the storage, in its checksum, and in the serialization id. So what stands before and behind the storage is compared, but for these.
+A run has many tensors of one shape, and torch's files of such differ in the storage, in its checksum, and in the
+serialization id. So what stands before and behind the storage is compared, but for these.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _MOST = 16  # files of one size that are remembered
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A file: the tensor in it if it is one, as the file describes it, the bytes of its storage where the file that it is a part of has them, and whether numbers are little-endian there."""
+    """A file: the tensor in it if it is one, as the file describes it, the bytes of its storage where the file that it
+    is a part of has them, and whether numbers are little-endian there.
+    """
 
     info: TensorInfo | None
     data: Data | None
@@ -38,7 +41,11 @@ class ChunkFile:
 
 @dataclass(frozen=True)
 class _Known:
-    """A file that was parsed: what stands BEFORE and BEHIND its storage. RECORDS may differ, the storage first: where each stands, and how long it is; CHECKSUMS are the places behind the storage of those of each, which differ together, BLANKS all that may differ there."""
+    """A file that was parsed: what stands BEFORE and BEHIND its storage.
+
+    RECORDS may differ, the storage first: where each stands, and how long it is; CHECKSUMS are the places behind the
+    storage of those of each, which differ together, BLANKS all that may differ there.
+    """
 
     before: bytes
     behind: bytes
@@ -85,7 +92,9 @@ class ChunkFiles:
 
 
 def _refuse_strangers(checkpoint: Checkpoint, window: SliceSource) -> None:
-    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would not be seen there."""
+    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would
+    not be seen there.
+    """
     graph = checkpoint.graph
     strangers = [node for node in graph.globals if not is_allowed(node)]
     if strangers or graph.extensions:

@@ -1,4 +1,4 @@
-"""Tensors that were saved in chunks, put together again: what a run of several processes leaves, whatever container the chunks are in."""
+"""Put the chunks of a distributed tensor together, and check that they cover it exactly once."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Chunk(NamedTuple):
 
 
 def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raise MalformedError unless each element of the tensor NAME is in exactly one of CHUNKS, all of which lie inside SHAPE.
+    """Raise MalformedError unless each element of the tensor NAME is in exactly one of CHUNKS, all of which lie inside
+    SHAPE.
 
-    A chunk says of each element whether it is in it. The sum of what all say is what the whole would say exactly where their differences are the same, and those are
-    1 or -1 at the corners of each chunk, and 0 elsewhere: terms of a polynomial, whose exponents are a corner's indices. Two different polynomials are equal at a point taken by
-    chance once in 2^58 times. So no chunk is compared with another, and no corner is counted.
+    A chunk says of each element whether it is in it. The sum of what all say is what the whole would say exactly where
+    their differences are the same, and those are 1 or -1 at the corners of each chunk, and 0 elsewhere: terms of a
+    polynomial, whose exponents are a corner's indices. Two different polynomials are equal at a point taken by chance
+    once in 2^58 times. So no chunk is compared with another, and no corner is counted.
     """
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     if (len(chunks) == 1 and chunks[0].sizes == shape) or (not chunks and 0 in shape):
@@ -68,7 +70,10 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 def assembled(
     shape: tuple[int, ...], itemsize: int, boxes: Iterable[ChunkPlacement], path: Path
 ) -> ByteRange | Concat | Assemble:
-    """The bytes of a tensor of SHAPE, which BOXES cover: their own where they stand in the order of its elements. PATH is for messages."""
+    """The bytes of a tensor of SHAPE, which BOXES cover: their own where they stand in the order of its elements.
+
+    PATH is for messages.
+    """
     length = prod(shape) * itemsize
     if not length:
         return ByteRange(BytesSource(b"", path), 0, 0)

@@ -1,14 +1,18 @@
-"""Folders of torch.distributed.checkpoint (DCP): the checkpoint of a run of several processes, read without any of them.
+"""Folders of torch.distributed.checkpoint (DCP): the checkpoint of several processes, read without any of them.
 
-Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is; each process wrote files of its own:
+Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is; each process wrote files of its
+own:
 
     .metadata               written last, by one process
-    __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each chunk of a tensor, one for each object that is no tensor
+    __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each
+                            chunk of a tensor, one for each object that is no tensor
 
-Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch 2.13.
+Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch
+2.13.
 
-What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, tensors whole and in row-major order, on the CPU. But where torch had put off to
-conjugate or negate a tensor, that stays to be done, as in any other file.
+What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved,
+tensors whole and in row-major order, on the CPU. But where torch had put off to conjugate or negate a tensor, that
+stays to be done, as in any other file.
 """
 
 from __future__ import annotations
@@ -88,8 +92,14 @@ def _starts_like_a_pickle(folder: SourceFolder) -> bool:
         return False
 
 
-def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:  # noqa: ARG001 - its files are parts
-    """The checkpoint in FOLDER. Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read."""
+def read(
+    folder: SourceFolder,
+    read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
+) -> Checkpoint:
+    """The checkpoint in FOLDER.
+
+    Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
+    """
     names = _names(folder)
     if _METADATA not in names:
         raise _without_metadata(folder, names)
@@ -101,12 +111,14 @@ def _without_metadata(folder: SourceFolder, names: set[str]) -> InputError:
     """The error for a folder that has parts and nothing that says of what."""
     if any(map(_OWN_METADATA.fullmatch, names)):
         return UnsupportedError(
-            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the whole is",
+            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the"
+            " whole is",
             where=folder.path,
             hint="load it in a run of as many processes, and save it again with use_collectives",
         )
     return MalformedError(
-        f"a checkpoint of torch.distributed.checkpoint without {_METADATA}, which is written last: it was not saved to its end, or not copied whole",
+        f"a checkpoint of torch.distributed.checkpoint without {_METADATA}, which is written last: it was not saved to"
+        " its end, or not copied whole",
         where=folder.path,
         hint=_COPY,
     )
@@ -156,7 +168,8 @@ class _Reader:
         checkpoint.unused += self.empty
         if nest.holes:
             checkpoint.notes.append(
-                f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None stands there"
+                f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None"
+                " stands there"
             )
         return checkpoint
 
@@ -174,7 +187,8 @@ class _Reader:
         if missing:
             self.found(
                 MalformedError(
-                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'} missing",
+                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'}"
+                    " missing",
                     where=self.folder.path,
                     got=f"no {some(sorted(missing), 3)}",
                     hint=_COPY,
@@ -189,7 +203,9 @@ class _Reader:
                 self.gone.add(file)
 
     def check_size(self, name: str, places: list[tuple[int, int]]) -> None:
-        """Raise InputError where the file NAME cannot be opened, or ends before the last of PLACES, from and to which bytes something is stored in it; note in how many bytes nothing is."""
+        """Raise InputError where the file NAME cannot be opened, or ends before the last of PLACES, from and to which
+        bytes something is stored in it; note in how many bytes nothing is.
+        """
         covered = end = 0
         for start, stop in places:
             covered += max(stop - max(start, end), 0)
@@ -284,9 +300,10 @@ class _Reader:
                 where=_where(window),
                 expected="all of a storage, little-endian and not compressed",
             )
-        return ChunkPlacement(
-            of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride
-        ), info
+        return (
+            ChunkPlacement(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride),
+            info,
+        )
 
 
 def _where(window: SliceSource) -> str:

@@ -1,16 +1,19 @@
-"""What ``.metadata`` of a torch.distributed.checkpoint folder says: which items there are, of which chunks each tensor is made, and where each of them is stored.
+"""Read ``.metadata`` of a torch.distributed.checkpoint folder: its items, the chunks of each tensor, where they are.
 
 The file is a plain pickle of these objects (torch 2.13; older versions have fewer fields):
 
     Metadata                state_dict_metadata   {NAME: TensorStorageMetadata | BytesStorageMetadata}
-                            planner_data          {NAME: (key or index, ...)}, the place of each item in nested dicts and lists; or None
+                            planner_data          {NAME: (key or index, ...)}, the place of each item in nested dicts
+                                                  and lists; or None
                             storage_data          {MetadataIndex: _StorageInfo}
                             storage_meta, version
-    TensorStorageMetadata   properties (TensorProperties: dtype, layout, ...), size, chunks [ChunkStorageMetadata: offsets, sizes]
+    TensorStorageMetadata   properties (TensorProperties: dtype, layout, ...), size,
+                            chunks [ChunkStorageMetadata: offsets, sizes]
     MetadataIndex           fqn (NAME), offset (that of a tensor's chunk)
     _StorageInfo            relative_path, offset, length, transform_descriptors
 
-Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read as a graph, of which only these classes are understood; whatever else is named in it is refused by name.
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read as a graph, of which only these classes
+are understood; whatever else is named in it is refused by name.
 """
 
 from __future__ import annotations
@@ -98,7 +101,9 @@ class Stored(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk."""
+    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name
+    and first index of the chunk.
+    """
 
     items: dict[str, TensorItem | None]
     paths: dict[str, Path]
@@ -117,7 +122,10 @@ def read_metadata(source: Readable) -> Metadata:
 
 
 class _Reader:
-    """Reads the nodes of one file, and says what is wrong with them. MOST: so many chunks can be in it, unless one node is named again and again."""
+    """Reads the nodes of one file, and says what is wrong with them.
+
+    MOST: so many chunks can be in it, unless one node is named again and again.
+    """
 
     def __init__(self, where: str, most: int) -> None:
         self.where = where
@@ -276,7 +284,9 @@ class _Reader:
         return Stored(file, offset, length)
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
-        """Raise UnsupportedError where tensors are stored without a container of their own, by the first of them that has elements: one process writes all tensors in one way."""
+        """Raise UnsupportedError where tensors are stored without a container of their own, by the first of them that
+        has elements: one process writes all tensors in one way.
+        """
         first = next(
             (
                 (name, item.dtype, chunk)
@@ -294,7 +304,8 @@ class _Reader:
         place = stored.get((name, chunk.offsets))
         if place is not None and place.length == nbytes:
             self.refuse(
-                "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in them each tensor is",
+                "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in"
+                " them each tensor is",
                 got=f"{nbytes:,} bytes for {name!r}, which has as many",
                 hint="save it again without serialization_format",
             )
@@ -371,6 +382,8 @@ class _Reader:
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether FILE, a path, leads to something below the folder it counts from; links in that folder are its owner's."""
+    """Whether FILE, a path, leads to something below the folder it counts from; links in that folder
+    are its owner's.
+    """
     segments = file.split("/")
     return not {"", ".", ".."} & set(segments) and "\0" not in file and "\\" not in file

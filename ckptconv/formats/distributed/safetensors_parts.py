@@ -1,10 +1,14 @@
-"""Folders of safetensors files that hold parts of the same tensors, as torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)`` leaves them.
+"""Folders of safetensors files with parts of the same tensors, one file for each process of a run.
+
+torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)`` leaves them.
 
 Layout: no index and no metadata file; each process wrote files of its own:
 
-    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata :mod:`ckptconv.formats.distributed.sharding_info` says where each of its tensors belongs in the whole one
+    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata
+        :mod:`ckptconv.formats.distributed.sharding_info` says where each of its tensors belongs in the whole one
 
-Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several files, so they are never merged by their names: parts must fit together without holes and overlaps.
+Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several
+files, so they are never merged by their names: parts must fit together without holes and overlaps.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ _ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # what is not true of whole tenso
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether FOLDER, given as such, has parts: by the names that torch gives them, else by what the first file says."""
+    """Whether FOLDER, given as such, has parts: by the names that torch gives them, else by what the
+    first file says.
+    """
     if folder.path != folder.folder:
         return False
     names = _names(folder)
@@ -58,8 +64,14 @@ def _has_parts(folder: SourceFolder, name: str) -> bool:
     return offsets is not None and is_part(source.path, offsets)
 
 
-def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:  # noqa: ARG001 - its files are parts
-    """The checkpoint in FOLDER. Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read."""
+def read(
+    folder: SourceFolder,
+    read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
+) -> Checkpoint:
+    """The checkpoint in FOLDER.
+
+    Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
+    """
     parts: dict[str, list[tuple[Entry, ChunkPlacement]]] = {}
     texts: list[dict[str, str]] = []
     for name in _names(folder):

@@ -1,7 +1,9 @@
-"""``DCP_SHARDING_INFO``: the text in a safetensors file that says where in each whole tensor the part begins that the file has.
+"""``DCP_SHARDING_INFO``: the metadata of a safetensors file that says which part of each tensor it holds.
 
-torch's ``HuggingFaceStorageWriter`` writes it into every file, ``{NAME: {"saved_offsets": [n, ...]}}``, also where all tensors are whole (``torch/distributed/checkpoint/filesystem.py`` and ``_hf_utils.py`` of
-2.13). How large the whole tensors are no file says. So one of them alone can be told from a whole model by its name only, or where a tensor in it does not begin at 0.
+torch's ``HuggingFaceStorageWriter`` writes it into every file, ``{NAME: {"saved_offsets": [n, ...]}}``, also where all
+tensors are whole (``torch/distributed/checkpoint/filesystem.py`` and ``_hf_utils.py`` of 2.13). How large the whole
+tensors are no file says. So one of them alone can be told from a whole model by its name only, or where a tensor in it
+does not begin at 0.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
 def part_error(path: Path) -> InputError:
     """What is to be said of such a file that was given alone."""
     return UnsupportedError(
-        "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several safetensors files",
+        "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several"
+        " safetensors files",
         where=path,
         hint=f"give the folder with all of them: {shell('ckptconv', 'convert', path.parent, 'OUT')}",
     )

@@ -1,7 +1,10 @@
-"""What a file is that no format here reads: one table of how to recognise it, what it is, and what to do next. The first row that answers is right.
+"""Recognise files of other formats: one table of signatures, with what each is and what to do next.
 
-By content: the first bytes, a few at the end, never more than a bounded part. A suffix decides only where content leaves two possibilities. Signatures: each format's
-own specification, ``_MsgpackExtType`` in flax's ``serialization.py``, ``ModelProto`` in ``onnx.proto``, TensorFlow's ``table/format.h``.
+The first row that answers is right.
+
+By content: the first bytes, a few at the end, never more than a bounded part. A suffix decides only where content
+leaves two possibilities. Signatures: each format's own specification, ``_MsgpackExtType`` in flax's
+``serialization.py``, ``ModelProto`` in ``onnx.proto``, TensorFlow's ``table/format.h``.
 """
 
 from __future__ import annotations
@@ -150,12 +153,15 @@ def _page(file: _File) -> _Answer | None:
 
 
 def _refusal(file: _File) -> _Answer | None:
-    """What a server answered in place of the file: XML of an object store, JSON of an interface, a sentence of the Hub."""
+    """What a server answered in place of the file: XML of an object store, JSON of an interface, a
+    sentence of the Hub.
+    """
     text = (file.text or "").lstrip()
     code = re.search(r"<Code>([^<]+)</Code>", text) if text.startswith("<") else None
     said = code[1] if code else None
     if said is None and re.match(
-        r"Access to (model|dataset) .{1,200} is restricted|Invalid username or password|Entry not found|Repository not found",
+        r"Access to (model|dataset) .{1,200} is restricted|Invalid username or password|Entry not found|Repository not"
+        r" found",
         text,
     ):
         said = text.splitlines()[0]
@@ -236,7 +242,8 @@ def _tar(file: _File) -> _Answer | None:
     if {"pickle", "storages", "tensors"} <= set(names):
         return _Answer(
             "a checkpoint in torch's format from before 0.1.10, which this version does not read",
-            f'if you trust who made it, load it with torch.load({literal(file.path)}, map_location="cpu"), weights_only switched off, and torch.save it again',
+            f'if you trust who made it, load it with torch.load({literal(file.path)}, map_location="cpu"), weights_only'
+            " switched off, and torch.save it again",
         )
     inner = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     shown = inner or ", ".join(names[:3])
@@ -304,7 +311,8 @@ def _flax(file: _File) -> _Answer | None:
         return None
     return _Answer(
         "a Flax checkpoint (msgpack)",
-        "load it with flax.serialization.msgpack_restore and save its arrays with torch: torch.from_numpy makes tensors of them",
+        "load it with flax.serialization.msgpack_restore and save its arrays with torch: torch.from_numpy makes tensors"
+        " of them",
     )
 
 
@@ -332,7 +340,8 @@ def _is_flax_value(head: bytes, at: int, code: int) -> bool:
     return head[at : at + 2] in (b"\x01\x93", b"\x02\x92", b"\x03\x93")
 
 
-#: msgpack's codes (https://github.com/msgpack/msgpack/blob/master/spec.md): of numbers and heads of arrays and maps, bytes that they take.
+#: msgpack's codes (https://github.com/msgpack/msgpack/blob/master/spec.md): of numbers and heads of arrays and maps,
+#: bytes that they take.
 _MSGPACK_FIXED = {
     0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5,
     0xD3: 9, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5,
@@ -342,7 +351,9 @@ _MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
 def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
-    """The bytes that the value with CODE at AT takes, without what an array or map holds; None where there is no such code."""
+    """The bytes that the value with CODE at AT takes, without what an array or map holds; None where there is no such
+    code.
+    """
     if code <= 0x9F or code >= 0xE0:  # small numbers, heads of small maps and arrays
         return 1
     if code <= 0xBF:

@@ -1,7 +1,8 @@
-"""What a folder is that was given in place of a file: whose it is, by the names in it, and what to type instead.
+"""Recognise folders given in place of a file: what each is, and what to type instead.
 
-Looks at names, a bounded number of them, and into small files that stand where a checkpoint should, for they may be Git LFS pointers. Sources for the names: ``torch/distributed/checkpoint/filesystem.py``
-and ``format_utils.py`` of torch 2.13, ``deepspeed/utils/zero_to_fp32.py``, transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
+Looks at names, a bounded number of them, and into small files that stand where a checkpoint should, for they may be Git
+LFS pointers. Sources for the names: ``torch/distributed/checkpoint/filesystem.py`` and ``format_utils.py`` of torch
+2.13, ``deepspeed/utils/zero_to_fp32.py``, transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 
 
 class _Folder(NamedTuple):
-    """A folder, and the names in it; those of folders end in a slash. OTHERS are no files: FIFOs, links to nowhere. CUT: it has more names than were looked at."""
+    """A folder, and the names in it; those of folders end in a slash.
+
+    OTHERS are no files: FIFOs, links to nowhere. CUT: it has more names than were looked at.
+    """
 
     path: Path
     names: frozenset[str]
@@ -94,7 +98,9 @@ def name_like(path: Path) -> Path | None:
 
 
 def distributed_part_error(path: Path) -> InputError | None:
-    """What is to be said of the file PATH if it is a part of a checkpoint of torch.distributed.checkpoint, by what stands beside it."""
+    """What is to be said of the file PATH if it is a part of a checkpoint of torch.distributed.checkpoint, by what
+    stands beside it.
+    """
     if path.suffix != ".distcp" and path.name != ".metadata":
         return None
     try:
@@ -269,7 +275,9 @@ def _or_all(folder: _Folder) -> str:
 
 
 def _found(folder: _Folder) -> list[str]:
-    """The checkpoints in FOLDER, by their names, and then those in folders below it: files, or folders that are one checkpoint. Links and hidden folders are not entered."""
+    """The checkpoints in FOLDER, by their names, and then those in folders below it: files, or folders that are one
+    checkpoint. Links and hidden folders are not entered.
+    """
     found = _files(folder)
     waiting, left = deque(_folders(folder)), LIMITS.folder_names
     while waiting and left > 0:

@@ -1,4 +1,7 @@
-"""Pickles that are no checkpoint: what ``pickle.dump`` wrote without tensors in it. Parsed as every pickle here, which runs nothing."""
+"""Recognise pickles that hold no tensors.
+
+Parsed as every pickle here, which runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,7 @@ from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import (
-    Blob,
-    Call,
-    Dict,
-    Global,
-    Graph,
-    Object,
-    Tuple,
-    Value,
-    gc_paused,
-    is_global,
-)
+from ckptconv.pickles.graph import Blob, Call, Dict, Global, Graph, Object, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.parser import parse
 
 __all__ = ["LOADER", "looks_like_pickle", "pickle_error", "storage_sizes"]
@@ -36,7 +28,9 @@ _MORE = 4096  # bytes of the start that are searched for joblib's name
 
 
 def storage_sizes(graph: Graph) -> dict[str, int]:
-    """Bytes by key of the storages that GRAPH refers to; what refers to something else, or has no sound size, is left out."""
+    """Bytes by key of the storages that GRAPH refers to; what refers to something else, or has no sound size, is left
+    out.
+    """
     sizes: dict[str, int] = {}
     for reference in graph.references:
         items = reference.id.items if isinstance(reference.id, Tuple) else []

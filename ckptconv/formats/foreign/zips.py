@@ -1,9 +1,11 @@
-"""Zips that are no checkpoint of torch's, by the names in them, and zips of torch's that lost their end or their start.
+"""Recognise zips that are no torch checkpoint, and torch zips that are truncated.
 
-A zip without its end has no directory. But torch writes ``data.pkl`` first, and that says how large each storage is, so what is left of the file says how much is
-missing at least: headers and padding between the storages are counted as short as a zip can have them. Only where what is left is stored and not compressed.
+A zip without its end has no directory. But torch writes ``data.pkl`` first, and that says how large each storage is, so
+what is left of the file says how much is missing at least: headers and padding between the storages are counted as
+short as a zip can have them. Only where what is left is stored and not compressed.
 
-Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's, Stable-Baselines' and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
+Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, TorchServe's,
+Stable-Baselines' and Stable-Baselines3's "save format" pages, Keras' ``save_model``.
 """
 
 from __future__ import annotations
@@ -216,7 +218,9 @@ def cut_short(source: Readable) -> InputError:
 
 
 def _only_stored(source: Readable, start: int) -> bool:
-    """Whether the members that start close behind START are there and stored, as all that torch writes: a compressed storage can have any size."""
+    """Whether the members that start close behind START are there and stored, as all that torch writes: a compressed
+    storage can have any size.
+    """
     behind = source.read(start, min(_BEHIND, source.size - start))
     methods = {int.from_bytes(match[1], "little") for match in _METHOD.finditer(behind)}
     return methods == {STORED}

@@ -1,14 +1,17 @@
-"""A checkpoint in shards, by its index and by the names of its files: a strict reader of the index, its bytes, the names that the Hub's tools give.
+"""The index of a sharded checkpoint, and the names of its files: a strict reader, and the bytes of a new index.
 
-Layout (huggingface_hub's ``serialization/_torch.py``, transformers' ``modeling_utils.py``), for each set of shards in one folder:
+Layout (huggingface_hub's ``serialization/_torch.py``, transformers' ``modeling_utils.py``), for each set of shards in
+one folder:
 
     STEM-00001-of-00003.safetensors      each shard is a checkpoint of its own; .bin is a file of torch.save
     STEM.safetensors.index.json          {"metadata": {"total_size": bytes, ...}, "weight_map": {NAME: SHARD, ...}}
 
-A variant is a part of the stem, and stands behind the word index: ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``.
+A variant is a part of the stem, and stands behind the word index: ``model.fp16-00001-of-00002.safetensors`` and
+``model.safetensors.index.fp16.json``.
 
-Names of shards are checked as texts: a folder of the Hub's cache consists of links to ``../../blobs``, which are meant. What is stricter than other readers: a key that stands twice, names with folders in them,
-shards of two formats in one set.
+Names of shards are checked as texts: a folder of the Hub's cache consists of links to ``../../blobs``, which are meant.
+What is stricter than other readers: a key that stands twice, names with folders in them, shards of two formats in one
+set.
 """
 
 from __future__ import annotations
@@ -68,7 +71,11 @@ _WHOLE = re.compile(rf"({_STEMS})({_SUFFIXES})")
 
 @dataclass(frozen=True)
 class ShardSet:
-    """One checkpoint in shards, by the names in its folder. ``index`` is the name of its index, ``shards`` are those that are there; where there is no index, ``count`` says of how many, else it is 0."""
+    """One checkpoint in shards, by the names in its folder.
+
+    ``index`` is the name of its index, ``shards`` are those that are there; where there is no index, ``count`` says of
+    how many, else it is 0.
+    """
 
     stem: str
     suffix: str
@@ -88,7 +95,10 @@ def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
 
 
 def index_name(stem: str, suffix: str) -> str:
-    """The name of the index of the shards STEM-…SUFFIX. The Hub's tools look for that of a variant under another name than its shards have."""
+    """The name of the index of the shards STEM-…SUFFIX.
+
+    The Hub's tools look for that of a variant under another name than its shards have.
+    """
     hub = _HUB.fullmatch(stem)
     if hub and hub["variant"]:
         return f"{hub['stem']}{suffix}.index{hub['variant']}.json"
@@ -96,14 +106,19 @@ def index_name(stem: str, suffix: str) -> str:
 
 
 def stem_for(name: str, suffix: str) -> str:
-    """The stem of shards with SUFFIX that are made of a checkpoint called NAME: a file, a shard or an index. One of those that the Hub's tools look for."""
+    """The stem of shards with SUFFIX that are made of a checkpoint called NAME: a file, a shard or an index.
+
+    One of those that the Hub's tools look for.
+    """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     stem = _family(found)[0] if found else re.sub(rf"({_SUFFIXES})$", "", name)
     return _stem_like(stem if _HUB.fullmatch(stem) else "model", suffix)
 
 
 def of_other_suffix(name: str, suffix: str) -> str:
-    """What the shard or index NAME is called in a set with SUFFIX: ``pytorch_model-….bin`` is ``model-….safetensors``."""
+    """What the shard or index NAME is called in a set with SUFFIX: ``pytorch_model-….bin`` is
+    ``model-….safetensors``.
+    """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     if found is None:
         return name if name.endswith(".json") else re.sub(rf"({_SUFFIXES})$", "", name) + suffix
@@ -114,7 +129,9 @@ def of_other_suffix(name: str, suffix: str) -> str:
 
 
 def renumbered(names: list[str]) -> list[str]:
-    """NAMES of shards with the numbers that they have when there are no others; as they are, where one is not numbered."""
+    """NAMES of shards with the numbers that they have when there are no others; as they are, where one
+    is not numbered.
+    """
     found = [_SHARD.fullmatch(name) for name in names]
     return (
         [
@@ -128,7 +145,9 @@ def renumbered(names: list[str]) -> list[str]:
 
 
 def family_of(name: str) -> str | None:
-    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats; None where the name says nothing of that."""
+    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats; None where the name
+    says nothing of that.
+    """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     whole = re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
     stem = _family(found)[0] if found else whole[1] if whole else None
@@ -169,7 +188,10 @@ def _family(found: re.Match[str]) -> tuple[str, str]:
 
 
 def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
-    """The set of shards that PATH means, which is an index or a folder; None where it has none. Raises RefusedError where it has several models; a fault are shards without an index that are missing."""
+    """The set of shards that PATH means, which is an index or a folder; None where it has none.
+
+    Raises RefusedError where it has several models; a fault are shards without an index that are missing.
+    """
     if not path.is_dir():
         found = _INDEX.fullmatch(path.name)
         return ShardSet(*(_family(found) if found else ("model", "")), path.name, (), 0)
@@ -187,7 +209,9 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
 
 
 def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError:
-    """The error for a folder in which there are SETS of shards and files that are a WHOLE model, more than one of both together."""
+    """The error for a folder in which there are SETS of shards and files that are a WHOLE model, more than one of both
+    together.
+    """
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + whole, _SHOWN)
     one = next((name for name in (*(each.index for each in sets), *whole) if name), None)
     return RefusedError(
@@ -226,7 +250,9 @@ def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) 
 
 
 def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
-    """Find a fault where shards stand in FOLDER that are numbered as those of INDEX are, and that it does not name: who goes by the names reads them."""
+    """Find a fault where shards stand in FOLDER that are numbered as those of INDEX are, and that it does not name: who
+    goes by the names reads them.
+    """
     named = index.shards()
     numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
     try:
@@ -262,7 +288,9 @@ def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says: ``weight_map`` has the shard of each tensor, in the index's order; ``others`` are keys beside these two, which nobody knows."""
+    """What an index says: ``weight_map`` has the shard of each tensor, in the index's order; ``others`` are keys beside
+    these two, which nobody knows.
+    """
 
     metadata: dict[str, Any]
     weight_map: dict[str, str]

@@ -1,4 +1,8 @@
-"""Which tensor goes into which shard. The planner is huggingface_hub's, so that a set has the shards that the Hub's own tools would have made; it needs sizes alone, and no torch."""
+"""Deal tensors into shards by size.
+
+The planner is huggingface_hub's, so that a set has the shards that the Hub's own tools would have made; it needs sizes
+alone, and no torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,9 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """FILES with the names of the tensors in each, in the order of the state dict; the name of the INDEX, None for one file; and how many tensors are TOO_LARGE, so that their shards are, tied ones counted once."""
+    """FILES with the names of the tensors in each, in the order of the state dict; the name of the INDEX, None for one
+    file; and how many tensors are TOO_LARGE, so that their shards are, tied ones counted once.
+    """
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
     index: str | None
@@ -38,7 +44,10 @@ class Deal:
 
 
 def parse_size(size: int | str) -> int:
-    """SIZE in bytes: an integer, or a text such as ``5GB``, in which units are decimal. Raises UsageError, TypeError."""
+    """SIZE in bytes: an integer, or a text such as ``5GB``, in which units are decimal.
+
+    Raises UsageError, TypeError.
+    """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
     found = _SIZE.fullmatch(str(size))
@@ -52,7 +61,10 @@ def parse_size(size: int | str) -> int:
 
 
 def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
-    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is. Raises UsageError, also where there are several groups and each is: that is a typo."""
+    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is.
+
+    Raises UsageError, also where there are several groups and each is: that is a typo.
+    """
     most = parse_size(max_shard_size)
     sizes = [nbytes for nbytes in {each.group: each.nbytes for each in weights.values()}.values() if nbytes]
     too_large = sum(nbytes > most for nbytes in sizes)
@@ -94,7 +106,9 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
 
 
 def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
-    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied stays together, unless it is copied."""
+    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied stays together, unless it is
+    copied.
+    """
     weights: dict[str, Weight] = {}
     for name, value in items.items():
         info = checkpoint.tensor_nodes.get(id(value))
@@ -105,7 +119,9 @@ def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, co
 
 
 def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
-    """Those of ITEMS of CHECKPOINT that are tensors or hold some, with the bytes of their storages; what shares a storage or an object stays together."""
+    """Those of ITEMS of CHECKPOINT that are tensors or hold some, with the bytes of their storages; what shares a
+    storage or an object stays together.
+    """
     groups = _Groups(checkpoint, items)
     weights: dict[str, Weight] = {}
     for name, value in items.items():
@@ -116,7 +132,10 @@ def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> d
 
 
 class _Groups:
-    """Which of ITEMS lead to one node or storage. A group is called by the name of one of its members; NBYTES are those of its storages."""
+    """Which of ITEMS lead to one node or storage.
+
+    A group is called by the name of one of its members; NBYTES are those of its storages.
+    """
 
     def __init__(self, checkpoint: Checkpoint, items: Mapping[str, Value]) -> None:
         self.above = {name: name for name in items}

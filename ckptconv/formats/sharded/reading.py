@@ -1,4 +1,9 @@
-"""Read a set of shards as one checkpoint, and compare what its index says with what the shards hold."""
+"""Read a set of shards as one checkpoint, and compare what its index says with what the shards hold.
+
+The shards become one graph under one root, a mapping of all names in the order of the files, so edits reach all of them
+at once. Where a tensor is missing, doubled, or in another shard than the index says, a reader that believes the index
+and one that does not would see two checkpoints: that is a fault.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,7 @@ from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.state_dicts import strings_of
-from ckptconv.errors import (
-    InputError,
-    MalformedError,
-    UnsupportedError,
-    some,
-)
+from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.index import (
     TOTAL_SIZE,
@@ -33,23 +33,17 @@ from ckptconv.hints import shell
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items
 
 __all__ = ["NAME", "Shard", "ShardedContainer", "looks_like", "read"]
-
-
 NAME = "sharded"
-
-
 _FORMAT = "format"
-
-
 _SHOWN = 5  # names in an error
-
-
 _ITEMS = ("SETITEM", "SETITEMS")
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has its items in common with the root of all."""
+    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has its items in common
+    with the root of all.
+    """
 
     name: str
     part: Checkpoint
@@ -58,7 +52,9 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardedContainer:
-    """What the reader keeps for the writer: the set as it was. INDEX is the name that its index has or would have, METADATA what stands in it, NAMES how many there were.
+    """What the reader keeps for the writer: the set as it was.
+
+    INDEX is the name that its index has or would have, METADATA what stands in it, NAMES how many there were.
 
     CONTRADICTIONS are texts that shards have and that differ from one to the other.
     """
@@ -82,7 +78,10 @@ def looks_like(folder: SourceFolder) -> bool:
 
 
 def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """The set of shards in FOLDER, each of which READ_FILE reads. Raises MalformedError, RefusedError, and what that raises."""
+    """The set of shards in FOLDER, each of which READ_FILE reads.
+
+    Raises MalformedError, RefusedError, and what that raises.
+    """
     found = find_set(folder.path, folder.faults)
     if found is None:
         raise folder_error(folder.path)
@@ -132,7 +131,10 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
 
 
 def _root_of(part: Checkpoint, name: str) -> Object:
-    """The mapping of names that the shard PART, called NAME, is; it loses its attributes, which have no place in a set. Raises UnsupportedError, MalformedError."""
+    """The mapping of names that the shard PART, called NAME, is; it loses its attributes, which have no place in a set.
+
+    Raises UnsupportedError, MalformedError.
+    """
     root = part.graph.root
     is_ordered = isinstance(root, Call) and is_global(root.callable, "collections.OrderedDict")
     if not isinstance(root, Object) or not (isinstance(root, Dict) or (is_ordered and _is_empty(root))):
@@ -181,7 +183,10 @@ def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
-    """The shard of each name that stands in one, all of them where the INDEX, if there is one, has them. Raises MalformedError."""
+    """The shard of each name that stands in one, all of them where the INDEX, if there is one, has them.
+
+    Raises MalformedError.
+    """
     in_shards: dict[str, Shard] = {}
     doubled: dict[str, str] = {}
     for shard in shards:
@@ -218,7 +223,10 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
 def _contradiction(
     folder: SourceFolder, shards: list[Shard], what: str, found: list[str], *, may_go: bool
 ) -> MalformedError:
-    """The error for tensors that stand in WHAT; FOUND names each and says where. MAY_GO: without the index there would be no contradiction."""
+    """The error for tensors that stand in WHAT; FOUND names each and says where.
+
+    MAY_GO: without the index there would be no contradiction.
+    """
     alone = shell("ckptconv", "convert", folder.folder / shards[0].name, "OUT")
     hint = f"convert the shards one by one: {alone}"
     sets = sets_in(shard.name for shard in shards)
@@ -233,7 +241,9 @@ def _names(root: Object) -> list[str]:
 
 
 def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
-    """The names that the INDEX alone records, with those of the tensors that they are tied to; the shards of these gain them."""
+    """The names that the INDEX alone records, with those of the tensors that they are tied to; the shards of these gain
+    them.
+    """
     ties = {
         name: kept
         for name, kept in index.metadata.items()

@@ -1,4 +1,8 @@
-"""Lay out a checkpoint as shards and their index: the shards that it came in, or new ones by size."""
+"""Lay out a checkpoint as shards and their index: the shards that it came in, or new ones by size.
+
+A tie is recorded in its shard, as in any safetensors file, and in the index, where huggingface_hub's
+``save_torch_state_dict`` has it.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +15,24 @@ from ckptconv.checkpoint.index import places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
-from ckptconv.errors import (
-    RefusedError,
-    UsageError,
-    count,
-    some,
-)
+from ckptconv.errors import RefusedError, UsageError, count, some
 from ckptconv.formats import safetensors, torch_zip
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.safetensors_header import is_text
-from ckptconv.formats.sharded.index import (
-    TOTAL_SIZE,
-    index_bytes,
-    of_other_suffix,
-    renumbered,
-    stem_for,
-)
+from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suffix, renumbered, stem_for
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
 from ckptconv.formats.sharded.reading import _FORMAT, _SHOWN, ShardedContainer, _names
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
 __all__ = ["format_of", "layout"]
-
-
 _TOTAL_PARAMETERS = "total_parameters"  # transformers' count, which leaves out buffers
 
 
 class _File(NamedTuple):
-    """A file to be laid out: its name, its root, the part that it stays, if it does, and the texts for its own metadata."""
+    """A file to be laid out: its name, its root, the part that it stays, if it does, and the texts for its own
+    metadata.
+    """
 
     name: str
     root: Object
@@ -49,7 +42,9 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Set:
-    """The files of a set, the name of its index, if it has one, what that says beside sizes and places, and what to say of all."""
+    """The files of a set, the name of its index, if it has one, what that says beside sizes and places, and what to say
+    of all.
+    """
 
     files: list[_File]
     index: str | None
@@ -66,7 +61,9 @@ def layout(
     copy_tied: bool = False,
     max_shard_size: int | str | None = None,
 ) -> Layout:
-    """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at most MAX_SHARD_SIZE. Raises UsageError, RefusedError."""
+    """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at
+    most MAX_SHARD_SIZE. Raises UsageError, RefusedError.
+    """
     if format not in ("pt", "safetensors"):
         raise UsageError(
             f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors"
@@ -87,7 +84,9 @@ def layout(
 
 
 def format_of(checkpoint: Checkpoint) -> str:
-    """The format of shards that are made of CHECKPOINT where nobody says which: what holds names and tensors alone stays safetensors."""
+    """The format of shards that are made of CHECKPOINT where nobody says which: what holds names and tensors alone
+    stays safetensors.
+    """
     return "safetensors" if checkpoint.is_state_dict else "pt"
 
 
@@ -177,7 +176,10 @@ def _about_size(too_large: int, max_shard_size: int | str) -> str:
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
-    """The items of CHECKPOINT's root by name, and what else stands in it, which no shard will have. Raises RefusedError."""
+    """The items of CHECKPOINT's root by name, and what else stands in it, which no shard will have.
+
+    Raises RefusedError.
+    """
     root = checkpoint.graph.root
     assert isinstance(root, Object)  # a state dict was taken
     places = list(places_in(checkpoint, {id(root)}))

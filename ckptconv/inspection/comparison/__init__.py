@@ -1,4 +1,4 @@
-"""What two checkpoints, in whatever containers, do not have in common.
+"""Compare two checkpoints, whatever their containers.
 
 ===============  ========================================================================
 ``differences``  what is found, as data

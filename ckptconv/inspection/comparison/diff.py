@@ -1,4 +1,4 @@
-"""The steps of a comparison: parts are taken, names paired, tensors and what is none compared, and values read, a buffer at a time."""
+"""Compare two checkpoints: select parts, pair names, compare tensors and other objects, read values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageErro
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, shell
-from ckptconv.inspection.comparison.differences import (
-    Difference,
-    OtherDifference,
-    TensorDifference,
-    ValueDifference,
-)
+from ckptconv.inspection.comparison.differences import Difference, OtherDifference, TensorDifference, ValueDifference
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
@@ -60,13 +55,16 @@ def diff(
     rename: Iterable[tuple[str, str]] = (),
     add_prefix: str | Iterable[str] = (),
 ) -> Difference:
-    """What the checkpoints A and B, in whatever containers, do not have in common; ``.same`` says whether that is nothing. Neither is run, loaded or changed.
+    """What the checkpoints A and B, in whatever containers, do not have in common; ``.same`` says whether that is
+    nothing. Neither is run, loaded or changed.
 
-    ``rtol``, ``atol``: numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``. ``names_only``: compare the names of tensors and nothing else.
-    The other keywords are those of :func:`ckptconv.convert`. ``state_dict``, ``select``, ``include`` and ``exclude`` are for both, and where B has nothing such it is compared whole; those that change names are for A.
-    Where one of the two is safetensors, the state dict of the other is taken.
+    ``rtol``, ``atol``: numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``. ``names_only``:
+    compare the names of tensors and nothing else. The other keywords are those of :func:`ckptconv.convert`.
+    ``state_dict``, ``select``, ``include`` and ``exclude`` are for both, and where B has nothing such it is compared
+    whole; those that change names are for A. Where one of the two is safetensors, the state dict of the other is taken.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be read or an edit cannot be made of A.
+    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be read or an edit cannot be made of
+    A.
     """
     edits = edits_from(
         state_dict=state_dict,
@@ -102,7 +100,11 @@ def compare(
     brief: bool = False,
     progress: Meter | None = None,
 ) -> Difference:
-    """:func:`diff` with the edits as data. BRIEF: notes name a few paths of many. PROGRESS is called with the bytes to compare, and what it gives with each number of bytes compared."""
+    """:func:`diff` with the edits as data.
+
+    BRIEF: notes name a few paths of many. PROGRESS is called with the bytes to compare, and what it gives with each
+    number of bytes compared.
+    """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not (isfinite(tolerance) and tolerance >= 0):
             raise UsageError(f"{name} {tolerance} is no tolerance", expected="a finite number that is not negative")
@@ -208,7 +210,9 @@ class _Comparison:
     # Names, and everything but values
 
     def pair(self) -> None:
-        """Find the names that both sides have, and compare everything but values, unless names are all that is asked for."""
+        """Find the names that both sides have, and compare everything but values, unless names are all that is asked
+        for.
+        """
         self.pairing.run()
         if self.names_only:
             return
@@ -318,16 +322,25 @@ class _Comparison:
         """What else to know. NEAR are the paths of tensors that differ within the tolerance."""
         if near:
             most = max(self.values.near.values())
-            yield f"{count(len(near), 'tensor')} of other values within the tolerance, apart by {most:.3g} at most: {self.some(near)}"
+            yield (
+                f"{count(len(near), 'tensor')} of other values within the tolerance, apart by {most:.3g} at most:"
+                f" {self.some(near)}"
+            )
         unread = self.values.unread
         if unread:
-            yield f"{count(unread, 'storage')} {'has' if unread == 1 else 'have'} equal checksums in both files and {'was' if unread == 1 else 'were'} not read"
+            yield (
+                f"{count(unread, 'storage')} {'has' if unread == 1 else 'have'} equal checksums in both files and"
+                f" {'was' if unread == 1 else 'were'} not read"
+            )
         if not self.names_only:
             yield from self.notes_of_rest()
             yield from self.notes_of_ties()
             for each, checkpoint in (("A", self.a), ("B", self.b)):
                 if checkpoint.unused:
-                    yield f"not compared: what {each} has beside its checkpoint ({self.some([left.path for left in checkpoint.unused])})"
+                    yield (
+                        f"not compared: what {each} has beside its checkpoint"
+                        f" ({self.some([left.path for left in checkpoint.unused])})"
+                    )
 
     def notes_of_rest(self) -> Iterator[str]:
         """What was not compared because one side has tensors with names and nothing else."""

@@ -1,4 +1,4 @@
-"""What two checkpoints do not have in common, as data: what ``ckptconv diff`` finds, prints and gives as JSON."""
+"""The result of a comparison, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ __all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "Value
 
 @dataclass(frozen=True)
 class OnlyIn:
-    """A tensor whose name the other side has not. ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier tensor that is the same."""
+    """A tensor whose name the other side has not.
+
+    ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier tensor that is the same.
+    """
 
     path: str
     dtype: str
@@ -22,8 +25,10 @@ class OnlyIn:
 class ValueDifference:
     """How far two tensors of one shape are apart: of so many ELEMENTS, how many differ, by at most what.
 
-    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is |a - b| and ``largest_relative`` |a - b| / |b|, each the largest of all other elements; the second is inf where b is 0
-    and a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0 equals 0.0. Whole numbers are exact.
+    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is |a - b| and
+    ``largest_relative`` |a - b| / |b|, each the largest of all other elements; the second is inf where b is 0 and a is
+    not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
+    equals 0.0. Whole numbers are exact.
     """
 
     elements: int
@@ -37,8 +42,10 @@ class ValueDifference:
 class TensorDifference:
     """Two tensors of one name, at PATH in both. What differs is a pair, of A and of B, else None.
 
-    ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are made of: their kinds (strided, sparse), or what the calls hold that make them.
-    ``values`` is None where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
+    ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what
+    else they are made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None
+    where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share
+    bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
     """
 
     path: str
@@ -65,8 +72,11 @@ class OtherDifference:
 class Difference:
     """What the checkpoints A and B do not have in common. ``same``: nothing.
 
-    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in A, ties once. ``differing`` are those of them in which anything differs, ``others`` is what differs and is no tensor;
-    both are empty where names alone were compared. ``near`` is the number of tensors in which numbers differ within the tolerance, and none beyond it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because they stand at other paths, or have something before them, the command that compares those tensors.
+    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in A, ties once. ``differing``
+    are those of them in which anything differs, ``others`` is what differs and is no tensor; both are empty where names
+    alone were compared. ``near`` is the number of tensors in which numbers differ within the tolerance, and none beyond
+    it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because
+    they stand at other paths, or have something before them, the command that compares those tensors.
     """
 
     a: str

@@ -1,7 +1,9 @@
-"""Two graphs walked at once: which tensors have one name, what one side alone has, and what is no tensor and differs.
+"""Walk two graphs at once: pair tensors by name, and compare everything that is no tensor.
 
-Things are paired by their paths, so the order of keys does not count; members of sets are paired by what they are. A pair of nodes is looked into once, wherever else the two meet again, so that what one side
-shares and the other has twice is the same. What pickles and torch's loader spell in several ways (bytes, sets, bytearrays, names of Python 2) is taken for what it means.
+Things are paired by their paths, so the order of keys does not count; members of sets are paired by what they are. A
+pair of nodes is looked into once, wherever else the two meet again, so that what one side shares and the other has
+twice is the same. What pickles and torch's loader spell in several ways (bytes, sets, bytearrays, names of Python 2) is
+taken for what it means.
 """
 
 from __future__ import annotations
@@ -17,13 +19,7 @@ from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.checkpoint.rebuild_functions import (
-    TensorReader,
-    device_arguments,
-    is_word,
-    strided_part,
-    torch_device,
-)
+from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word, strided_part, torch_device
 from ckptconv.errors import LimitError, count
 from ckptconv.formats.torch_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
@@ -53,10 +49,9 @@ from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["Pairing", "Side"]
 
-_STEPS, _STEPS_EACH = (
-    100_000,
-    2,
-)  # pairs of nodes that are looked at, and for each opcode and each place of either side: a real pair of files takes one for each place
+#: Pairs of nodes that are looked at: so many, and more for each opcode and each place of either side. A real pair of
+#: files takes one for each place.
+_STEPS, _STEPS_EACH = 100_000, 2
 _KEY_DEPTH, _KEY_SIZE = 16, 4096  # of a key or member that is compared by what it is: levels, and atoms or kilobytes
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
@@ -192,7 +187,9 @@ _KINDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class _Data:
-    """The bytes of a text or a bytes object of this KIND, in memory or where they stand; of a large one that is said as a text, IS_TEXT, those of the text."""
+    """The bytes of a text or a bytes object of this KIND, in memory or where they stand; of a large one that is said as
+    a text, IS_TEXT, those of the text.
+    """
 
     kind: str
     of: bytes | ByteRange
@@ -212,10 +209,13 @@ class _Data:
 
 @dataclass
 class Pairing:
-    """Walks the sides A and B. TENSORS_ALONE: only the tensors that are items of the roots are meant, and nothing that hangs on them.
+    """Walks the sides A and B.
 
-    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a bare storage; ``others`` is what differs already. ``passed_over``: how many things on each side were not
-    looked at because they are no tensors.
+    TENSORS_ALONE: only the tensors that are items of the roots are meant, and nothing that hangs on them.
+
+    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a bare storage;
+    ``others`` is what differs already. ``passed_over``: how many things on each side were not looked at because they
+    are no tensors.
     """
 
     a: Side
@@ -247,7 +247,9 @@ class Pairing:
                 todo += self._pairs_below(a, b)[::-1]
 
     def same_parts(self, a: Call, b: Call) -> tuple[bool, list[tuple[TensorInfo, TensorInfo]]]:
-        """Whether the calls A and B, which make tensors that have no storage of their own, hold the same beside tensors, and the tensors in them, pair by pair."""
+        """Whether the calls A and B, which make tensors that have no storage of their own, hold the same beside
+        tensors, and the tensors in them, pair by pair.
+        """
         same = True
         tensors = []
         seen: set[tuple[int, int]] = set()
@@ -307,7 +309,9 @@ class Pairing:
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
-        """Whether A and B are the same as far as that can be told without looking into them; what nobody looks into is compared whole."""
+        """Whether A and B are the same as far as that can be told without looking into them; what nobody looks into is
+        compared whole.
+        """
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
         if not (isinstance(a, Node) and isinstance(b, Node)):
@@ -367,7 +371,9 @@ class Pairing:
         return pairs
 
     def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
-        """The places right below PLACE, each with what it is paired by: its segment, or the key as it is meant, where that is no text."""
+        """The places right below PLACE, each with what it is paired by: its segment, or the key as it is meant, where
+        that is no text.
+        """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
         if all(isinstance(key, str) for key, _ in keys):
@@ -392,7 +398,9 @@ class Pairing:
         return found
 
     def _sorted(self, members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
-        """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are paired by their places."""
+        """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are
+        paired by their places.
+        """
         found = []
         for member in members:
             meant = self._canonical(member, side)
@@ -402,7 +410,9 @@ class Pairing:
         return sorted(found)
 
     def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
-        """VALUE, a key or member, so that it can be compared with others and sorted; None where it is an object, or too large."""
+        """VALUE, a key or member, so that it can be compared with others and sorted; None where it is an object, or too
+        large.
+        """
         meaning = _Meaning(side)
         meant = meaning.of(value, _KEY_DEPTH)
         self._steps -= _KEY_SIZE - meaning.room - 1
@@ -423,7 +433,9 @@ class Pairing:
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:
-        """Note what stands at PLACE of SIDE and not in the other: its tensors, each, and what is no tensor as one thing."""
+        """Note what stands at PLACE of SIDE and not in the other: its tensors, each, and what is no tensor as one
+        thing.
+        """
         self._step(place)
         info = side.tensor(place.node)
         if info:
@@ -469,7 +481,9 @@ def _only(place: Place, info: TensorInfo) -> OnlyIn:
 
 
 def _parts(node: Node, side: Side) -> list[Value]:
-    """What NODE, in the call of a tensor, is made of, without its device and its attributes, which are compared elsewhere."""
+    """What NODE, in the call of a tensor, is made of, without its device and its attributes, which are compared
+    elsewhere.
+    """
     if side.data(node) is not None or is_word(node):
         return []
     parts = children(node)

@@ -1,4 +1,4 @@
-"""Whether byte ranges of two files are the same: read in threads (reading lets go of the interpreter), compared buffer with buffer."""
+"""Compare byte ranges of two files in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Unequal = tuple[int, int]
 def unequal_parts(
     pairs: Sequence[tuple[ByteRange, ByteRange]], progress: Callable[[int], None] | None = None
 ) -> dict[int, list[Unequal]]:
-    """Where PAIRS of ranges of one length differ: by their index, the parts, of some megabytes, in which they do. Those that are the same are not in it.
+    """Where PAIRS of ranges of one length differ: by their index, the parts, of some megabytes, in which they do.
+
+    Those that are the same are not in it.
 
     PROGRESS is called with the number of bytes that were compared since the last time. Raises what reading raises.
     """

@@ -1,4 +1,4 @@
-"""Which edit of one checkpoint gives its tensors the names that they have in another: where the part stands that the other is, and what stands before the names."""
+"""Suggest the edit that gives one checkpoint's tensors the names that they have in the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class _Part:
 def command_that_fits(
     a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: tuple[str, ...] = ()
 ) -> str | None:
-    """The ``ckptconv diff`` that compares what A and B, of which no names match, have in common, if there is one. A is edited, and a part is taken of B as EDITS say; MORE are flags to repeat."""
+    """The ``ckptconv diff`` that compares what A and B, of which no names match, have in common, if there is one.
+
+    A is edited, and a part is taken of B as EDITS say; MORE are flags to repeat.
+    """
     if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
         return None  # another edit of names would not come where it should
     again = flags_of(edits)
@@ -77,7 +80,9 @@ def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
 
 
 def _flags(ours: list[_Part], theirs: list[_Part]) -> tuple[str, ...] | None:
-    """What to ask for, so that most names of one of OUR parts are those of one of THEIRS, which is all that they have or stands at the same path."""
+    """What to ask for, so that most names of one of OUR parts are those of one of THEIRS, which is all that they have
+    or stands at the same path.
+    """
     best: tuple[int, int, tuple[str, ...]] = (0, 0, ())
     by_path = {their.path: their for their in theirs}
     for our in ours[:_PARTS]:

@@ -1,6 +1,7 @@
-"""The values of two checkpoints, pair of tensors by pair: as bytes where they can be, as numbers where those differ.
+"""Compare the values of paired tensors: as bytes first, as numbers where those differ.
 
-torch is not imported unless bytes differ, or do not stand in the order of their tensors. A storage whose checksum is known on both sides, and equal, is not read.
+torch is not imported unless bytes differ, or do not stand in the order of their tensors. A storage whose checksum is
+known on both sides, and equal, is not read.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Values:
         return key
 
     def want_storages(self, key: Key, a: TensorInfo, b: TensorInfo) -> None:
-        """Have the storages of A and B compared, whose elements share bytes with what is not theirs: only if those are equal the elements are known to be."""
+        """Have the storages of A and B compared, whose elements share bytes with what is not theirs: only if those are
+        equal the elements are known to be.
+        """
         assert a.storage and b.storage
         if a.view[1:] != b.view[1:] or a.storage.nbytes != b.storage.nbytes:
             self.found[key] = None
@@ -129,7 +132,9 @@ class Values:
         self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
-        """Ranges of the files which, if they are the same, say that A and B are: the elements, or the whole storages of the same view."""
+        """Ranges of the files which, if they are the same, say that A and B are: the elements, or the whole storages of
+        the same view.
+        """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
         assert a.storage and b.storage
@@ -172,7 +177,9 @@ class Values:
         self.conclude(key, comparer)
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
-        """SLOW without what are the same views of equal storages: those that are deflated are compared once, however many views they have."""
+        """SLOW without what are the same views of equal storages: those that are deflated are compared once, however
+        many views they have.
+        """
         same: dict[tuple[int, int], bool] = {}
         left = []
         for key, *pieces in slow:
@@ -217,12 +224,18 @@ class Values:
                 self.conclude(key, comparer)
 
     def spend(self, nbytes: int, what: str) -> None:
-        """Count NBYTES that are read for WHAT. Raises LimitError where all views together repeat what storages hold more often than anybody can wait for."""
+        """Count NBYTES that are read for WHAT.
+
+        Raises LimitError where all views together repeat what storages hold more often than anybody can wait for.
+        """
         self._room -= nbytes
         if self._room < 0:
             raise LimitError(
                 f"{what} have too many elements for their storages",
-                expected=f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes more",
+                expected=(
+                    f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes"
+                    " more"
+                ),
                 hint="compare a part: --include GLOB",
             )
 
@@ -264,7 +277,9 @@ def bytes_of(storage: Storage) -> TensorInfo:
 
 
 def _in_numbers(info: TensorInfo) -> TensorInfo:
-    """INFO, a tensor with a storage, where it is quantized as its whole numbers; where several are packed in a byte, and all bytes are its own, as bytes."""
+    """INFO, a tensor with a storage, where it is quantized as its whole numbers; where several are packed in a byte,
+    and all bytes are its own, as bytes.
+    """
     dtype = get_dtype(info.dtype)
     if dtype.name in _WHOLE_NUMBERS:
         return replace(info, dtype=_WHOLE_NUMBERS[dtype.name], kind="strided")
@@ -341,7 +356,9 @@ def _check_repeats(info: TensorInfo) -> None:
 
 
 def _cost(info: TensorInfo, piece: Piece) -> int:
-    """The bytes to compare, or as much as takes as long: what lies between the elements of a view has to be read too."""
+    """The bytes to compare, or as much as takes as long: what lies between the elements of a view has
+    to be read too.
+    """
     of = piece.of if isinstance(piece, Cast) else piece
     if not isinstance(of, Gather):
         return info.nbytes

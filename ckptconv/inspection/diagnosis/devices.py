@@ -1,4 +1,4 @@
-"""Complaints about location tags: devices that are not here, optimizers that would fill one GPU, generator states on one."""
+"""Issues with location tags: devices that are missing here, optimizers on one GPU, RNG states on a GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
             continue
         nbytes = sum(storage.nbytes for storage in storages if storage.device == tag)
         where = "the optimizer" if path == "." else path
-        text = f"the state of {where} is on {tag} ({nbytes:,} bytes): without map_location, each process of a run loads it onto that GPU"
+        text = (
+            f"the state of {where} is on {tag} ({nbytes:,} bytes): without map_location, each process of a run loads it"
+            " onto that GPU"
+        )
         yield Issue("optimizer", text, Fix("-resume", maps={tag: "cpu"}))
 
 
@@ -112,7 +115,10 @@ def rng_states(scope: Scope) -> Iterator[Issue]:
     storages = set(scope.storages)
     states = [info for info in scope.detected.rng_states if info.storage in storages and info.device not in _NO_GPU]
     if states:
-        text = f"{count(len(states), 'state')} of random generators tagged for a GPU ({first_few([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+        text = (
+            f"{count(len(states), 'state')} of random generators tagged for a GPU"
+            f" ({first_few([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+        )
         yield Issue("rng", text, Fix("-cpu", to_cpu=True))
 
 

@@ -1,6 +1,7 @@
-"""Will it load here, and if not, what to type: what is wrong with a checkpoint on a machine, a line and a command for each.
+"""Diagnose why a checkpoint would not load on this machine, with a command for each issue.
 
-Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader (``weights_only=True``), and no ``map_location``.
+Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader (``weights_only=True``), and no
+``map_location``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def diagnose(
     refused: Sequence[tuple[str, Value]],
     concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """What a person should know who loads CHECKPOINT on MACHINE. REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, CONCERNS :func:`ckptconv.safety.scan.concerns`."""
+    """What a person should know who loads CHECKPOINT on MACHINE.
+
+    REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, CONCERNS
+    :func:`ckptconv.safety.scan.concerns`.
+    """
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
     if dangers:
         text = f"it names {first_few(dangers)}, which no checkpoint needs and attacks are made of: do not load it"
@@ -87,7 +92,10 @@ def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:
-    """COMPLAINTS about names. Those of a module can be changed where its state dict is taken, as CODE's cure does it."""
+    """COMPLAINTS about names.
+
+    Those of a module can be changed where its state dict is taken, as CODE's cure does it.
+    """
     found = list(issues)
     taking = next((each.fix.part for each in code if each.fix), ()) if scope.module else ()
     return [replace(each, fix=replace(each.fix, part=taking) if each.fix else None) for each in found]

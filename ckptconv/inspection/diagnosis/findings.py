@@ -1,4 +1,4 @@
-"""What a finding is made of: a complaint in words, the flags that cure it, and the command line that they make."""
+"""Issues and their fixes as data, and the command line of a fix."""
 
 from __future__ import annotations
 
@@ -53,14 +53,18 @@ class Advice(TypedDict):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command can mend, where there are several."""
+    """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command
+    can mend, where there are several.
+    """
 
     findings: list[Advice]
     remedy: str | None
 
     @property
     def loads_here(self) -> bool | None:
-        """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which nobody can tell."""
+        """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which
+        nobody can tell.
+        """
         if any(each["blocks"] for each in self.findings):
             return False
         return None if any(each["kind"] == "device" for each in self.findings) else True
@@ -68,7 +72,9 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Fix:
-    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS), storages made COMPACT. The output is the source's name with SUFFIX behind it."""
+    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS),
+    storages made COMPACT. The output is the source's name with SUFFIX behind it.
+    """
 
     suffix: str
     part: tuple[str, ...] = ()
@@ -99,7 +105,10 @@ class Issue:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is looked at: a checkpoint on a machine, or a part of it. REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is."""
+    """What is looked at: a checkpoint on a machine, or a part of it.
+
+    REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is.
+    """
 
     checkpoint: Checkpoint
     detected: Detected
@@ -125,7 +134,10 @@ class Scope:
 
 
 class ReachableStorages:
-    """Which storages parts lead to. What stands in two parts counts for the first, because looking again and again could take forever."""
+    """Which storages parts lead to.
+
+    What stands in two parts counts for the first, because looking again and again could take forever.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.by_node = {id(each.node): each.storage for each in checkpoint.references}

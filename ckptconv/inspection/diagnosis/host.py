@@ -1,7 +1,8 @@
-"""Which devices this machine shows: driver files and environment variables say it, without torch and without running anything.
+"""Detect the devices of this machine from driver files and environment variables, without torch.
 
-Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEVICES``, and ``torch/cuda/__init__.py`` (``_parse_visible_devices``, ``_device_count_nvml``) of torch
-2.13, with which a test compares. Linux: ``/dev/nvidiaN`` is one GPU of NVIDIA's, ``/dev/kfd`` the driver of AMD's, which torch calls cuda as well.
+Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEVICES``, and ``torch/cuda/__init__.py``
+(``_parse_visible_devices``, ``_device_count_nvml``) of torch 2.13, with which a test compares. Linux: ``/dev/nvidiaN``
+is one GPU of NVIDIA's, ``/dev/kfd`` the driver of AMD's, which torch calls cuda as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Host:
     mps: bool = False
 
     def shows(self, tag: str) -> bool | None:
-        """Whether tensors tagged TAG can be loaded to where they were; None where only torch and a driver could tell."""
+        """Whether tensors tagged TAG can be loaded to where they were; None where only torch and a
+        driver could tell.
+        """
         family, _, index = tag.partition(":")
         if family in ("cpu", "meta"):
             return not index  # torch restores no tag cpu:0
@@ -63,7 +66,9 @@ def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
 
 
 def _nvidia(root: Path) -> int:
-    """In a container, /dev has the GPUs that it was given and /proc has all; outside, /dev has them once the driver was used."""
+    """In a container, /dev has the GPUs that it was given and /proc has all; outside, /dev has them once the driver was
+    used.
+    """
     files = [path for path in _listed(root / "dev") if re.fullmatch(r"nvidia[0-9]+", path.name)]
     return len(files) or len(_listed(root / "proc/driver/nvidia/gpus"))
 
@@ -97,7 +102,9 @@ def _text(path: Path) -> str:
 
 
 def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -> int:
-    """How many of COUNT devices VARIABLE leaves. The list ends at the first entry that is no device; one that stands twice leaves none.
+    """How many of COUNT devices VARIABLE leaves.
+
+    The list ends at the first entry that is no device; one that stands twice leaves none.
 
     Without UUIDS for all of them, whoever is named by one is believed to be there.
     """

@@ -1,4 +1,4 @@
-"""Complaints about names: what DataParallel, torch.compile, FSDP and others put before and into them."""
+"""Issues with names: what DataParallel, torch.compile, FSDP and others put before and into them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MODULE, *_UNMISTAKABLE = WRAPPERS
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
 _WRAPPED_INSIDE = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
 _LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
-#: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and more than a parameter inside.
+#: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and
+#: more than a parameter inside.
 _INNER = re.compile(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
 _MOST_PARENTS = 20
 
@@ -48,7 +49,8 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
         facts.insert(
             0,
-            f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')} ({first_few([WRAPPERS[w] for w in stripped])})",
+            f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')}"
+            f" ({first_few([WRAPPERS[w] for w in stripped])})",
         )
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
@@ -70,12 +72,17 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
     rename = (rf"^({pattern})\.module\.", r"\1.") if len(ways) > 1 else (rf"^{pattern}\.module\.", ways[0])
     after = [[re.sub(*rename, name) for name in names] for names in every]
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True))
-    text = f"all names under {first_few(ways)} go through module. there: if nn.DataParallel wrapped only that part, the plain model has no such names"
+    text = (
+        f"all names under {first_few(ways)} go through module. there: if nn.DataParallel wrapped only that part, the"
+        " plain model has no such names"
+    )
     yield Issue("inner-prefix", text, Fix("-inner", names=("--rename", *rename)) if safe else None)
 
 
 def _chain(names: list[str]) -> list[str]:
-    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once, since a model can have one of its own."""
+    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once, since a model can have
+    one of its own.
+    """
     chain: list[str] = []
     while names:
         wrapper = next((w for w in WRAPPERS if (w != _MODULE or w not in chain) and _all_start(names, w)), None)
@@ -102,7 +109,9 @@ def _inner(name: str) -> re.Match[str] | None:
 
 
 def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
-    """Whether taking off STRIPPED, in this order, does to NAMES what their CHAIN of wrappers asks for: no less, and nothing to a module of the model's own."""
+    """Whether taking off STRIPPED, in this order, does to NAMES what their CHAIN of wrappers asks for: no less, and
+    nothing to a module of the model's own.
+    """
     others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
     return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(
         n.startswith(others) for n in names

@@ -1,4 +1,4 @@
-"""What torch's safe loader refuses in a checkpoint: where each of it stands, and which part loads without."""
+"""Issues with torch's safe loader: what it refuses, where that stands, and which part loads without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ __all__ = ["LoadablePart", "Refused", "containers", "opcodes", "refusals"]
 
 @dataclass(frozen=True)
 class LoadablePart:
-    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what stands at PATH. NODES are what is in it; MODULE: what would give it."""
+    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what
+    stands at PATH. NODES are what is in it; MODULE: what would give it.
+    """
 
     nodes: list[Node]
     path: str | None
@@ -70,7 +72,9 @@ def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None,
 
 
 class Refused:
-    """What is in the way of torch's safe loader: REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for CHECKPOINT, or some of it."""
+    """What is in the way of torch's safe loader: REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles`
+    gives for CHECKPOINT, or some of it.
+    """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
@@ -85,7 +89,9 @@ class Refused:
             self.where[word] = first, times + len(places)
 
     def loadable_part(self, detected: Detected) -> LoadablePart | None:
-        """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else what has more than half of all bytes."""
+        """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else
+        what has more than half of all bytes.
+        """
         tainted = self.uses.above(self.nodes)
         meant = next(iter(detected.main()), None) if len(detected.main()) == 1 else None
         below = ReachableStorages(self.checkpoint)

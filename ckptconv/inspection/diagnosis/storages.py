@@ -1,4 +1,4 @@
-"""Complaints about storages: bytes that no tensor shows, and tensors that share memory."""
+"""Issues with storages: bytes that no tensor uses, and tensors that share memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
     if lost <= _NOTABLE or 2 * lost <= total:
         return
     first = views[max(unused, key=lambda storage: unused[storage])][0]
-    text = f"{lost:,} of {total:,} stored bytes are in no tensor ({first.path} is {first.nbytes:,} bytes of a larger storage)"
+    text = (
+        f"{lost:,} of {total:,} stored bytes are in no tensor ({first.path} is {first.nbytes:,} bytes of a larger"
+        " storage)"
+    )
     deflated = any(isinstance(storage.data, Inflate) for storage in unused)
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 
@@ -71,7 +74,10 @@ def shared(scope: Scope) -> Iterator[Issue]:
             if stop > reach:
                 reach, whose = stop, name
     if pairs:
-        text = f"tensors of the state dict share memory ({first_few(pairs)}): safetensors' save_file refuses that, a conversion takes it"
+        text = (
+            f"tensors of the state dict share memory ({first_few(pairs)}): safetensors' save_file refuses that, a"
+            " conversion takes it"
+        )
         yield Issue("ties", text, _TO_SAFETENSORS)
 
 

@@ -1,4 +1,6 @@
-"""Parts of storages and the elements of tensors as pieces: their bytes are what slicing gives, whatever the storage is made of."""
+"""Parts of storages and the elements of tensors as pieces: their bytes are what slicing gives, whatever the storage is
+made of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What no checkpoint needs is found wherever a pickle names it, under Python 2's names too, and nothing else is called dangerous."""
+"""What no checkpoint needs is found wherever a pickle names it, under Python 2's names too, and nothing else is called
+dangerous.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_popped_calls_are_found() -> None:
 
 
 def test_python_2_names_are_mapped() -> None:
-    """Below protocol 3, __builtin__ is builtins; from 3 on it is what it says to Python, and builtins to torch's safe loader."""
+    """Below protocol 3, __builtin__ is builtins; from 3 on it is what it says to Python, and builtins to torch's safe
+    loader.
+    """
     assert dangers(b"\x80\x02c__builtin__\neval\n.") == ["builtins.eval"]
     assert dangers(b"\x80\x04c__builtin__\neval\n.") == ["__builtin__.eval"]
 
@@ -64,7 +68,9 @@ def test_dotted_names_are_found() -> None:
 
 
 def test_a_module_of_the_user_is_not_dangerous_for_its_name() -> None:
-    """A package called code or trace can be anybody's; what attacks use of those of the standard library is named exactly."""
+    """A package called code or trace can be anybody's; what attacks use of those of the standard library is named
+    exactly.
+    """
     assert dangers(b"\x80\x02ccode.models\nNet\n.") == []
     assert dangers(b"\x80\x02ccode\ninteract\n.") == ["code.interact"]
 
@@ -172,7 +178,9 @@ def test_what_scanners_missed(name: str) -> None:
     ],
 )
 def test_what_attributes_lead_to(module: str, name: str) -> None:
-    """A name with dots goes through a harmless module to a dangerous one, or to its innards; STACK_GLOBAL and GLOBAL alike."""
+    """A name with dots goes through a harmless module to a dangerous one, or to its innards; STACK_GLOBAL and GLOBAL
+    alike.
+    """
     assert dangers(b"\x80\x04V" + f"{module}\nV{name}\n".encode() + b"\x93.") == [f"{module}.{name}"]
     assert dangers(b"\x80\x04c" + f"{module}\n{name}\n.".encode()) == [f"{module}.{name}"]
 
@@ -221,7 +229,9 @@ def test_what_attributes_lead_to(module: str, name: str) -> None:
     ],
 )
 def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
-    """Modules of the user's that are called like the standard library's, and what trainers save, are unknown and no more."""
+    """Modules of the user's that are called like the standard library's, and what trainers save, are unknown and no
+    more.
+    """
     module, _, attribute = name.rpartition(".")
     assert dangers(b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()) == []
 
@@ -244,7 +254,8 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
             "builtins.getattr of '_exec_with_source'",
         ),
         (
-            b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86RX\x11\0\0\0_exec_with_sourcetR.",
+            b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86R"
+            b"X\x11\0\0\0_exec_with_sourcetR.",
             "builtins.getattr of '_exec_with_source'",
         ),
         (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85R.", None),
@@ -258,7 +269,9 @@ def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
     ],
 )
 def test_getattr(code: bytes, said: str | None) -> None:
-    """pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is computed, or hands the function on, is dangerous."""
+    """pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is
+    computed, or hands the function on, is dangerous.
+    """
     assert dangers(b"\x80\x02" + code) == ([said] if said else [])
 
 
@@ -290,7 +303,9 @@ LENDERS = (
 
 
 def test_what_modules_lend() -> None:
-    """No module of Python, torch or numpy has a dangerous module or function under a name that is not found: all are asked that a fresh interpreter has loaded with torch."""
+    """No module of Python, torch or numpy has a dangerous module or function under a name that is not found: all are
+    asked that a fresh interpreter has loaded with torch.
+    """
     for module in LENDERS:
         importlib.import_module(module)
     code = f"import sys, {', '.join(LENDERS)}; print(*sys.modules)"  # others depend on the tests before this one

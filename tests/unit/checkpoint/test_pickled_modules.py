@@ -1,4 +1,6 @@
-"""Whole pickled modules: the state dict that they give is what torch's ``state_dict()`` gives, and a fresh model takes it."""
+"""Whole pickled modules: the state dict that they give is what torch's ``state_dict()`` gives, and a fresh model takes
+it.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +247,9 @@ def test_inspect_says_what_it_would_give(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
 def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
-    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with the bytes that go; torch's own attributes alone are only counted."""
+    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with
+    the bytes that go; torch's own attributes alone are only counted.
+    """
     model = made(name)
     torch.save({"epoch": 3, "model": model, "weight": next(model.parameters(), None)}, tmp_path / "m.pt")
     report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
@@ -275,7 +279,9 @@ def _opened(path: Path) -> set[str]:
 
 
 def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
-    """The model's own attributes one by one, a tensor that is no parameter with its bytes; what every module has in one line, but for what somebody put there."""
+    """The model's own attributes one by one, a tensor that is no parameter with its bytes; what every module has in one
+    line, but for what somebody put there.
+    """
     model = Everything()
     model.head.register_forward_hook(zoo.module)
     model._hooks_seen = 3
@@ -311,7 +317,10 @@ def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
 def gone_class(tmp_path: Path) -> dict[str, torch.Tensor]:
     """Save a model of a class whose module is gone; its state dict."""
     module = types.ModuleType("gone_models")
-    source = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.fc = torch.nn.Linear(2, 2)\n"
+    source = (
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n       "
+        " self.fc = torch.nn.Linear(2, 2)\n"
+    )
     exec(source, module.__dict__)
     sys.modules["gone_models"] = module
     try:
@@ -323,7 +332,9 @@ def gone_class(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_class_that_is_gone(tmp_path: Path) -> None:
-    """torch cannot load the file, in whatever way; its weights come out, in a process that does not even import torch."""
+    """torch cannot load the file, in whatever way; its weights come out, in a process that does not
+    even import torch.
+    """
     state = gone_class(tmp_path)
     with pytest.raises(ModuleNotFoundError):
         torch.load(tmp_path / "m.pt", weights_only=False)
@@ -372,7 +383,10 @@ def test_a_wrapped_model_and_its_prefix_in_one_command(tmp_path: Path) -> None:
 def test_names_of_a_module_are_changed_in_its_state_dict_alone(
     flag: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the module itself they are attributes: refused, and the hint's command runs. A named optimizer beside it does not go its own way."""
+    """In the module itself they are attributes: refused, and the hint's command runs.
+
+    A named optimizer beside it does not go its own way.
+    """
     model = nn.DataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.1).state_dict()
     for obj in (model, {"model": model, "optimizer": optimizer}):
@@ -449,7 +463,9 @@ def names_of(path: Path, **options: Any) -> list[str]:
     ],
 )
 def test_the_one_that_is_meant(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
-    """State dicts before modules; a module under a usual name before state dicts that have none; what has no tensors does not count."""
+    """State dicts before modules; a module under a usual name before state dicts that have none; what has no tensors
+    does not count.
+    """
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     torch.save(obj(a, b), tmp_path / "m.pt")
     assert names_of(tmp_path / "m.pt") == list({"a": a, "b": b}[names].state_dict())
@@ -487,7 +503,9 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
 def test_a_name_is_answered_with_its_path(
     name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What stands at a path and is asked for by its name: the command of the hint runs, and for a module what the hint says of its weights."""
+    """What stands at a path and is asked for by its name: the command of the hint runs, and for a module what the hint
+    says of its weights.
+    """
     net = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(2, 2))})
     more = [nn.ModuleDict({"up": nn.Linear(3, 3)})]
     torch.save({"net": net, "more": more, "epoch": {"n": {"of": torch.ones(1)}}}, tmp_path / "m.pt")
@@ -531,7 +549,10 @@ def test_a_module_in_itself_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_modules_in_modules_cost_no_more_than_the_file(tmp_path: Path) -> None:
-    """Thirty modules, each twice in the next: a billion names. No list of them is made, and the file itself is converted."""
+    """Thirty modules, each twice in the next: a billion names.
+
+    No list of them is made, and the file itself is converted.
+    """
     net: nn.Module = nn.Linear(1, 1)
     for _ in range(30):
         net = nn.ModuleList([net, net])
@@ -558,7 +579,9 @@ def test_modules_as_deep_as_names_go(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
-    """A lazy parameter without a shape, and a module that is none of torch's: the rest is taken, and the report says what is missing."""
+    """A lazy parameter without a shape, and a module that is none of torch's: the rest is taken, and the report says
+    what is missing.
+    """
     net = nn.ModuleDict({"lazy": nn.LazyLinear(3), "real": nn.Linear(2, 2)})
     net._modules["odd"] = zoo.Config(weight=torch.ones(3))  # type: ignore[assignment]
     torch.save(net, tmp_path / "m.pt")
@@ -687,7 +710,9 @@ def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_each_name_has_a_tensor_of_its_own(tmp_path: Path) -> None:
-    """Of one parameter under two names ``state_dict()`` gives two tensors on one storage, and so does what is taken out."""
+    """Of one parameter under two names ``state_dict()`` gives two tensors on one storage, and so does what is taken
+    out.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     torch.save(model, tmp_path / "m.pt")

@@ -1,4 +1,6 @@
-"""What is recognised: state dicts, optimizers with names, states of random generators, and the state dict that is meant."""
+"""What is recognised: state dicts, optimizers with names, states of random generators, and the state dict that is
+meant.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ W = torch.zeros(2)
     ],
 )
 def test_a_mapping_of_names_to_tensors(read: Any, obj: object, paths: list[str]) -> None:
-    """String keys, at least one tensor, and nothing but tensors, None and ``*_extra_state``; none inside another one."""
+    """String keys, at least one tensor, and nothing but tensors, None and ``*_extra_state``; none
+    inside another one.
+    """
     assert state_dicts(read(obj)) == paths
 
 
@@ -215,7 +219,9 @@ def test_an_optimizer_without_names(read: Any, obj: object) -> None:
     ],
 )
 def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) -> None:
-    """5,056 elements; under a key with one of the words in it; beside one of 5,056 elements; beside ``python`` and ``numpy``."""
+    """5,056 elements; under a key with one of the words in it; beside one of 5,056 elements; beside ``python`` and
+    ``numpy``.
+    """
     customs = read(obj)
     assert rng_states(customs) == paths
     assert {info.storage for info in customs.rng_states} == customs.rng_storages

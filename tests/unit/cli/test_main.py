@@ -1,4 +1,6 @@
-"""The command line as its users meet it: what they type, what they see, the exit status; no process is started where none is needed."""
+"""The command line as its users meet it: what they type, what they see, the exit status; no process is started where
+none is needed.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_errors_say_what_to_type(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every mistake ends in its exit status and a message on stderr that names the way out, and leaves nothing behind."""
+    """Every mistake ends in its exit status and a message on stderr that names the way out, and leaves
+    nothing behind.
+    """
     monkeypatch.chdir(ddp.parent)
     assert main([arg.format(src="ddp.pt", out="o.pt") for arg in args]) == status
     captured = capsys.readouterr()
@@ -204,7 +208,9 @@ def test_inspect_of_several_goes_on_after_an_error(
 def test_inspect_fits_a_terminal(
     fixtures: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal no line is wider than it, the table has a heading, rows fill the screen but for the prompt's line, at least 10 and at most 40, with a word about the rest, and --all shows every tensor."""
+    """On a terminal no line is wider than it, the table has a heading, rows fill the screen but for the prompt's line,
+    at least 10 and at most 40, with a word about the rest, and --all shows every tensor.
+    """
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
@@ -270,7 +276,9 @@ def test_terminal_escapes_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_progress_on_a_terminal(
     ddp: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal an output that is large gets a bar that ends at its own size; small ones, dry runs and -q get none."""
+    """On a terminal an output that is large gets a bar that ends at its own size; small ones, dry runs
+    and -q get none.
+    """
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     out = ddp.with_name("o.pt")
@@ -316,15 +324,19 @@ def test_nohup_stays_nohup(fixtures: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def run_python(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=False, **kwargs)  # type: ignore[call-overload,no-any-return]
+    options = {"capture_output": True, "text": True, "timeout": 60, "check": False, **kwargs}
+    return subprocess.run([sys.executable, *args], **options)  # type: ignore[call-overload,no-any-return]
 
 
 def test_torch_is_not_imported(ddp: Path) -> None:
-    """inspect, a device conversion and a prefix change leave torch (and rich, without a terminal) out of sys.modules."""
+    """inspect, a device conversion and a prefix change leave torch (and rich, without a terminal) out
+    of sys.modules.
+    """
     code = f"""
 import sys, ckptconv, ckptconv.cli.main
 assert ckptconv.cli.main.main(["inspect", {str(ddp)!r}]) == 0
-assert ckptconv.cli.main.main(["convert", {str(ddp)!r}, {str(ddp.with_name("o.pt"))!r}, "--to", "cpu", "--strip-prefix", "module."]) == 0
+words = ["convert", {str(ddp)!r}, {str(ddp.with_name("o.pt"))!r}, "--to", "cpu", "--strip-prefix", "module."]
+assert ckptconv.cli.main.main(words) == 0
 assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 """
     done = run_python("-c", code)

@@ -1,4 +1,6 @@
-"""Many conversions at once: what one file is does not touch the others, whatever does them, and however often something is killed."""
+"""Many conversions at once: what one file is does not touch the others, whatever does them, and however often something
+is killed.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def convert(*args: object) -> int:
 
 
 def test_each_is_what_it_is_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tree is kept, each file is byte for byte what ``convert`` makes of it alone, in however many processes; other files are left, and named. A line for each, and a sum."""
+    """The tree is kept, each file is byte for byte what ``convert`` makes of it alone, in however many processes; other
+    files are left, and named. A line for each, and a sum.
+    """
     assert convert("run", "one", "--to", "cuda:1") == 0
     said = capsys.readouterr()
     assert said.out == ""
@@ -131,7 +135,9 @@ def test_in_place(run_folder: Path) -> None:
 
 
 def test_each_becomes_a_folder_of_shards(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v tells all of each. What has no names for shards fails."""
+    """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v
+    tells all of each. What has no names for shards fails.
+    """
     pytest.importorskip("huggingface_hub")
     assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "-v") == 3
     said = capsys.readouterr().err
@@ -161,7 +167,9 @@ def sets(run_folder: Path) -> Path:
 
 
 def test_what_fails_beside_a_set_is_summed(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and named again in the end."""
+    """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and
+    named again in the end.
+    """
     assert convert("tree", "new") == 3
     lines = capsys.readouterr().err.splitlines()
     (sum_,) = (line for line in lines if line.startswith("2 items: 2 converted, "))
@@ -172,7 +180,10 @@ def test_what_fails_beside_a_set_is_summed(sets: Path, capsys: pytest.CaptureFix
 
 
 def test_an_incomplete_set_fails(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own. Chunks without their files as well."""
+    """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own.
+
+    Chunks without their files as well.
+    """
     for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "bad.pt", "optim.pt"):
         (sets / name).unlink()
     Path("tree/dcp").mkdir()
@@ -236,7 +247,9 @@ def test_a_dry_run_makes_nothing(run_folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_json_has_all_of_them(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A report, an error or a skipped one for each, in order, and what was left; one file has the report that it had."""
+    """A report, an error or a skipped one for each, in order, and what was left; one file has the
+    report that it had.
+    """
     Path("run/bad.pt").write_bytes(b"")
     Path("new/step-1").mkdir(parents=True)
     shutil.copy("run/step-1/model.pt", "new/step-1")
@@ -310,16 +323,17 @@ def break_some(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str], jobs: int) -> None:
-    """One of each kind: each is said in a line of its own, the others are converted, and the status says that some failed. If all fail, that is status 1."""
+    """One of each kind: each is said in a line of its own, the others are converted, and the status says that some
+    failed. If all fail, that is status 1.
+    """
     bad = break_some(run_folder)
     assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 3
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if line.startswith("ckptconv: ")]
     assert len(errors) == len(bad)
     (sum_,) = (i for i, line in enumerate(lines) if re.match("[0-9]+ items: ", line))
-    assert len([line for line in lines[sum_:] if line.startswith("  failed ")]) == len(
-        bad
-    )  # again, where they can be seen
+    # again, where they can be seen
+    assert len([line for line in lines[sum_:] if line.startswith("  failed ")]) == len(bad)
     for name, words in bad.items():
         (line,) = (line for line in errors if line.startswith(f"ckptconv: run/{name}"))
         assert re.search(words, line), line
@@ -355,7 +369,9 @@ def test_a_bug_is_an_outcome(
 
 
 def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
-    """A prefix, a pattern, a glob and a dtype that not every file has: each file gets those that it has a use for, although none has a use for all. The reports say so."""
+    """A prefix, a pattern, a glob and a dtype that not every file has: each file gets those that it has a use for,
+    although none has a use for all. The reports say so.
+    """
     torch.save({"net.c": torch.ones(3)}, "run/net.pt")
     jobs = jobs_in(
         "run", "new", strip_prefix=["module.", "net."], rename=[("^a", "x")], exclude="module.b*", dtype="c=bf16"
@@ -373,7 +389,9 @@ def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
 
 
 def test_what_was_done_before_counts(run_folder: Path) -> None:
-    """Where a batch goes on, an edit that means nothing in what is left is no typo if it means something in what is there already."""
+    """Where a batch goes on, an edit that means nothing in what is left is no typo if it means something in what is
+    there already.
+    """
     assert convert("run", "new", "--strip-prefix", "module.", "-q") == 0
     before = files_in(Path("new"))
     Path("new/step-1/optim.pt").unlink()
@@ -389,7 +407,9 @@ def test_what_was_done_before_counts(run_folder: Path) -> None:
 def test_what_means_nothing_anywhere_is_a_typo(
     run_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means something changes nothing about that. With -q each has its line."""
+    """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means
+    something changes nothing about that. With -q each has its line.
+    """
     assert convert("run", "new", *flags, "--strip-prefix", "module.") == 1
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if line.startswith("ckptconv: run/step-0/")]
@@ -470,7 +490,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 def assert_whole_or_absent(temporaries: bool) -> set[str]:
-    """Every output that is there is what it should be; the names of those. TEMPORARIES may be there, under names that say what they are."""
+    """Every output that is there is what it should be; the names of those.
+
+    TEMPORARIES may be there, under names that say what they are.
+    """
     whole = set()
     for path in Path("out").iterdir():
         if path.name.startswith("."):
@@ -485,7 +508,9 @@ def assert_whole_or_absent(temporaries: bool) -> set[str]:
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_killed_and_begun_again(large: Path, jobs: str) -> None:
-    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next run does the rest and touches nothing else."""
+    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next run does the rest and
+    touches nothing else.
+    """
     with started("in", "out", "--verify", "-j", jobs) as process:
         process.kill()
     before = {name: os.stat(Path("out") / name).st_ino for name in assert_whole_or_absent(temporaries=True)}
@@ -504,7 +529,9 @@ def test_killed_and_begun_again(large: Path, jobs: str) -> None:
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
-    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: whole files, no temporary, no process left; after Ctrl-C how far it came and what goes on from there."""
+    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: whole files, no temporary, no
+    process left; after Ctrl-C how far it came and what goes on from there.
+    """
     with started("in", "out", "--verify", "-j", jobs) as process:
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
@@ -535,7 +562,9 @@ def test_interrupted_in_place(
 
 
 def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
-    """What was lost is done again; a job that kills whoever does it ends in an error, three times being enough, and takes no other with it."""
+    """What was lost is done again; a job that kills whoever does it ends in an error, three times being enough, and
+    takes no other with it.
+    """
     jobs = jobs_in("run", "new", map_location="cuda:1")
     jobs.insert(3, Job("run/step-0/model.pt", "new/never.pt", {"map_location": die}))
     killed = []
@@ -561,7 +590,9 @@ def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
 
 
 class Losing(Executor):
-    """Does everything twice: of each job's first outcome nobody hears, as of a machine that dies right after its work."""
+    """Does everything twice: of each job's first outcome nobody hears, as of a machine that dies right
+    after its work.
+    """
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -578,7 +609,9 @@ class Losing(Executor):
 
 
 def test_what_was_done_and_not_heard_of_is_done(run_folder: Path) -> None:
-    """An output that was not there when all began, and has the size that is planned, is the job's own; one that was there is in the way."""
+    """An output that was not there when all began, and has the size that is planned, is the job's own; one that was
+    there is in the way.
+    """
     Path("new/step-3").mkdir(parents=True)
     shutil.copy("run/step-3/model.pt", "new/step-3/model.pt")
     outcomes = convert_many(jobs_in("run", "new", map_location="cuda:1"), Losing())
@@ -643,13 +676,14 @@ def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
             [Job("run/step-0/model.pt", "slow.pt", {"map_location": stall}), *jobs_in("run", "new")], processes(2), fail
         )
     assert time.monotonic() - started < 30
-    wait_for(
-        lambda: not multiprocessing.active_children()
-    )  # the pool's own thread may still be at it that has seen them end
+    # the pool's own thread may still be at it that has seen them end
+    wait_for(lambda: not multiprocessing.active_children())
 
 
 def test_a_job_is_checked_when_it_is_made() -> None:
-    """What no conversion could understand is said where it was written; a job, and what becomes of it, can go to another process."""
+    """What no conversion could understand is said where it was written; a job, and what becomes of it, can go to
+    another process.
+    """
     with pytest.raises(TypeError, match="no keyword of convert is called mao_location"):
         Job("a.pt", "b.pt", {"mao_location": "cpu"})
     with pytest.raises(ckptconv.UsageError, match="no device"):
@@ -682,7 +716,9 @@ def test_a_job_may_be_many_things(run_folder: Path) -> None:
 def test_one_bar_for_all(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
 ) -> None:
-    """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches, dry runs and -q have none."""
+    """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches,
+    dry runs and -q have none.
+    """
 
     def forget(task: object) -> None:
         raise AssertionError("the bar begins anew")
@@ -719,7 +755,9 @@ def test_skipping_one_file(run_folder: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_another_job_wrote_is_no_success(tmp_path: Path, workers: int) -> None:
-    """Of two jobs with one output, whose files would have one size, one is done and the other fails: its output is not what it would have written."""
+    """Of two jobs with one output, whose files would have one size, one is done and the other fails: its output is not
+    what it would have written.
+    """
     for name, fill in (("a", 1.0), ("b", 2.0)):
         torch.save({"w": torch.full((100,), fill)}, tmp_path / f"{name}.pt")
     jobs = [ckptconv.Job(tmp_path / f"{name}.pt", tmp_path / "out.pt") for name in "ab"]

@@ -39,7 +39,10 @@ def test_checkpoints_are_told_by_their_suffix(tmp_path: Path) -> None:
 
 
 def test_shards_are_one_thing(tmp_path: Path) -> None:
-    """Whether all are there or not, with an index or without, variants too: whoever reads them says what is missing. A number of none makes no set."""
+    """Whether all are there or not, with an index or without, variants too: whoever reads them says what is missing.
+
+    A number of none makes no set.
+    """
     fill(
         tmp_path,
         "a/model-00001-of-00003.safetensors",
@@ -74,7 +77,9 @@ def test_shards_are_one_thing(tmp_path: Path) -> None:
 
 
 def test_chunks_are_one_thing(tmp_path: Path) -> None:
-    """A folder of torch.distributed.checkpoint, without its metadata too, or with nothing else, which whoever reads it will miss; what Lightning puts beside them is a file. Others call other things metadata."""
+    """A folder of torch.distributed.checkpoint, without its metadata too, or with nothing else, which whoever reads it
+    will miss; what Lightning puts beside them is a file. Others call other things metadata.
+    """
     fill(
         tmp_path,
         "x.ckpt/.metadata",
@@ -98,7 +103,9 @@ def test_chunks_are_one_thing(tmp_path: Path) -> None:
 
 
 def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> None:
-    """They are named if they hold something; links to files are files, wherever they lead; what a killed conversion left is nothing."""
+    """They are named if they hold something; links to files are files, wherever they lead; what a killed conversion
+    left is nothing.
+    """
     fill(tmp_path, ".cache/a.pt", ".empty/", "b/c.pt", ".d.pt.ckptconv-0a1b2c.tmp", ".e.ckptconv-0a1b2c.tmp/f.pt")
     os.symlink("b", tmp_path / "link")
     os.symlink("b/c.pt", tmp_path / "link.pt")

@@ -1,4 +1,6 @@
-"""A folder with a sharded set in it, as one conversion: what stands beside the set comes along, and the whole appears at once."""
+"""A folder with a sharded set in it, as one conversion: what stands beside the set comes along, and the whole appears
+at once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def weights(prefix: str = "module.") -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What a run leaves: a model in three shards, its optimizer, a model that was saved whole, texts, and a folder with more."""
+    """What a run leaves: a model in three shards, its optimizer, a model that was saved whole, texts, and a folder with
+    more.
+    """
     folder = tmp_path / "model"
     (folder / "inner").mkdir(parents=True)
     save_torch_state_dict(weights(), folder, max_shard_size=850)
@@ -64,7 +68,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> None:
-    """The set stays in its shards, the checkpoints beside and below it are converted, other files are left and named."""
+    """The set stays in its shards, the checkpoints beside and below it are converted, other files are
+    left and named.
+    """
     out = tmp_path / "out"
     report = convert(model, out, strip_prefix="module.", map_location="cuda:1")
     assert tree(out) == sorted([*SET, "optimizer.pt", "inner/ema.pt"])
@@ -90,7 +96,9 @@ def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
 
 
 def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None:
-    """Given the index, nothing that stands beside the set is converted; with copy_others, what is no checkpoint is copied."""
+    """Given the index, nothing that stands beside the set is converted; with copy_others, what is no checkpoint is
+    copied.
+    """
     index = model / "model.safetensors.index.json"
     convert(index, tmp_path / "out")
     assert tree(tmp_path / "out") == SET
@@ -99,7 +107,9 @@ def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None
 
 
 def test_in_place(model: Path) -> None:
-    """The folder itself can be the target, with force: what is not converted stays what it is, hidden folders, links, empty folders and modes too."""
+    """The folder itself can be the target, with force: what is not converted stays what it is, hidden folders, links,
+    empty folders and modes too.
+    """
     (model / ".cache" / "hub").mkdir(parents=True)
     (model / ".cache" / "hub" / "lock").write_text("x")
     (model / "empty").mkdir(mode=0o700)
@@ -138,7 +148,9 @@ def test_in_place_with_other_shards(model: Path) -> None:
 
 
 def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path) -> None:
-    """With force a model by the Hub's names is replaced, in however many shards it was; what is none is not thrown away."""
+    """With force a model by the Hub's names is replaced, in however many shards it was; what is none is not thrown
+    away.
+    """
     out = tmp_path / "out"
     convert(model, out, max_shard_size="450")
     assert len(tree(out)) == 9
@@ -163,7 +175,9 @@ def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path
 def test_an_edit_that_means_nothing_anywhere_is_a_typo(
     model: Path, tmp_path: Path, edit: dict[str, Any], said: str
 ) -> None:
-    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said, and not that one of them cannot be read."""
+    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said, and not that one of
+    them cannot be read.
+    """
     (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     with pytest.raises(NoMatchError, match=said):
         convert(model, tmp_path / "out", **edit)
@@ -282,7 +296,9 @@ def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatc
 
 
 def test_an_older_model_of_another_name_or_place_does_not_go(model: Path, tmp_path: Path) -> None:
-    """With force a folder loses its older model, and neither another variant, nor an adapter, nor what stands in folders below: then it is refused."""
+    """With force a folder loses its older model, and neither another variant, nor an adapter, nor what stands in
+    folders below: then it is refused.
+    """
     for name in ("backup/model.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"):
         out = tmp_path / name.replace("/", "-").removesuffix(".safetensors")
         convert(model, out)
@@ -316,7 +332,9 @@ def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Pat
 
 
 def test_what_comes_along(model: Path, tmp_path: Path) -> None:
-    """Copies have the modes of what they are copies of; links within the folder stay links, others become the files that they lead to; hidden and empty folders come too."""
+    """Copies have the modes of what they are copies of; links within the folder stay links, others become the files
+    that they lead to; hidden and empty folders come too.
+    """
     (tmp_path / "blob").write_text("blob")
     (model / "tokenizer.json").symlink_to(tmp_path / "blob")
     (model / "vocab.json").symlink_to("../blob")
@@ -348,7 +366,9 @@ def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
-    """transformers casts to what config.json says, so a cast set beside one that says something else is not what is loaded."""
+    """transformers casts to what config.json says, so a cast set beside one that says something else is not what is
+    loaded.
+    """
     (model / "config.json").write_text('{"dtype": "float32"}')
     said = "config.json says dtype float32"
     assert any(said in note for note in convert(model, tmp_path / "half", dtype="bf16", copy_others=True).notes)

@@ -38,7 +38,9 @@ from ckptconv.errors import InputError, RefusedError, UsageError
 def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(
     tmp_path: Path, name: str, format: str | None, expected: str
 ) -> None:
-    """`.safetensors` is safetensors, every other suffix pt unless --format says otherwise; all are free where the suffix is unknown."""
+    """`.safetensors` is safetensors, every other suffix pt unless --format says otherwise; all are free where the
+    suffix is unknown.
+    """
     path, meant = find_target(Path("in.pt"), tmp_path / name, format)
     assert (path, meant or usual_format(name, "torch zip")) == (tmp_path / name, expected)
 
@@ -101,7 +103,10 @@ def test_contradictions_are_usage_errors(tmp_path: Path, name: str, format: str)
     ],
 )
 def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, format: str | None, name: str) -> None:
-    """It keeps its stem; what the Hub calls by two names in two formats gets the other one. A slash at the end is a folder too."""
+    """It keeps its stem; what the Hub calls by two names in two formats gets the other one.
+
+    A slash at the end is a folder too.
+    """
     for folder in (str(tmp_path), f"{tmp_path}/new/"):
         path, found = find_target(Path(src), folder, format)
         assert path == Path(folder) / name
@@ -221,7 +226,9 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
 def test_what_inputs_and_output_mean(
     tree: Path, srcs: str, dst: str, keywords: dict[str, Any], expected: list[str]
 ) -> None:
-    """A file to a path or a folder; several files that are one checkpoint to a file or a folder of shards; a folder of many to a tree like it; several inputs under their names, as ``cp -r`` has it."""
+    """A file to a path or a folder; several files that are one checkpoint to a file or a folder of shards; a folder of
+    many to a tree like it; several inputs under their names, as ``cp -r`` has it.
+    """
     assert listed(srcs, dst, **keywords) == expected
 
 
@@ -264,7 +271,10 @@ def test_what_makes_no_sense(
 
 
 def test_two_outputs_of_one_place(tree: Path) -> None:
-    """Of one name, by suffixes that become one; or one within the folder that another becomes. Both inputs are shown."""
+    """Of one name, by suffixes that become one; or one within the folder that another becomes.
+
+    Both inputs are shown.
+    """
     (tree / "run" / "x.bin").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it") as caught:
         list_items(["run"], "new", format="safetensors")

@@ -1,4 +1,6 @@
-"""Edits, from file to file: names follow wherever they are used, devices change where they are devices; torch is the judge."""
+"""Edits, from file to file: names follow wherever they are used, devices change where they are devices; torch is the
+judge.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,9 @@ def test_a_part_of_a_state_dict_is_no_path_beside_it(tmp_path: Path) -> None:
 
 
 def test_anchored_at_segments(tmp_path: Path) -> None:
-    """``mod`` is no prefix of ``module.w``, of which torch's own function makes ``ule.w``; the way to do that is named."""
+    """``mod`` is no prefix of ``module.w``, of which torch's own function makes ``ule.w``; the way to
+    do that is named.
+    """
     line = refused(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="mod")
     assert "module. (1), modern. (1)" in line
     assert "rename=[('^mod', '')]" in line
@@ -207,7 +211,9 @@ def test_one_level_at_a_time(tmp_path: Path) -> None:
 
 
 def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> None:
-    """DataParallel over ``features`` alone: strip refuses, rename serves, ``_metadata`` too, and the plain net takes it."""
+    """DataParallel over ``features`` alone: strip refuses, rename serves, ``_metadata`` too, and the plain net takes
+    it.
+    """
     source = fixtures / "dataparallel_features.pt"
     with pytest.raises(NoMatchError, match=r"features. \(4\), classifier. \(2\)"):
         ckptconv.convert(source, tmp_path / "x.pt", strip_prefix="module.")
@@ -221,7 +227,9 @@ def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> 
 
 
 def test_mixed_names_stay_in_place_and_are_counted(tmp_path: Path) -> None:
-    """Names without the prefix keep their values and their positions, where torch's function moves the others behind them."""
+    """Names without the prefix keep their values and their positions, where torch's function moves the others behind
+    them.
+    """
     state = nn.DataParallel(nn.Linear(2, 1)).state_dict()
     state = OrderedDict([("step", W), *state.items(), ("ema.w", W)])
     stripped, report = converted(tmp_path, state, strip_prefix="module")
@@ -242,7 +250,9 @@ def test_metadata_of_a_mixed_state_dict(tmp_path: Path) -> None:
 
 
 def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> None:
-    """Another model in the file has an inner module called ``module``, without parameters: it is none of our business."""
+    """Another model in the file has an inner module called ``module``, without parameters: it is none
+    of our business.
+    """
     other = nn.Sequential(OrderedDict(module=nn.ReLU(), fc=nn.Linear(1, 1))).state_dict()
     both, _ = converted(
         tmp_path, {"model": nn.DataParallel(nn.Linear(1, 1)).state_dict(), "other": other}, strip_prefix="module"
@@ -261,7 +271,9 @@ def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
 
 
 def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:
-    """pickle writes mappings in pieces of 1,000, and a last one alone: an entry that leaves it leaves nothing broken."""
+    """pickle writes mappings in pieces of 1,000, and a last one alone: an entry that leaves it leaves
+    nothing broken.
+    """
     state = state_dict_of([f"module.layer{i}.w" for i in range(999)], metadata=True)
     entries = state._metadata
     assert len(entries) == 1001
@@ -364,7 +376,10 @@ def test_rename_of_parameters_leaves_metadata(tmp_path: Path) -> None:
     ],
 )
 def test_what_rename_means_for_modules(tmp_path: Path, pattern: str, replacement: str, modules: list[str]) -> None:
-    """What becomes of the dots behind them; the end of a name is none of a module's path. Where no dot is left there, the entry stays."""
+    """What becomes of the dots behind them; the end of a name is none of a module's path.
+
+    Where no dot is left there, the entry stays.
+    """
     state, _ = converted(tmp_path, state_dict_of(["a.b.w"], metadata=True), rename=[(pattern, replacement)])
     assert list(state._metadata) == modules
 
@@ -443,7 +458,9 @@ STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Modul
 
 @pytest.mark.parametrize("case", STRICT)
 def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
-    """With ``strict=True``, each value under its name; where the model's own ``state_dict()`` has ``_metadata``, the same versions."""
+    """With ``strict=True``, each value under its name; where the model's own ``state_dict()`` has ``_metadata``, the
+    same versions.
+    """
     make, edits, model = STRICT[case]
     obj = make()
     torch.save(obj, tmp_path / "in.pt")
@@ -612,7 +629,9 @@ def test_ties_stay_tied(fixtures: Path, tmp_path: Path) -> None:
 
 
 def test_generator_states_stay_on_the_cpu(fixtures: Path, tmp_path: Path) -> None:
-    """``--to cuda:1`` of a training checkpoint: both states on the CPU and in the report; everything else moves, ``args`` says what it said."""
+    """``--to cuda:1`` of a training checkpoint: both states on the CPU and in the report; everything else moves,
+    ``args`` says what it said.
+    """
     report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location="cuda:1")
     tags: dict[int, str] = {}
 
@@ -655,7 +674,9 @@ def test_a_strayed_generator_state_comes_back(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_users_own_strings_and_devices_stay(tmp_path: Path) -> None:
-    """torch writes one ``'cpu'`` for every tag and for the user's data alike; only tags are tags, and no ``torch.device`` is one."""
+    """torch writes one ``'cpu'`` for every tag and for the user's data alike; only tags are tags, and no
+    ``torch.device`` is one.
+    """
     name = "module.w"
     obj = {
         "model": {name: W},

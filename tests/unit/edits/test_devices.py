@@ -88,7 +88,9 @@ def test_a_bare_device_is_the_target_of_all(text: str, tag: str) -> None:
     ],
 )
 def test_refused_targets(text: str) -> None:
-    """What no tensor can be sent to, or what torch's own parser would take for another device, is a usage error, as target and as NEW."""
+    """What no tensor can be sent to, or what torch's own parser would take for another device, is a usage error, as
+    target and as NEW.
+    """
     with pytest.raises(UsageError):
         parse_target(text)
     with pytest.raises(UsageError):
@@ -125,7 +127,9 @@ def test_refusals_say_why(text: str, why: str) -> None:
     ],
 )
 def test_one_rule(wish: str, expected: dict[str, str]) -> None:
-    """OLD is a tag, a family, gpu (all but cpu and meta, known or not) or any; NEW without an index keeps the old one, else takes 0."""
+    """OLD is a tag, a family, gpu (all but cpu and meta, known or not) or any; NEW without an index keeps the old one,
+    else takes 0.
+    """
     assert became(wish) == expected
     old, new = wish.split("=")
     assert became({old: new}) == expected
@@ -199,7 +203,9 @@ def test_all_at_once_so_swaps_work() -> None:
     ],
 )
 def test_contradictions(wishes: tuple[Any, ...]) -> None:
-    """The same OLD twice however it is spelt, two targets, half a rule, a function beside anything else: usage errors."""
+    """The same OLD twice however it is spelt, two targets, half a rule, a function beside anything
+    else: usage errors.
+    """
     with pytest.raises(UsageError):
         to_devices(*wishes)
 
@@ -256,7 +262,10 @@ class Sender:
     ],
 )
 def test_functions_from_tag_to_tag(function: Callable[[str], str], expected: dict[str, str]) -> None:
-    """Called with each tag, unknown ones too, which it may hand back; builtins and partials serve. It says what a mapping would."""
+    """Called with each tag, unknown ones too, which it may hand back; builtins and partials serve.
+
+    It says what a mapping would.
+    """
     assert became(function) == expected
     assert became(dict(expected)) == expected
 

@@ -1,4 +1,6 @@
-"""``--dtype``: the output is what a plain torch program makes of the input, whatever the containers, whoever shares what; and what is refused, kept or named."""
+"""``--dtype``: the output is what a plain torch program makes of the input, whatever the containers, whoever shares
+what; and what is refused, kept or named.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tu
 
 
 def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch's ``.to()``; NaNs in bfloat16 as its plain code has them, from float16 to float32 as its vectors have them."""
+    """torch's ``.to()``; NaNs in bfloat16 as its plain code has them, from float16 to float32 as its
+    vectors have them.
+    """
     out = torch.cat([numbers.reshape(-1), torch.zeros(64).to(numbers.dtype)]).to(dtype)
     out = out[: numbers.numel()].clone().reshape(numbers.shape)
     if dtype == torch.bfloat16 and numbers.dtype != dtype:
@@ -185,7 +189,10 @@ def merged(views: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """OBJ with its storages cast, each once for each dtype, and all else as it was. PACK: those that are taken apart hold what their views reach over."""
+    """OBJ with its storages cast, each once for each dtype, and all else as it was.
+
+    PACK: those that are taken apart hold what their views reach over.
+    """
 
     def __init__(
         self,
@@ -487,7 +494,9 @@ def flat(obj: Any) -> dict[str, torch.Tensor]:
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
 def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
-    """From every container to every other, under whatever rules: values, types, views, ties and sharing are those of a program that casts each storage once; what the rules cannot mean is refused."""
+    """From every container to every other, under whatever rules: values, types, views, ties and sharing are those of a
+    program that casts each storage once; what the rules cannot mean is refused.
+    """
     chance = random.Random(seed)
     write, name, others = SOURCES[source]
     old_formats = target in ("legacy", "pickle")
@@ -562,11 +571,14 @@ def dtypes_of(obj: Any) -> list[str]:
     return [name_of(each.tensor.dtype) for each in tensors_in(obj)]
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
+# process.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
-    """Of everything that people save, strided floats become bfloat16 wherever they stand and all else stays; what stays though it was meant is named; torch loads it as before, in both ways."""
+    """Of everything that people save, strided floats become bfloat16 wherever they stand and all else stays; what stays
+    though it was meant is named; torch loads it as before, in both ways.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     protocol = zoo.NEEDS_PROTOCOL.get(name, 2)
     zoo.save(zoo.ZOO[name](), src, ["cpu"], pickle_protocol=protocol)
@@ -753,7 +765,9 @@ def test_what_goes_along_and_what_is_left_is_said(tmp_path: Path) -> None:
 
 
 def test_what_overflows_is_counted(tmp_path: Path) -> None:
-    """By the paths of what is on a storage, in a small piece and in one for threads; not in bytes that no view reaches; integers too. Reading back counts nothing twice."""
+    """By the paths of what is on a storage, in a small piece and in one for threads; not in bytes that no view reaches;
+    integers too. Reading back counts nothing twice.
+    """
     large = torch.zeros(100_000)
     large[[1, 50_000, 99_999]] = torch.tensor([1e5, -1e6, float("inf")])
     base = torch.tensor([1e5, 1.0, 2.0, 1e6, 1e7])
@@ -769,7 +783,10 @@ def test_what_overflows_is_counted(tmp_path: Path) -> None:
 def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
     """It prints what would be cast and how large the file becomes, and torch is not imported."""
     torch.save(training(), tmp_path / "src.pt")
-    program = "import sys; from ckptconv.cli.main import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    program = (
+        "import sys; from ckptconv.cli.main import main; status = main(sys.argv[1:]); assert 'torch' not in"
+        " sys.modules; sys.exit(status)"
+    )
     command = [
         sys.executable,
         "-c",
@@ -876,7 +893,9 @@ REBUILD = torch._utils._rebuild_tensor_v2
     ],
 )
 def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Calls with arguments that make no tensor, or a storage beside its tensors: the storage is neither cast nor compacted, and what is written is read again; or the file is refused as it was before."""
+    """Calls with arguments that make no tensor, or a storage beside its tensors: the storage is neither cast nor
+    compacted, and what is written is read again; or the file is refused as it was before.
+    """
     src = hostile(tmp_path, build)
     try:
         ckptconv.convert(src, tmp_path / "same.pt")
@@ -895,7 +914,9 @@ def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], 
 
 
 def test_arguments_that_are_shared(tmp_path: Path) -> None:
-    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for the other call would see the change."""
+    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for the other call would see the
+    change.
+    """
     torch.save({"model": {"w": torch.arange(4.0)}, "x": [1]}, tmp_path / "src.pt")
     with Source(tmp_path / "src.pt") as source:
         checkpoint = opening.read(source)

@@ -1,4 +1,6 @@
-"""The grammar of ``--dtype``: words are torch's, safetensors' and people's; what makes no sense is refused before anything is read."""
+"""The grammar of ``--dtype``: words are torch's, safetensors' and people's; what makes no sense is refused before
+anything is read.
+"""
 
 from __future__ import annotations
 
@@ -153,15 +155,24 @@ def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     for flags, line in (
         (
             ["--dtype", "b16"],
-            "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2)",
+            (
+                "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn,"
+                " float8_e5m2)"
+            ),
         ),
         (
             ["--dtype", "=bf16"],
-            "ckptconv: '=bf16' has no glob (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2, after a glob like '*.norm.*')",
+            (
+                "ckptconv: '=bf16' has no glob (expected a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2,"
+                " after a glob like '*.norm.*')"
+            ),
         ),
         (
             ["--dtype", "int8"],
-            "ckptconv: int8 is no dtype for weights: rounded to integers they need scales, which no cast can find (expected the whole path of a tensor of integers: 'PATH=int8')",
+            (
+                "ckptconv: int8 is no dtype for weights: rounded to integers they need scales, which no cast can find"
+                " (expected the whole path of a tensor of integers: 'PATH=int8')"
+            ),
         ),
         (["--dtype", "bf16", "--dtype", "fp16"], "ckptconv: two dtypes for all weights (got bfloat16 and float16)"),
     ):

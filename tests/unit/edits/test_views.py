@@ -1,4 +1,6 @@
-"""``--compact``: what no tensor shows goes, and nothing else: values, strides, sharing, checksums and containers stay."""
+"""``--compact``: what no tensor shows goes, and nothing else: values, strides, sharing, checksums and
+containers stay.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
 def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
-    """From every container to every other: the extents of the views, overlapping ones merged, in order on the same storage; and as many bytes fewer as the report says."""
+    """From every container to every other: the extents of the views, overlapping ones merged, in order on the same
+    storage; and as many bytes fewer as the report says.
+    """
     chance = random.Random(seed)
     write, name, others = SOURCES[source]
     obj = checkpoint(chance, others=others and target == "pt")
@@ -124,17 +128,21 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         assert is_safe(dst) or not is_safe(folder / name)
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
+# process.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
-    """Of everything that people save each tensor is what it was, in its place, with its strides, tags and ties; again, it changes nothing; torch takes it as before."""
+    """Of everything that people save each tensor is what it was, in its place, with its strides, tags and ties; again,
+    it changes nothing; torch takes it as before.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     ckptconv.convert(src, dst, compact=True, verify=True)
     loaded = [torch.load(path, map_location="cpu", weights_only=False) for path in (src, dst)]
     assert is_safe(dst) or not is_safe(src)
     assert tags_of(src)[1] == tags_of(dst)[1]
+    # whose storages hold more than is shown
     if name not in (
         "views",
         "small",
@@ -142,7 +150,7 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
         "conj_neg",
         "two_dtypes",
         "sparse",
-    ):  # whose storages hold more than is shown
+    ):
         assert_same(*loaded)
     with ckptconv.open(src) as before, ckptconv.open(dst) as after:
         for path, info in before.tensors.items():

@@ -39,7 +39,8 @@ def with_inner_wrappers(model: nn.Module) -> nn.Module:
     """MODEL with some of its parts compiled; activation checkpointing hides its own names since torch 1.12."""
     model[0] = torch.compile(model[0])  # type: ignore[operator,index,assignment]
     model[1][0] = torch.compile(model[1][0])  # type: ignore[operator,index,assignment]
-    model[1][1].norm = torch.compile(model[1][1].norm)  # type: ignore[index,union-attr] # its version in _metadata is 2, the wrapper's 1
+    # its version in _metadata is 2, the wrapper's 1
+    model[1][1].norm = torch.compile(model[1][1].norm)  # type: ignore[index,union-attr]
     return model
 
 
@@ -88,7 +89,9 @@ def test_followers_lose_what_names_lose() -> None:
 
 @pytest.mark.parametrize("front", ["", "module.", "_forward_module.", "_forward_module.module."])
 def test_sharded_models(front: str, tmp_path: Path) -> None:
-    """Names as FSDP, activation checkpointing inside of it, and Fabric around it write them: the model takes them, its own ``module`` included."""
+    """Names as FSDP, activation checkpointing inside of it, and Fabric around it write them: the model takes them, its
+    own ``module`` included.
+    """
     model = net()
     inner = {
         "0.": "0._fsdp_wrapped_module._checkpoint_wrapped_module.",
@@ -130,7 +133,9 @@ def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
-    """Wherever an average stands whose names keep their prefix; with the name of a tied weight that the state dict dropped. Alone it goes by itself, and is reported."""
+    """Wherever an average stands whose names keep their prefix; with the name of a tied weight that the state dict
+    dropped. Alone it goes by itself, and is reported.
+    """
     weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
     average = {"n_averaged": torch.ones(1), **weights}
     named = {"state": {"module._orig_mod.tied": {}, "module.a": {}}, "param_groups": [{"params": ["module.a"]}]}
@@ -165,7 +170,9 @@ def test_two_names_that_would_be_one(tmp_path: Path) -> None:
 
 
 def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
-    """A pickled wrapper's names come off where its state dict is taken out; alone they cannot be changed, which is said."""
+    """A pickled wrapper's names come off where its state dict is taken out; alone they cannot be changed, which is
+    said.
+    """
     model = net()
     torch.save(nn.DataParallel(model), tmp_path / "src.pt")
     with pytest.raises(NoMatchError, match="state_dict=True"):
@@ -203,7 +210,9 @@ _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a",
 
 @given(st.lists(st.lists(_SEGMENTS, min_size=1, max_size=5).map(".".join), unique=True))
 def test_nothing_else_is_taken(names: list[str]) -> None:
-    """The words that no model uses are gone but at the end; of ``module`` at most one, the first, is missing; all else is there, in order."""
+    """The words that no model uses are gone but at the end; of ``module`` at most one, the first, is missing; all else
+    is there, in order.
+    """
     words = {"_orig_mod", "_fsdp_wrapped_module"}
     for old, new in unwrapped(names).items():
         *modules, last = old.split(".")

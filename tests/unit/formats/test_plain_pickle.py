@@ -1,4 +1,6 @@
-"""Plain pickles with tensors in them: read without running them, edited, written as pickles again or in another format; pickle and torch are the judges."""
+"""Plain pickles with tensors in them: read without running them, edited, written as pickles again or in another format;
+pickle and torch are the judges.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_what_pickle_loads_is_what_comes_out(write: Write, tmp_path: Path, name:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", UNTYPED)
 def test_what_torch_cannot_load_again_comes_out_as_pt(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
-    """float8 and the like are pickled as storages of bytes, which pickle.load refuses: read, refused as a pickle, and as a ``.pt`` what they were."""
+    """float8 and the like are pickled as storages of bytes, which pickle.load refuses: read, refused as a pickle, and
+    as a ``.pt`` what they were.
+    """
     path = write(dumped(name, protocol))
     with pytest.raises(AttributeError, match="dtype"):
         unpickled(path)
@@ -156,10 +160,11 @@ def test_what_has_no_tensor_is_no_checkpoint(write: Write, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    # torch sets nested tensors and generators of its older format up before their bytes are there
     (
         "name",
         "older",
-    ),  # torch cannot load nested tensors and generators from its older format: it sets them up before their bytes are there
+    ),
     [
         (name, older)
         for name in ZOO
@@ -168,7 +173,9 @@ def test_what_has_no_tensor_is_no_checkpoint(write: Write, name: str) -> None:
     ],
 )
 def test_any_checkpoint_becomes_a_pickle(tmp_path: Path, name: str, older: bool) -> None:
-    """``--format pickle`` takes torch's formats too: pickle.load gives what torch.load gives, and what shares a storage shares it."""
+    """``--format pickle`` takes torch's formats too: pickle.load gives what torch.load gives, and what shares a storage
+    shares it.
+    """
     protocol = 4 if name in ("qualified", "set_cycle") else 2
     src, dst = tmp_path / "m.pt", tmp_path / "m.pkl"
     save(ZOO[name](), src, ["cpu"], pickle_protocol=protocol, _use_new_zipfile_serialization=not older)
@@ -453,7 +460,9 @@ def rezipped(whole: bytes, method: int = zipfile.ZIP_STORED, **records: Callable
 
 @pytest.mark.parametrize("n", [3, 50_000])
 def test_nested_zips(write: Write, tmp_path: Path, n: int) -> None:
-    """Some versions of torch nested their zip format: pickle.load takes it, and so does the reader, whose ranges are those of the whole file."""
+    """Some versions of torch nested their zip format: pickle.load takes it, and so does the reader, whose ranges are
+    those of the whole file.
+    """
     path = write(storage_of(nested_file(torch.arange(float(n))._typed_storage(), _use_new_zipfile_serialization=True)))
     for name in ("dst.pkl", "dst.pt"):
         ckptconv.convert(path, tmp_path / name)
@@ -515,7 +524,9 @@ def test_bytes_that_look_like_a_nested_file_are_a_users_own(write: Write, tmp_pa
     ],
 )
 def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[float]) -> None:
-    """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes: so does the reader, and writes bytes."""
+    """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes: so does the reader, and
+    writes bytes.
+    """
     storage = Call(getattr(torch, cls), numbers)
     path = write(pickle.dumps({"w": Call(torch._utils._rebuild_tensor, storage, 0, (len(numbers),), (1,))}, 2))
     wanted = unpickled(path)
@@ -530,7 +541,8 @@ def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[
 
 def test_a_list_of_numbers_on_a_gpu(write: Write, tmp_path: Path) -> None:
     """Its class says where it was, and can be told otherwise."""
-    data = b"\x80\x02ctorch._utils\n_rebuild_tensor\n(ctorch.cuda\nFloatStorage\n](G?\xf0\0\0\0\0\0\0G@\0\0\0\0\0\0\0e\x85R"
+    data = b"\x80\x02ctorch._utils\n_rebuild_tensor\n(ctorch.cuda\nFloatStorage\n"
+    data += b"](G?\xf0\0\0\0\0\0\0G@\0\0\0\0\0\0\0e\x85R"
     path = write(data + b"K\0K\x02\x85K\x01\x85tR.")
     assert tags(path) == ["cuda:0"]
     ckptconv.convert(path, tmp_path / "dst.pkl", map_location="cpu")
@@ -758,7 +770,9 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_one_value_serves_one_storage(write: Write) -> None:
-    """A text, a bytes object or a list that many calls share is refused: torch writes none such, and a small file would become a large one."""
+    """A text, a bytes object or a list that many calls share is refused: torch writes none such, and a small file would
+    become a large one.
+    """
     whole = nested_file(torch.arange(4.0)._typed_storage())
     text = (
         b"\x80\x02c_codecs\nencode\nq\x000"
@@ -782,7 +796,9 @@ def text_of(text: str) -> bytes:
 
 @pytest.mark.no_cover
 def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path) -> None:
-    """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is decoded at a time."""
+    """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is
+    decoded at a time.
+    """
     made = {f"w{i}": torch.rand(10_000) for i in range(1000)}
     path = write(pickle.dumps(made, 2))
     tracemalloc.start()

@@ -30,7 +30,8 @@ from ckptconv.errors import CollisionError, MalformedError, NoMatchError, Refuse
 from tests.support import zoo
 from tests.support.judge import assert_same, tags_of
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
+# process.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
@@ -169,7 +170,9 @@ def by_hint(error: RefusedError, src: Path, dst: Path) -> int:
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_torch_loads_is_what_is_written(name: str, protocol: int, tmp_path: Path) -> None:
-    """Each tensor of the state dict, bit for bit, in its order; ties recorded under the first name; sorted and aligned."""
+    """Each tensor of the state dict, bit for bit, in its order; ties recorded under the first name;
+    sorted and aligned.
+    """
     state = saved(name, tmp_path / "src.pt", pickle_protocol=protocol)
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", verify=True)
     assert_holds(tmp_path / "dst.safetensors", state)
@@ -192,7 +195,10 @@ def test_without_a_state_dict_it_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["odd", "views", "conj_neg", "two_dtypes", "state_dict"])
 def test_from_a_zip_of_another_tool(name: str, method: int, tmp_path: Path) -> None:
-    """Stored anywhere or deflated: whole storages, parts of them and views. Nothing that was inflated stays, or stays open."""
+    """Stored anywhere or deflated: whole storages, parts of them and views.
+
+    Nothing that was inflated stays, or stays open.
+    """
     state = saved(name, tmp_path / "src.pt")
     rezipped(tmp_path / "src.pt", tmp_path / "zipped.pt", {}, method)
     before = len(os.listdir("/dev/fd"))
@@ -289,7 +295,9 @@ def test_what_the_format_does_not_say_is_a_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", [None, "cuda:1", "mps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str, device: str | None, tmp_path: Path) -> None:
-    """The safe loader gives what the library gives, tagged as asked, ties tied; whatever way it is loaded; checksums right."""
+    """The safe loader gives what the library gives, tagged as asked, ties tied; whatever way it is loaded; checksums
+    right.
+    """
     state = saved(name, tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
     ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt", map_location=device, verify=True)
@@ -314,7 +322,9 @@ def test_there_and_back(name: str, device: str | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_time_it_is_the_same_bytes(name: str, tmp_path: Path) -> None:
-    """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same file, but for the order of tied names."""
+    """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same file, but for the order of tied
+    names.
+    """
     saved(name, tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
     ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
@@ -324,7 +334,9 @@ def test_a_second_time_it_is_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_without_edits_blocks_line_up(tmp_path: Path) -> None:
-    """safetensors → safetensors with longer names: the data stands at the same place modulo 4096, where it did at a multiple of 8."""
+    """safetensors → safetensors with longer names: the data stands at the same place modulo 4096, where it did at a
+    multiple of 8.
+    """
     saved("state_dict", tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
     ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", add_prefix="module")
@@ -419,7 +431,9 @@ def test_a_tie_named_format(names: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_metadata_that_only_looks_like_a_tie(tmp_path: Path) -> None:
-    """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that is none with a value that is one is a tie."""
+    """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that is none with a value
+    that is one is a tie.
+    """
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0)}
     metadata = {"a": "b", "format": "a", "note": "c", "tied": "b"}
     save_file(state, tmp_path / "a.safetensors", metadata)
@@ -457,7 +471,10 @@ def test_ties_follow_edits_of_names(tmp_path: Path) -> None:
 
 
 def test_views_that_share_bytes_are_each_whole(tmp_path: Path) -> None:
-    """Overlapping, transposed, of another shape: not equal, so not tied. (Of another dtype: ``two_dtypes`` of the zoo.)"""
+    """Overlapping, transposed, of another shape: not equal, so not tied.
+
+    (Of another dtype: ``two_dtypes`` of the zoo.)
+    """
     base = torch.arange(6.0).reshape(2, 3)
     state = {"base": base, "t": base.t(), "flat": base.reshape(-1), "row": base[1], "more": base[:, :2]}
     zoo.save({**state, "again": base}, tmp_path / "src.pt")
@@ -470,7 +487,10 @@ def test_views_that_share_bytes_are_each_whole(tmp_path: Path) -> None:
 
 
 def unholdable() -> OrderedDict[Any, Any]:
-    """What safetensors has no way to say, and two names between them that it can hold. ``_metadata`` makes it a state dict whatever its keys are."""
+    """What safetensors has no way to say, and two names between them that it can hold.
+
+    ``_metadata`` makes it a state dict whatever its keys are.
+    """
     sparse, quantized = torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8)
     state = OrderedDict[Any, Any](
         [
@@ -557,7 +577,9 @@ def test_objects_of_the_zoo_that_it_cannot_hold(name: str, tmp_path: Path) -> No
 
 
 def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path) -> None:
-    """The dtypes of safetensors that torch has not: 6 bits, and 4 bits in odd rows; on to safetensors they are copied."""
+    """The dtypes of safetensors that torch has not: 6 bits, and 4 bits in odd rows; on to safetensors
+    they are copied.
+    """
     tensors_ = {
         "six": ("F6_E2M3", [4], 3),
         "one": ("F32", [1], 4),
@@ -670,7 +692,9 @@ def test_the_only_one_is_meant(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("student", "teacher"), ("model", "state_dict"), ("it's [odd]", "b")])
 def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], tmp_path: Path) -> None:
-    """Where it is not clear, each is named with its bytes, and the hint's ``--select`` takes the first; any can be selected."""
+    """Where it is not clear, each is named with its bytes, and the hint's ``--select`` takes the first; any can be
+    selected.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({names[0]: WEIGHTS, names[1]: averaged()}, src)
     with pytest.raises(RefusedError) as caught:
@@ -720,7 +744,9 @@ LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
 
 
 def test_what_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each part with its bytes: a storage counts once, one that the model uses as well not at all; in the report and in ``--json``."""
+    """Each part with its bytes: a storage counts once, one that the model uses as well not at all; in the report and in
+    ``--json``.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     zoo.save(shared_training(), src)
     for with_cli in (False, True):
@@ -821,7 +847,9 @@ def partial() -> dict[str, Any]:
     ],
 )
 def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], tmp_path: Path) -> None:
-    """By name in every state dict, by path where the glob has a slash; what stays keeps its order, ties and storages; bytes of what goes are gone."""
+    """By name in every state dict, by path where the glob has a slash; what stays keeps its order, ties and storages;
+    bytes of what goes are gone.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     made = partial()
     made["list"] = made["list"][1:]  # or it keeps a storage
@@ -852,7 +880,9 @@ def storages_of(loaded: dict[str, Any]) -> dict[int, int]:
 
 
 def test_some_tensors_to_safetensors(tmp_path: Path) -> None:
-    """The state dict is chosen first; where a tie's first name goes, the next one has the bytes; names as the source has them, before edits."""
+    """The state dict is chosen first; where a tie's first name goes, the next one has the bytes; names as the source
+    has them, before edits.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save(partial(), src)
     state = partial()["model"]
@@ -868,7 +898,10 @@ def test_some_tensors_to_safetensors(tmp_path: Path) -> None:
 
 
 def test_tensors_outside_state_dicts_need_a_slash(tmp_path: Path) -> None:
-    """``--include`` without one leaves them; with one they go, unless a glob means them. What has no name cannot be left out."""
+    """``--include`` without one leaves them; with one they go, unless a glob means them.
+
+    What has no name cannot be left out.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     torch.save({"model": WEIGHTS, "other": {"mean": torch.ones(1), "n": 3}, "epoch": 1}, src)
     ckptconv.convert(src, dst, include="*.bias")
@@ -1031,7 +1064,9 @@ def test_a_filter_that_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names that become texts are named, in both directions; a device that no one can store is not said to have changed."""
+    """Names that become texts are named, in both directions; a device that no one can store is not said to have
+    changed.
+    """
     w = torch.ones(2)
     zoo.save({"module.w": w, "module.head": w}, tmp_path / "a.pt", ("cuda:1",))
     st, back = str(tmp_path / "a.safetensors"), str(tmp_path / "b.pt")
@@ -1169,7 +1204,9 @@ def test_a_mapping_in_two_places_loses_its_items_in_both(tmp_path: Path) -> None
 
 
 def test_hints_speak_of_the_sources_names(tmp_path: Path) -> None:
-    """Globs see the names before the edits, so that is what the hint says; a tensor at the root has a path with a slash too."""
+    """Globs see the names before the edits, so that is what the hint says; a tensor at the root has a path with a slash
+    too.
+    """
     torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, tmp_path / "src.pt")
     with pytest.raises(RefusedError) as caught:
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", strip_prefix="module")

@@ -1,4 +1,7 @@
-"""The header of a safetensors file: what is refused and why, what is read, what is written. The safetensors library judges."""
+"""The header of a safetensors file: what is refused and why, what is read, what is written.
+
+The safetensors library judges.
+"""
 
 from __future__ import annotations
 
@@ -271,7 +274,9 @@ SOUND = {
 
 @pytest.mark.parametrize("row", SOUND)
 def test_a_sound_header_is_read(row: str, tmp_path: Path) -> None:
-    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the entries stand in the header's order."""
+    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the entries stand in the header's
+    order.
+    """
     path = tmp_path / "m.safetensors"
     seen = seen_by_us(path, SOUND[row])
     assert isinstance(seen, tuple), seen
@@ -335,7 +340,10 @@ def pairs(blob: bytes) -> Any:
 
 
 def check_difference(path: Path, blob: bytes) -> str:
-    """Both read BLOB alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike. Which of these."""
+    """Both read BLOB alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike.
+
+    Which of these.
+    """
     ours, librarys = seen_by_us(path, blob), seen_by_library(path, blob)
     if isinstance(librarys, str):
         assert isinstance(ours, InputError), (blob, librarys)
@@ -493,7 +501,9 @@ kinds = st.tuples(st.sampled_from(WORDS), st.lists(st.sampled_from([0, 1, 2, 8])
 def test_a_written_header_is_read_as_it_was_meant(
     file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
 ) -> None:
-    """By the library and by us, in the order given; the data starts at a multiple of 8, and where LIKE allows it at its place modulo 4096."""
+    """By the library and by us, in the order given; the data starts at a multiple of 8, and where LIKE allows it at its
+    place modulo 4096.
+    """
     entries = {}
     at = 0
     for name in random.sample(list(tensors), len(tensors)):
@@ -513,7 +523,10 @@ def test_a_written_header_is_read_as_it_was_meant(
 
 
 def test_a_header_is_compact_and_padded_with_spaces() -> None:
-    """JSON without spaces, and at most 7 bytes more: what other writers do. The metadata stands first, in its own order."""
+    """JSON without spaces, and at most 7 bytes more: what other writers do.
+
+    The metadata stands first, in its own order.
+    """
     head = header_bytes({"z": "é", "a": '"'}, [Entry("x", "F32", (1, 2), 0, 8), Entry("b", "U8", (), 8, 9)])
     text = (
         '{"__metadata__":{"z":"é","a":"\\""},"x":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},'

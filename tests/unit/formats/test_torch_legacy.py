@@ -1,4 +1,6 @@
-"""torch's format from before 1.6, read and written: torch is the judge where it can read, its zip of the same object where it cannot."""
+"""torch's format from before 1.6, read and written: torch is the judge where it can read, its zip of the same object
+where it cannot.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def saved(name: str, path: Path, protocol: int) -> Any:
 
 
 def readable(name: str, path: Path) -> bool:
-    """Whether torch reads the object NAME back from PATH: of some it reads values before they are there, with whatever memory held."""
+    """Whether torch reads the object NAME back from PATH: of some it reads values before they are there, with whatever
+    memory held.
+    """
     return name not in ("nested", "generator") and refusal(lambda: tags_of(path)) is None
 
 
@@ -70,7 +74,9 @@ def readable_file(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "protocol"), CASES)
 def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> None:
-    """Whatever torch writes in the older format is the same object in a zip, with the same tags; what torch can read in the older format is the same there again."""
+    """Whatever torch writes in the older format is the same object in a zip, with the same tags; what torch can read in
+    the older format is the same there again.
+    """
     src, there, back = tmp_path / "src.pt", tmp_path / "there.pt", tmp_path / "back.pt"
     made = saved(name, src, protocol)
     ckptconv.convert(src, there)
@@ -93,7 +99,9 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_without_edits_it_is_the_same_file(name: str, tmp_path: Path) -> None:
-    """legacy to legacy, nothing asked, gives the same bytes, but for texts of one character, which torch's pickler writes as often as they come."""
+    """legacy to legacy, nothing asked, gives the same bytes, but for texts of one character, which torch's pickler
+    writes as often as they come.
+    """
     src, dst = readable_file(name, tmp_path), tmp_path / "dst.pt"
     ckptconv.convert(src, dst, format="legacy")
     if len(src.read_bytes()) == len(dst.read_bytes()):
@@ -126,7 +134,9 @@ DEVICES_IN_CALLS = ("allowed", "subclass")
 
 
 def test_loadable_whatever_its_protocol(tmp_path: Path) -> None:
-    """A state dict in protocol 0 to 5 comes out so that torch's safe loader takes it, as a zip and in the format itself; of protocol 0 torch itself reads none back."""
+    """A state dict in protocol 0 to 5 comes out so that torch's safe loader takes it, as a zip and in the format
+    itself; of protocol 0 torch itself reads none back.
+    """
     state = nn.BatchNorm1d(3).state_dict()
     for protocol in range(6):
         src = tmp_path / f"{protocol}.pt"
@@ -153,11 +163,14 @@ def test_names_and_parts_as_in_any_other(tmp_path: Path) -> None:
 
 
 def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
-    """A name that the source has as a text alone is a tensor again, tied, which every format of torch's says in its report."""
+    """A name that the source has as a text alone is a tensor again, tied, which every format of torch's says in its
+    report.
+    """
     tied = torch.ones(2)
     ckptconv.save({"a": tied, "b": tied}, tmp_path / "src.safetensors")
     for format, suffix in (("pt", "pt"), ("legacy", "pth"), ("pickle", "pkl")):
-        report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / f"dst.{suffix}", format=format)  # type: ignore[arg-type]
+        dst = tmp_path / f"dst.{suffix}"
+        report = ckptconv.convert(tmp_path / "src.safetensors", dst, format=format)  # type: ignore[arg-type]
         assert report.ties == (("b", "a"),)
     found = torch.load(tmp_path / "dst.pth", weights_only=True)
     assert found["a"].data_ptr() == found["b"].data_ptr()
@@ -169,7 +182,9 @@ def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
     ids=str,
 )
 def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Each dtype is read from the older format; where torch could not read it back it is refused by name, and ``--format pt`` is the way."""
+    """Each dtype is read from the older format; where torch could not read it back it is refused by name, and
+    ``--format pt`` is the way.
+    """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     try:
         tensor = zoo.counted(dtype)
@@ -193,7 +208,9 @@ def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, tmp_path: Path) 
 
 
 def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
-    """A storage that is named under two dtypes is refused: every format knows one for each, and torch refuses to write that too."""
+    """A storage that is named under two dtypes is refused: every format knows one for each, and torch refuses to write
+    that too.
+    """
     whole = torch.arange(4.0)
     assert "different types" in str(refusal(lambda: legacy([whole, whole.view(torch.int32)], tmp_path / "no.pt")))
     torch.save({"a": torch.ones(4), "b": torch.ones(4, dtype=torch.int32)}, tmp_path / "one.pt")
@@ -209,7 +226,9 @@ def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_what_has_a_key_is_offered_to_be_left_out(tmp_path: Path) -> None:
-    """The hint names the flags that leave out what cannot be written, where that works: an element of a list has none."""
+    """The hint names the flags that leave out what cannot be written, where that works: an element of a
+    list has none.
+    """
     odd = torch.ones(2, dtype=torch.uint16)
     torch.save({"a": odd, "b": [torch.ones(2)]}, tmp_path / "one.pt")
     with pytest.raises(RefusedError, match=r"exclude='\./a'"):
@@ -266,7 +285,9 @@ def quantized(kind: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["linear", "conv", "embedding", "dynamic"])
 def test_packed_weights_are_refused(kind: str, tmp_path: Path) -> None:
-    """torch packs quantized weights while it reads the pickle, before their bytes are there: refused by name; ``inspect`` says so of a file that has them already."""
+    """torch packs quantized weights while it reads the pickle, before their bytes are there: refused by name;
+    ``inspect`` says so of a file that has them already.
+    """
     src, old = tmp_path / "src.pt", tmp_path / "old.pt"
     torch.save(quantized(kind), src)
     with pytest.raises(RefusedError, match="packed weights"):
@@ -276,7 +297,9 @@ def test_packed_weights_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_that_only_the_zip_loader_maps(tmp_path: Path) -> None:
-    """``torch.tensor._rebuild_from_type_v2``, as torch 1.8 wrote it, is found by torch's zip loader alone; in the older format and in plain pickles it has its new name."""
+    """``torch.tensor._rebuild_from_type_v2``, as torch 1.8 wrote it, is found by torch's zip loader alone; in the older
+    format and in plain pickles it has its new name.
+    """
     made = torch.ones(2)
     made.note = "x"  # type: ignore[attr-defined]
     torch.save({"w": made}, tmp_path / "new.pt")
@@ -313,7 +336,9 @@ def rebuilt(storage: Any, offset: int, *size: int) -> Old:
 
 
 def test_python_2(tmp_path: Path) -> None:
-    """An OrderedDict made of pairs, texts as STRING and SHORT_BINSTRING, ids with such words: read with names, written so that the safe loader takes it, named as any other."""
+    """An OrderedDict made of pairs, texts as STRING and SHORT_BINSTRING, ids with such words: read with names, written
+    so that the safe loader takes it, named as any other.
+    """
     weight = rebuilt(storage_id(torch.FloatStorage, "94057", "cuda:0", 6), 0, 2, 3)
     pairs = [["module.conv.weight", weight], ["module.a name longer than twenty letters", weight]]
     data = legacy_file(Old(OrderedDict, (pairs,)), {"94057": (6, FLOATS)}, python2=True)
@@ -349,7 +374,9 @@ def test_texts_of_python_2_that_are_no_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [torch.FloatTensor, "cuda"])
 def test_tensors_as_class_and_state(cls: Any, tmp_path: Path) -> None:
-    """``torch.FloatTensor()`` and its state is a tensor; of ``torch.cuda.FloatTensor`` no CUDA is needed once it is on the CPU."""
+    """``torch.FloatTensor()`` and its state is a tensor; of ``torch.cuda.FloatTensor`` no CUDA is needed once it is on
+    the CPU.
+    """
     storage = storage_id(torch.FloatStorage, "1", "cuda:0" if cls == "cuda" else "cpu", 6)
     data = legacy_file({"w": Old(torch.FloatTensor, (), (storage, 2, (2, 2), (2, 1)))}, {"1": (6, FLOATS)})
     if cls == "cuda":
@@ -369,7 +396,9 @@ def test_tensors_as_class_and_state(cls: Any, tmp_path: Path) -> None:
 
 
 def test_parameters_with_a_state(tmp_path: Path) -> None:
-    """``Parameter(tensor)`` and its state (requires_grad, volatile, hooks) is a parameter, frozen or not, as torch reads it."""
+    """``Parameter(tensor)`` and its state (requires_grad, volatile, hooks) is a parameter, frozen or not, as torch
+    reads it.
+    """
     made = {}
     for name, grad in (("a", True), ("b", False)):
         tensor = rebuilt(storage_id(torch.FloatStorage, name, "cpu", 6), 0, 6)
@@ -478,7 +507,9 @@ class Net(nn.Module):
 
 
 def test_modules_with_their_source(tmp_path: Path) -> None:
-    """A whole module keeps the source text of its classes in the format itself; a zip has no place for it, which is said."""
+    """A whole module keeps the source text of its classes in the format itself; a zip has no place for it, which is
+    said.
+    """
     src, there, back = tmp_path / "src.pt", tmp_path / "there.pt", tmp_path / "back.pt"
     model = Net()
     legacy(model, src)
@@ -530,7 +561,9 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
 
 
 def test_keys_must_be_those_of_the_storages(tmp_path: Path) -> None:
-    """An empty list of keys, with which torch hands out whatever memory holds, is refused; so are missing, doubled and foreign ones, and what is no list."""
+    """An empty list of keys, with which torch hands out whatever memory holds, is refused; so are missing, doubled and
+    foreign ones, and what is no list.
+    """
     head, _ = parts_of()
     data = {"0": (6, FLOATS), "1": (6, FLOATS)}
     assert "list of keys" in reason(head + pickle.dumps([], 2), tmp_path)
@@ -543,7 +576,9 @@ def test_keys_must_be_those_of_the_storages(tmp_path: Path) -> None:
 
 
 def test_sizes_must_be_those_of_the_ids(tmp_path: Path) -> None:
-    """The number before a storage's bytes must be the id's, whatever it claims; nothing is allocated for 2**40 elements."""
+    """The number before a storage's bytes must be the id's, whatever it claims; nothing is allocated for 2**40
+    elements.
+    """
     head, _ = parts_of(1)
     for numel in (5, 7, -1, 1 << 40, -(1 << 63)):
         assert "another size" in reason(head + keys_and_data({"0": (numel, FLOATS)}), tmp_path)
@@ -562,7 +597,9 @@ def test_bytes_behind_the_end(tmp_path: Path) -> None:
 
 
 def test_code_around_the_object(tmp_path: Path) -> None:
-    """The small pickles around the object are unpickled by torch as well: a call in one of them is refused, not dropped in silence."""
+    """The small pickles around the object are unpickled by torch as well: a call in one of them is refused, not dropped
+    in silence.
+    """
     evil = legacy_file([], {}, sys_info=Old(print, ("pwned",)))
     assert "code in the pickles" in reason(evil, tmp_path)
     head, tail = parts_of(1)
@@ -587,7 +624,9 @@ def test_a_saved_part_of_a_storage(tmp_path: Path) -> None:
 
 
 def test_ids_that_name_nothing(tmp_path: Path) -> None:
-    """Persistent ids with other words, too few parts, unknown classes, or texts are refused; a storage cannot be called."""
+    """Persistent ids with other words, too few parts, unknown classes, or texts are refused; a storage cannot be
+    called.
+    """
     good = storage_id(torch.FloatStorage, "0", "cpu", 6)
     for parts, said in (
         ((*good.parts[:5],), "neither a storage nor a class"),
@@ -612,7 +651,9 @@ def test_one_storage_of_two_classes(tmp_path: Path) -> None:
 
 
 def test_numbers_at_the_start(tmp_path: Path) -> None:
-    """Another magic number or version is named; a big-endian machine is a note, for torch never wrote other than little-endian data."""
+    """Another magic number or version is named; a big-endian machine is a note, for torch never wrote other than
+    little-endian data.
+    """
     whole = b"".join(parts_of())
     assert "version" in reason(whole.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), tmp_path)
     from tests.support.legacy_files import SYS_INFO
@@ -626,7 +667,9 @@ def test_numbers_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_tar_archive_at_once(tmp_path: Path) -> None:
-    """torch looks for a tar archive first: a file that is one and starts with the magic number can be read in two ways, and is refused."""
+    """torch looks for a tar archive first: a file that is one and starts with the magic number can be read in two ways,
+    and is refused.
+    """
     whole = b"".join(parts_of())
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
@@ -641,7 +684,9 @@ def test_a_tar_archive_at_once(tmp_path: Path) -> None:
 
 
 def test_ids_as_texts(tmp_path: Path) -> None:
-    """What protocol 0 makes of a persistent id is read where it names a storage, though torch cannot; anything else is refused."""
+    """What protocol 0 makes of a persistent id is read where it names a storage, though torch cannot; anything else is
+    refused.
+    """
     src = tmp_path / "src.pt"
     legacy([torch.arange(3), torch.ones(2, dtype=torch.uint16)], src, pickle_protocol=0)
     assert refusal(lambda: torch.load(src, weights_only=False))

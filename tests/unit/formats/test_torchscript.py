@@ -1,4 +1,6 @@
-"""TorchScript archives: what is in them is listed, their weights can be taken out, nothing else is done to them. torch.jit.load is the judge."""
+"""TorchScript archives: what is in them is listed, their weights can be taken out, nothing else is done to them.
+torch.jit.load is the judge.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,9 @@ def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_state_dict_is_that_of_torch(save: Save, kind: str) -> None:
-    """Names in torch's order, dtypes and shapes: parameters, buffers (those that are not persistent as well, as torch does it), no other attribute."""
+    """Names in torch's order, dtypes and shapes: parameters, buffers (those that are not persistent as well, as torch
+    does it), no other attribute.
+    """
     path = save(MODULES[kind]())
     wanted = state_dict_of(path)
     checkpoint = read(path)
@@ -171,7 +175,9 @@ def test_the_state_dict_is_that_of_torch(save: Save, kind: str) -> None:
 
 
 def test_what_the_modules_above_show(save: Save) -> None:
-    """The judge was asked about what matters: a tie, a module that stands twice, a name that is no identifier, an attribute that is no parameter."""
+    """The judge was asked about what matters: a tie, a module that stands twice, a name that is no identifier, an
+    attribute that is no parameter.
+    """
     names = list(state_dict_of(save(Net())))
     assert {"again.weight", "blocks.0.weight", "tied.weight", "parts.a-b.bias", "fleeting", "slice"} < set(names)
     assert {"plain", "table.x", "absent", "nothing", "sometimes"}.isdisjoint(names)
@@ -224,7 +230,9 @@ def test_the_copy_is_no_program(save: Save, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_deflated_storages_are_inflated_on_the_way(save: Save, tmp_path: Path, checked: bool) -> None:
-    """A zip that somebody packed again, with checksums and without: data.pkl, constants.pkl and the storages are deflated."""
+    """A zip that somebody packed again, with checksums and without: data.pkl, constants.pkl and the storages are
+    deflated.
+    """
     path = again(save(nn.Linear(100, 100)), tmp_path / "deflated.pt", method=zipfile.ZIP_DEFLATED)
     if not checked:
         path.write_bytes(without_checksums(path.read_bytes()))
@@ -292,7 +300,9 @@ def test_the_refusal_speaks_python_to_python(save: Save, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
 def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: str) -> None:
-    """Its weights are constants without names: inspect says so, and with how many bytes; taking them out is refused for that reason."""
+    """Its weights are constants without names: inspect says so, and with how many bytes; taking them out is refused for
+    that reason.
+    """
     path = save(torch.jit.freeze(torch.jit.script(nn.Linear(30, 10).eval())))
     assert not state_dict_of(path)
     notes = ckptconv.inspect(path)["notes"]
@@ -327,15 +337,17 @@ def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
 
 
 def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
-    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how often and where; for programs as well."""
+    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how often and where; for
+    programs as well.
+    """
     path = save(OnDevices())
     assert main(["inspect", str(path)]) == 0
     said = capsys.readouterr().out
     assert f"{path}: TorchScript, " in said.splitlines()[0]
     assert re.search(r"^fc\.weight\tfloat32\t2×2\tcpu", said, re.MULTILINE)
     assert (
-        "devices in its code, which no map_location changes: cuda:1 ×2 (first in code/__torch__/tests/unit/formats/test_torchscript.py), "
-        in said
+        "devices in its code, which no map_location changes: cuda:1 ×2 (first in"
+        " code/__torch__/tests/unit/formats/test_torchscript.py), " in said
     )
     assert "cuda ×1 (" in said and "cpu ×1 (" in said
     assert main(["inspect", str(path), "--json"]) == 0
@@ -393,7 +405,9 @@ def test_torch_is_not_imported(save: Save, tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an archive with tags of a GPU that is not here, a tie, and a wrapper's prefix: what each command writes is a checkpoint without that finding."""
+    """Of an archive with tags of a GPU that is not here, a tie, and a wrapper's prefix: what each command writes is a
+    checkpoint without that finding.
+    """
     wrapped = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
     path = again(
@@ -538,7 +552,11 @@ def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_pa
         length = len(archive.read(member))
     whole = len(weights_of(read(path)))
     for size in range(0, length, 1 + length // 40):
-        cut = again(path, tmp_path / "cut.pt", lambda n, data, size=size: data[:size] if f"m/{n}" == member else data)  # type: ignore[misc]
+
+        def shortened(name: str, data: bytes, size: int = size) -> bytes:
+            return data[:size] if f"m/{name}" == member else data
+
+        cut = again(path, tmp_path / "cut.pt", shortened)
         with suppress(InputError):
             assert len(weights_of(read(cut))) <= whole
 
@@ -638,7 +656,9 @@ def test_one_state_of_many_objects_is_read_once() -> None:
 
 
 def test_code_that_is_slow_to_search_is_not() -> None:
-    """Megabytes of what a search with second thoughts would look at again and again: strings without an end, long lists, attributes by the hundred thousand."""
+    """Megabytes of what a search with second thoughts would look at again and again: strings without an end, long
+    lists, attributes by the hundred thousand.
+    """
     many = b"".join(b"  a%d : int\n" % i for i in range(100_000))
     listed = b", ".join(b'"a%d"' % i for i in range(100_000))
     for text in (
@@ -677,7 +697,9 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(tmp_path: Pat
     "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
 )
 def test_code_that_says_too_much_is_refused(save: Save, tmp_path: Path, line: bytes) -> None:
-    """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is code that deflates too well."""
+    """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is
+    code that deflates too well.
+    """
     path = save(torch.jit.script(nn.Linear(2, 2)))
     many = line * (LIMITS.script_words + 1)
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "many.pt", "w") as new:

@@ -1,4 +1,6 @@
-"""Threads that cast: the bytes and checksums do not depend on how many there are or what they hold; what goes wrong in one reaches the caller, and nothing stays behind."""
+"""Threads that cast: the bytes and checksums do not depend on how many there are or what they hold; what goes wrong in
+one reaches the caller, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,9 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has begun, for the file is closed next."""
+    """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has
+    begun, for the file is closed next.
+    """
     start, block, close = threading.Thread.start, cast_threads.CastThreads._cast_block, os.close
     events: list[str] = []
     begun = threading.Event()
@@ -273,7 +277,9 @@ def test_a_wrong_checksum_of_the_source(
 
 
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none of it."""
+    """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none
+    of it.
+    """
     begun: list[int] = []
     begin = cast_threads.CastThreads.begin
     monkeypatch.setattr(

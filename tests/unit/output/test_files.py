@@ -1,4 +1,6 @@
-"""The writer: the target is the old file or the new one, whole, whatever happens; and the bytes are those of the plan, however they are moved."""
+"""The writer: the target is the old file or the new one, whole, whatever happens; and the bytes are those of the plan,
+however they are moved.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def target(tmp_path: Path) -> Path:
 
 
 def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
-    """Literals and ranges, one whose blocks lie in the target as in the source and one whose do not; and the bytes that they are."""
+    """Literals and ranges, one whose blocks lie in the target as in the source and one whose do not; and the bytes that
+    they are.
+    """
     data = source.path.read_bytes()
     pieces = (data[:100], ByteRange(source, 100, 15_000), b"between", ByteRange(source, 4096, 8192), b"end")
     written = data[:15_100] + b"between" + data[4096:12_288] + b"end"
@@ -146,7 +150,9 @@ def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dangling", [True, False])
 def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dangling: bool) -> None:
-    """A link at the target's place is in the way without leave, and replaced with it; what it names is never written."""
+    """A link at the target's place is in the way without leave, and replaced with it; what it names is
+    never written.
+    """
     link = target.with_name("link")
     link.symlink_to("nowhere" if dangling else target.name)
     target.chmod(0o604)
@@ -187,7 +193,9 @@ def test_other_things_are_refused(source: Source, tmp_path: Path, kind: str) -> 
 
 
 def test_impossible_places(source: Source, target: Path) -> None:
-    """A folder that is missing is a mistake in the command, a file in a folder's place an error of the system; one line each."""
+    """A folder that is missing is a mistake in the command, a file in a folder's place an error of the system; one line
+    each.
+    """
     with pytest.raises(UsageError, match="folder does not exist") as missing:
         write(source, target.parent / "nowhere" / "dst")
     with pytest.raises(OutputError, match="Not a directory") as inside:
@@ -207,7 +215,9 @@ def checkpoint(tmp_path: Path, fixtures: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["same path", "other spelling", "symlink", "hard link"])
 def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
-    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and a SRC that has a name of its own stays."""
+    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and a SRC that has a name of its
+    own stays.
+    """
     dst = checkpoint.with_name("other.pt")
     if how == "same path":
         dst = checkpoint
@@ -337,7 +347,9 @@ def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, m
 def test_too_little_space_is_said_before_the_first_byte(
     source: Source, target: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free space is checked by reserving it or, where that cannot be done, by asking; both numbers are told and nothing is written."""
+    """Free space is checked by reserving it or, where that cannot be done, by asking; both numbers are told and nothing
+    is written.
+    """
     counts: list[int] = []
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=2, f_frsize=4096))
     if how == "fallocate fails":
@@ -378,7 +390,8 @@ from contextlib import nullcontext
 from ckptconv.conversion.convert import run
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
-run(*sys.argv[1:], Edits(to_devices("cpu")), force=True, progress=lambda size: nullcontext(lambda n: os.kill(os.getpid(), signal.SIGKILL)))
+kill = lambda written: os.kill(os.getpid(), signal.SIGKILL)
+run(*sys.argv[1:], Edits(to_devices("cpu")), force=True, progress=lambda size: nullcontext(kill))
 """
 
 
@@ -417,7 +430,9 @@ def test_an_input_that_changes_meanwhile(source: Source, target: Path, how: str)
 def test_where_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in small buffers too."""
+    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in
+    small buffers too.
+    """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
     assert write(source, target) == target.read_bytes()
@@ -538,7 +553,9 @@ def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any)
 
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and still holds bytes."""
+    """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and
+    still holds bytes.
+    """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     noise = source.path.read_bytes()
     for size in range(1, 6000, 7):
@@ -597,7 +614,9 @@ def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch:
 
 
 def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each of the headers that wait for them, when they are written or read back: of 60,000 that took minutes."""
+    """And not for each of the headers that wait for them, when they are written or read back: of 60,000 that took
+    minutes.
+    """
     calls: list[int] = []
     original = Transfer._sums
 

@@ -87,7 +87,9 @@ def convert_to(target: Path, source: Source, **options: Any) -> dict[str, bytes]
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("before", ["absent", "empty", "full"])
 def test_a_folder_is_written(tmp_path: Path, source: Source, before: str, jobs: int) -> None:
-    """A new folder, one in the place of an empty one, and one in that of an old one hold the files and no more; beside them nothing is left."""
+    """A new folder, one in the place of an empty one, and one in that of an old one hold the files and no more; beside
+    them nothing is left.
+    """
     target = tmp_path / "out" / "model"
     (target if before == "empty" else target.parent).mkdir(parents=True)
     if before == "full":
@@ -113,7 +115,10 @@ class Dead(BaseException):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Counts the calls that change a disk; ``fault``, called with their number and name, may raise. ``rmtree`` is one call, as are the names that it takes."""
+    """Counts the calls that change a disk; ``fault``, called with their number and name, may raise.
+
+    ``rmtree`` is one call, as are the names that it takes.
+    """
     state: dict[str, Any] = {"number": 0, "fault": lambda number, name: None}
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +149,10 @@ def counts(tmp_path: Path, source: Source, calls: dict[str, Any]) -> int:
 def test_a_process_that_ends_anywhere_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, source: Source, calls: dict[str, Any]
 ) -> None:
-    """Nothing can be done to the disk any more from the N-th call on, for every N: as after a kill. The target is the old folder or the new one, whole."""
+    """Nothing can be done to the disk any more from the N-th call on, for every N: as after a kill.
+
+    The target is the old folder or the new one, whole.
+    """
     ends: list[bool] = []
     for last in range(1, counts(tmp_path, source, calls) + 1):
         target = tmp_path / f"dead{last}" / "model"
@@ -171,7 +179,9 @@ def test_a_process_that_ends_anywhere_leaves_the_old_folder_or_the_new_one(
 def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, source: Source, calls: dict[str, Any], code: int
 ) -> None:
-    """Whichever call fails: the old folder and nothing beside it, or the new one; and success is never claimed for less."""
+    """Whichever call fails: the old folder and nothing beside it, or the new one; and success is never claimed for
+    less.
+    """
     for nth in range(1, counts(tmp_path, source, calls) + 1):
         target = tmp_path / f"fault{nth}" / "model"
         failed: list[str] = []
@@ -199,7 +209,9 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
 def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system cannot exchange two names, the new folder takes the old one's place in two steps; where the second fails, the old one comes back."""
+    """Where the system cannot exchange two names, the new folder takes the old one's place in two steps; where the
+    second fails, the old one comes back.
+    """
     monkeypatch.setattr(linux, "exchange", lambda a, b: False)
     target = tmp_path / "out" / "model"
     fill(target, OLD)
@@ -225,7 +237,9 @@ def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path, source: Source) -> None:
-    """A folder that is not empty is replaced with ``replace`` alone, and even then not if it has what the new one would not have."""
+    """A folder that is not empty is replaced with ``replace`` alone, and even then not if it has what the new one would
+    not have.
+    """
     target = tmp_path / "model"
     fill(target, {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"})
     with pytest.raises(TargetExistsError, match="--force replaces"):
@@ -303,7 +317,9 @@ def test_an_input_that_changes_leaves_the_old_folder(tmp_path: Path, source: Sou
 
 @pytest.mark.parametrize("kind", ["file", "FIFO", "link to a file", "no parent"])
 def test_what_cannot_be_a_folder(tmp_path: Path, source: Source, kind: str) -> None:
-    """A file, a FIFO or a link to a file is never replaced by a folder, and the folder that it is to stand in must be there."""
+    """A file, a FIFO or a link to a file is never replaced by a folder, and the folder that it is to stand in must be
+    there.
+    """
     target = tmp_path / "model"
     if kind == "file":
         target.write_bytes(b"mine")
@@ -336,7 +352,9 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several threads that write, those that go on after one has failed end at their next step; the error is that of the one that failed."""
+    """Of several threads that write, those that go on after one has failed end at their next step; the error is that of
+    the one that failed.
+    """
     target = tmp_path / "model"
     ended: list[str] = []
 
@@ -361,7 +379,9 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monke
 def test_ctrl_c_while_the_old_folder_is_deleted(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C that comes as a folder in it is closed, which the library then closes once more, is told as Ctrl-C; the old folder is gone all the same."""
+    """Ctrl-C that comes as a folder in it is closed, which the library then closes once more, is told as Ctrl-C; the
+    old folder is gone all the same.
+    """
     target = tmp_path / "out" / "model"
     fill(target, OLD)
     real = shutil.rmtree

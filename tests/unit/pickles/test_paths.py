@@ -68,9 +68,8 @@ def test_the_forms_of_paths() -> None:
     assert paths_of({7}, 4) == [".", "{0}"]
     assert paths_of(frozenset([7]), 4) == [".", "{0}"]
     assert paths_of({(1, "a"): 5}) == [".", "<0>", "<0>[0]", "<0>[1]", "[(1, 'a')]"]
-    assert (
-        paths_of({b"k": 1}, 2)[-1] == "[b'k']" and paths_of({(b"k", 1): 1}, 2)[-1] == "[(b'k', 1)]"
-    )  # a call makes them
+    # a call makes them
+    assert paths_of({b"k": 1}, 2)[-1] == "[b'k']" and paths_of({(b"k", 1): 1}, 2)[-1] == "[(b'k', 1)]"
     assert paths_of({(1, (2,)): 5}) == [".", "<0>", "<0>[0]", "<0>[1]", "<0>[1][0]", "[<0>]"]
 
 
@@ -155,7 +154,9 @@ def test_leaves_are_reported_and_not_entered() -> None:
 
 
 def test_paths_of_a_long_key_are_bounded() -> None:
-    """A key that the pickle names once stands in the path of everything below it: the paths together are bounded, not the file."""
+    """A key that the pickle names once stands in the path of everything below it: the paths together are bounded, not
+    the file.
+    """
     key = "k" * 1000
 
     def nested(depth: int) -> Any:
@@ -189,7 +190,9 @@ objects = st.recursive(
 
 @given(objects, st.integers(0, 5))
 def test_paths_are_unique_and_parse_back(obj: Any, protocol: int) -> None:
-    """For any object and protocol: no two places have one path, and a path's segments are those of the places above it."""
+    """For any object and protocol: no two places have one path, and a path's segments are those of the
+    places above it.
+    """
     places = places_of(pickle.dumps(obj, protocol))
     paths = [place.path for place in places]
     assert len(set(paths)) == len(paths)

@@ -1,4 +1,6 @@
-"""What loading a checkpoint would run is found wherever the file names it, each with its path; nothing else is called a danger, and no conversion carries one unasked."""
+"""What loading a checkpoint would run is found wherever the file names it, each with its path; nothing else is called a
+danger, and no conversion carries one unasked.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("naming", ways.NAMINGS)
 def test_every_way_to_name_a_global(write: Write, naming: str) -> None:
-    """Each opcode that names, calls or builds; dangerous and unknown ones, at the path where they stand, in each container with a pickle."""
+    """Each opcode that names, calls or builds; dangerous and unknown ones, at the path where they stand, in each
+    container with a pickle.
+    """
     for module, name, dangerous in (("os", "system", True), ("unknown", "Thing", False)):
         code = ways.NAMINGS[naming](module, name, ARGS)
         for data in (
@@ -119,7 +123,9 @@ def test_torchscript(write: Write) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is d")
 def test_parts(tmp_path: Path) -> None:
-    """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of torch.distributed.checkpoint is."""
+    """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of
+    torch.distributed.checkpoint is.
+    """
     assert names(ways.shards_in(tmp_path / "shards", CALL)) == ["os.system at what is made and thrown away"]
     nest = ways.NESTS["BINBYTES8"](INNER)
     assert names(ways.shards_in(tmp_path / "nested", nest)) == [
@@ -152,7 +158,9 @@ def torch_loads(path: Path) -> bool:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("nest", ways.NESTS)
 def test_pickles_inside(write: Write, nest: str) -> None:
-    """In every kind of byte string, of each protocol, and whatever stands behind its end; in a whole file of torch; popped. Loading the file is what it is without them."""
+    """In every kind of byte string, of each protocol, and whatever stands behind its end; in a whole file of torch;
+    popped. Loading the file is what it is without them.
+    """
     for data in (ways.checkpoint, ways.legacy_with, ways.plain_of):
         for protocol in range(6):
             inner = pickle.dumps({"a": [Old(print, ("x",))]}, protocol)
@@ -174,7 +182,10 @@ def test_pickles_inside(write: Write, nest: str) -> None:
     )
 )
 def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: list[bytes]) -> None:
-    """Random bytes, pickles of plain values and texts are no pickles with anything in them. (Empty bytes, which only a call of ``bytes`` makes in protocol 2, need code.)"""
+    """Random bytes, pickles of plain values and texts are no pickles with anything in them.
+
+    (Empty bytes, which only a call of ``bytes`` makes in protocol 2, need code.)
+    """
     path = tmp_path_factory.mktemp("bytes") / "m.pt"
     torch.save({"w": torch.ones(1), "x": values}, path)
     known = ("an archive that cannot be read", "builtins.bytes")
@@ -221,7 +232,9 @@ RUNS = ways.NAMINGS["REDUCE"](__name__, "runs", ARGS)
     ],
 )
 def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
-    """A pickle that our parser refuses and Python runs, or breaks off after the call: inside a byte string nobody refuses it, so it is found."""
+    """A pickle that our parser refuses and Python runs, or breaks off after the call: inside a byte string nobody
+    refuses it, so it is found.
+    """
     ran.clear()
     with pytest.raises(InputError):
         parse(lambda offset, length: inner[offset : offset + length], len(inner), where="here")
@@ -257,7 +270,9 @@ def test_depth(write: Write) -> None:
 
 
 def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle with more opcodes than are looked at, and an archive of pickles that cannot be read, are said, and need code."""
+    """A pickle with more opcodes than are looked at, and an archive of pickles that cannot be read, are said, and need
+    code.
+    """
     archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
     assert names(write(ways.checkpoint(archive))) == ["an archive that cannot be read at x"]
     bomb = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": bytes(10_000_000)}, 8))
@@ -279,7 +294,9 @@ def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
-    """It is no damage and no danger that is known: verify fails for it, and convert carries it only if it is told to, or leaves it out."""
+    """It is no damage and no danger that is known: verify fails for it, and convert carries it only if it is told to,
+    or leaves it out.
+    """
     data = INNER
     for _ in range(9):
         data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
@@ -325,7 +342,10 @@ def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
     + [("ascii", "ignore")],
 )
 def test_codecs(write: Write, codec: str, errors: str | None) -> None:
-    """A text is what its own codec makes of it, however that is spelled, in memory and as a range of the file. Python is the judge."""
+    """A text is what its own codec makes of it, however that is spelled, in memory and as a range of the file.
+
+    Python is the judge.
+    """
     for length in (0, 70_000):
         data = b"cos\nsystem\n(S'" + b"x" * length + b"'\ntR."
         data += b"." * (-len(data) % 4)
@@ -374,7 +394,9 @@ def test_members_of_archives_inside(write: Write) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("method", [0, 8])
 def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) -> None:
-    """Pickles that are other records of the archive are looked into; what carries the records carries none of them unasked."""
+    """Pickles that are other records of the archive are looked into; what carries the records carries none of them
+    unasked.
+    """
     with zipfile.ZipFile(io.BytesIO(ways.checkpoint(b"N"))) as old:
         members = {each: old.read(each) for each in old.namelist()}
     root = next(iter(members)).split("/")[0]
@@ -394,7 +416,9 @@ def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) ->
 
 @pytest.mark.parametrize("number", range(5))
 def test_pickles_around_the_object(write: Write, tmp_path: Path, number: int) -> None:
-    """The four others of a file before torch 1.6: what their byte strings hold is found, and torch says whether it loads. No conversion carries it."""
+    """The four others of a file before torch 1.6: what their byte strings hold is found, and torch says whether it
+    loads. No conversion carries it.
+    """
     whole = io.BytesIO()
     torch.save({"w": torch.ones(2)}, whole, _use_new_zipfile_serialization=False)
     data, ends = whole.getvalue(), [0]
@@ -444,7 +468,9 @@ def test_extensions_around_the_object(write: Write) -> None:
 
 
 def test_a_pickled_module_inside(write: Write) -> None:
-    """Its storages are loaded out of byte strings, which are looked into; that needs the module's code and is no danger. Loading anything else that way is."""
+    """Its storages are loaded out of byte strings, which are looked into; that needs the module's code and is no
+    danger. Loading anything else that way is.
+    """
     for protocol in (2, 4):
         inner = pickle.dumps(torch.nn.Linear(1, 1), protocol)
         found, level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))
@@ -496,7 +522,9 @@ def test_memory(write: Write) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_levels(tmp_path: Path) -> None:
-    """What loads, what torch's safe loader refuses without a need of code, what needs code, what is dangerous; safetensors holds none. torch says the same."""
+    """What loads, what torch's safe loader refuses without a need of code, what needs code, what is dangerous;
+    safetensors holds none. torch says the same.
+    """
     path = tmp_path / "m.pt"
     for obj, protocol, level in (
         ({"w": torch.ones(1)}, 2, LOADS),
@@ -519,7 +547,9 @@ def test_levels(tmp_path: Path) -> None:
 
 
 def test_strangers(corpus: Path) -> None:
-    """Nothing in the strangers' files is dangerous, nothing is taken for a pickle inside, and each needs code only if torch's safe loader refused it."""
+    """Nothing in the strangers' files is dangerous, nothing is taken for a pickle inside, and each needs code only if
+    torch's safe loader refused it.
+    """
     rows = list(csv.DictReader((corpus / "manifest.csv").read_text().splitlines()))
     judgements = 0
     for row in rows:
@@ -573,7 +603,9 @@ def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", [*ways.NAMINGS, *ways.PLACES, *ways.NESTS])
 def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> None:
-    """The weights of a hostile file come out as numbers: the state dict's bytes, names and texts, and no byte of the call."""
+    """The weights of a hostile file come out as numbers: the state dict's bytes, names and texts, and no byte of the
+    call.
+    """
     code = (
         ways.NAMINGS[way]("os", "system", ARGS)
         if way in ways.NAMINGS
@@ -622,7 +654,9 @@ def test_metadata_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is d")
 def test_chunks_of_a_run(tmp_path: Path) -> None:
-    """A chunk's file that names what its tensor does not need is refused by name: the whole would show nothing of it."""
+    """A chunk's file that names what its tensor does not need is refused by name: the whole would show
+    nothing of it.
+    """
     for code, kind in (
         (CALL, DangerousError),
         (ways.NAMINGS["REDUCE"]("unknown", "Thing", ARGS), UnsupportedError),
@@ -635,7 +669,9 @@ def test_chunks_of_a_run(tmp_path: Path) -> None:
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
-    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind the others, and .metadata says where."""
+    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind the others, and .metadata says
+    where.
+    """
     (path,) = folder.glob("*.distcp")
     data = path.read_bytes()
     metadata = pickle.loads((folder / ".metadata").read_bytes())

@@ -1,4 +1,7 @@
-"""Moving what is in memory. Devices are pretended where there is no GPU: their storages lie in main memory, and it is written down whose they are."""
+"""Moving what is in memory.
+
+Devices are pretended where there is no GPU: their storages lie in main memory, and it is written down whose they are.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,10 @@ def built(name: str) -> Any:
 @pytest.mark.parametrize("name", sorted(set(zoo.ZOO) - set(OF_SEVERAL)))
 @pytest.mark.parametrize("wish", ["cuda:1", {"cpu": "xpu"}])
 def test_everything_comes_back_as_it_was(pretended: Pretended, name: str, wish: Any) -> None:
-    """Types, nesting, order, values bit for bit, layout, sharing, attributes. All that can move has moved, and what was moved is as it was."""
+    """Types, nesting, order, values bit for bit, layout, sharing, attributes.
+
+    All that can move has moved, and what was moved is as it was.
+    """
     obj, before = built(name), built(name)
     moved = remap(obj, wish)
     assert_same(moved, before)
@@ -196,7 +202,9 @@ def test_what_is_where_it_should_be_is_the_same_object() -> None:
 
 
 def test_a_moved_tensor_is_a_leaf_with_its_gradient(pretended: Pretended) -> None:
-    """What torch would have loaded: class, ``requires_grad`` and attributes; and ``.grad``, the same object as wherever else it is. No graph."""
+    """What torch would have loaded: class, ``requires_grad`` and attributes; and ``.grad``, the same object as wherever
+    else it is. No graph.
+    """
     parameter = nn.Parameter(torch.ones(3))
     parameter.sum().backward()
     parameter.note, parameter.other = "fc", torch.zeros(2)
@@ -221,7 +229,9 @@ def test_meta_tensors_stay() -> None:
 
 
 def test_a_device_of_another_kind(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch cannot put the new data into the old tensor, the two are exchanged: the object stays the same one, with class and gradient."""
+    """Where torch cannot put the new data into the old tensor, the two are exchanged: the object stays the same one,
+    with class and gradient.
+    """
     monkeypatch.setattr(
         moving, "_storage_on", lambda tag, storage: torch.UntypedStorage(storage.nbytes(), device="meta")
     )
@@ -270,7 +280,9 @@ def on(pretended: Pretended, *tags: str) -> list[torch.Tensor]:
     ],
 )
 def test_what_goes_where(pretended: Pretended, monkeypatch: pytest.MonkeyPatch, wish: Any, expected: list[str]) -> None:
-    """The grammar of ``map_location``; a device without an index is the current one for all tensors, and keeps the index in a rule. Each way for copies and in place."""
+    """The grammar of ``map_location``; a device without an index is the current one for all tensors, and keeps the
+    index in a rule. Each way for copies and in place.
+    """
     monkeypatch.setattr(devices_here, "automatic", lambda: "cuda")
     pretended.current = 3
     tags = ("cpu", "cuda:0", "cuda:1", "mps")
@@ -326,7 +338,9 @@ def test_nothing_moves_if_one_device_is_missing(pretended: Pretended, monkeypatc
 
 
 def test_modules_move_in_place(pretended: Pretended) -> None:
-    """Parameters, buffers and gradients stay the objects that they are, for an optimizer, an EMA or a list that refers to them; shared ones move once."""
+    """Parameters, buffers and gradients stay the objects that they are, for an optimizer, an EMA or a list that refers
+    to them; shared ones move once.
+    """
     model, _ = trained()
     model.tied = nn.Linear(4, 2)
     model.tied.weight = model[2].weight
@@ -435,7 +449,9 @@ def trained_by(name: str) -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_moves_in_place_with_its_parameters(pretended: Pretended, name: str) -> None:
-    """State, parameters and gradients are on the target, each the same object; ``step`` and the options stay on the CPU unless the group is capturable or fused."""
+    """State, parameters and gradients are on the target, each the same object; ``step`` and the options stay on the CPU
+    unless the group is capturable or fused.
+    """
     _, optimizer = trained_by(name)
     before = {id(tensor) for tensor in moving._tensors([optimizer.state, optimizer.param_groups])}
     expected = saved_and_loaded([optimizer.state_dict(), optimizer.param_groups])
@@ -598,7 +614,9 @@ def test_attributes_of_containers(pretended: Pretended) -> None:
 
 
 def test_what_is_no_container_is_the_same_object(pretended: Pretended) -> None:
-    """Objects of other classes, C's mappings, functions, views of dicts, data loaders and generators are not looked into."""
+    """Objects of other classes, C's mappings, functions, views of dicts, data loaders and generators are not looked
+    into.
+    """
 
     class Other:
         """It has a tensor, and no one can tell what else."""
@@ -635,7 +653,9 @@ def test_cycles() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, Frozen, lambda x: frozenset({x})])
 def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:
-    """100,000 levels end in no RecursionError; a frozen set's hash is Python's own recursion, so there are fewer of those."""
+    """100,000 levels end in no RecursionError; a frozen set's hash is Python's own recursion, so there are fewer of
+    those.
+    """
     obj: Any = W
     for _ in range(100 if isinstance(wrap(0), (frozenset, Frozen)) else 10_000):
         obj = wrap(obj)
@@ -646,7 +666,10 @@ def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:
 
 
 def test_states_of_generators_stay_on_the_cpu(pretended: Pretended) -> None:
-    """By size, by key, beside one of the CPU's or beside python's and numpy's; torch takes them nowhere else. Rules for ``any`` move them, as with ``convert``."""
+    """By size, by key, beside one of the CPU's or beside python's and numpy's; torch takes them nowhere else.
+
+    Rules for ``any`` move them, as with ``convert``.
+    """
     gpu, named = torch.zeros(16, dtype=torch.uint8), torch.zeros(17, dtype=torch.uint8)
     obj = {
         "state": [torch.get_rng_state()],

@@ -78,7 +78,9 @@ def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain:
 
 @given(st.integers(0, 10**9), st.booleans())
 def test_as_torch_has_it(seed: int, plain: bool) -> None:
-    """However a tensor was cut, and whatever the strides of its parts, its bytes come out in order; at any size of blocks and tiles."""
+    """However a tensor was cut, and whatever the strides of its parts, its bytes come out in order; at any size of
+    blocks and tiles.
+    """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 9) for _ in range(chance.randrange(5)))
     dtype = chance.choice(DTYPES)
@@ -109,7 +111,9 @@ def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length:
 
 @given(st.integers(0, 10**9))
 def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
-    """Whatever cuts make covers the whole; with a chunk less, one more, or one moved it is covered only if counting says so."""
+    """Whatever cuts make covers the whole; with a chunk less, one more, or one moved it is covered only if counting
+    says so.
+    """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 6) for _ in range(1 + chance.randrange(3)))
     chunks = cut(chance, Chunk((0,) * len(shape), shape), 4)
@@ -134,7 +138,9 @@ def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
 
 
 def test_rows_stay_where_they_are() -> None:
-    """Parts that stand in the order of the elements are not put together; columns are, and so are parts whose own elements are in another order."""
+    """Parts that stand in the order of the elements are not put together; columns are, and so are parts whose own
+    elements are in another order.
+    """
     whole, chance = torch.arange(24.0).view(4, 6), Random(1)
     rows, columns = [Chunk((0, 0), (3, 6)), Chunk((3, 0), (1, 6))], [Chunk((0, 0), (4, 1)), Chunk((0, 1), (4, 5))]
     piece = assembled((4, 6), 4, boxes_of(chance, whole, rows, plain=True), HERE)

@@ -1,4 +1,6 @@
-"""Numbers cast to other dtypes: torch's ``.to()`` says what is right, bit for bit, and what overflows is counted one by one."""
+"""Numbers cast to other dtypes: torch's ``.to()`` says what is right, bit for bit, and what overflows is counted one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOAT8 = sorted(name for name in FLOATS if name.startswith("float8"))
 #: float8_e8m0fnu holds scales, and nothing is cast to it.
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})
-#: Bits behind the exponent in which rounding goes different ways, for each of the smaller dtypes: halves of a step, one more and one less, all ones.
+#: Bits behind the exponent in which rounding goes different ways, for each of the smaller dtypes: halves of a step, one
+#: more and one less, all ones.
 _MANTISSAS = {
     "float32": (23, (15, 12, 19, 20, 21, 22)),
     "float64": (52, (28, 44, 41, 48, 49, 50)),
@@ -39,7 +42,9 @@ _LARGEST = {
 
 @cache
 def patterns(name: str) -> torch.Tensor:
-    """Every number of a small dtype; of a large one every exponent (in float64 those that the others have, and some) with the mantissas that matter, of both signs."""
+    """Every number of a small dtype; of a large one every exponent (in float64 those that the others have, and some)
+    with the mantissas that matter, of both signs.
+    """
     dtype = getattr(torch, name)
     if dtype.itemsize <= 2:
         return torch.arange(256**dtype.itemsize).to(torch.uint16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
@@ -96,7 +101,9 @@ def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def too_large(number: float, new: str) -> bool:
-    """Whether NUMBER is finite and nearer to what would come behind the largest number of NEW; in the middle, whether the largest is odd."""
+    """Whether NUMBER is finite and nearer to what would come behind the largest number of NEW; in the middle, whether
+    the largest is odd.
+    """
     if not isfinite(number) or new == "float64":
         return False
     largest, step = _LARGEST[new]
@@ -110,7 +117,9 @@ def too_large(number: float, new: str) -> bool:
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", sorted(FLOATS))
 def test_every_number_is_what_torch_makes_of_it(old: str, new: str) -> None:
-    """All numbers of the small dtypes, all exponents of the large ones; and as many overflow as a count of one after another finds."""
+    """All numbers of the small dtypes, all exponents of the large ones; and as many overflow as a count of one after
+    another finds.
+    """
     numbers = patterns(old)
     if old != new:
         found, overflowed = cast(numbers, new)
@@ -159,7 +168,9 @@ def integers(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("new", sorted(INTEGERS))
 @pytest.mark.parametrize("old", [*sorted(INTEGERS), "bool"])
 def test_integers_that_do_not_fit_are_counted(old: str, new: str) -> None:
-    """They become what ``.to()`` makes of them, which is another number; as many as have no place in the new dtype are named."""
+    """They become what ``.to()`` makes of them, which is another number; as many as have no place in the new dtype are
+    named.
+    """
     numbers = torch.tensor([True, False]) if old == "bool" else integers(old)
     found, overflowed = cast(numbers, new)
     assert_bits(found, numbers.to(getattr(torch, new)))

@@ -65,7 +65,9 @@ def odd(dtype: torch.dtype) -> list[bytes]:
 
 
 def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:
-    """Differing elements, those that are not finite, and the largest absolute and relative difference of the others, computed plainly on real numbers."""
+    """Differing elements, those that are not finite, and the largest absolute and relative difference of the others,
+    computed plainly on real numbers.
+    """
     x, y = (t.float().double() if t.dtype.itemsize == 1 else t.double() for t in (a, b))
     differing = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
     unequal = ~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
@@ -78,7 +80,9 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 
 
 @given(st.data())
 def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
-    """Counts and largest differences of all pairs of floating-point dtypes, with a tolerance and without, whatever the blocks."""
+    """Counts and largest differences of all pairs of floating-point dtypes, with a tolerance and without, whatever the
+    blocks.
+    """
     a, b = (data.draw(st.sampled_from(FLOATS + FLOAT8).flatmap(bits)) for _ in "ab")
     if data.draw(st.booleans()):
         b = torch.where(torch.tensor([True, False, True, True, False, True, True]), a.double(), b.double()).to(a.dtype)
@@ -106,7 +110,9 @@ def test_large_against_small() -> None:
 
 @given(st.data())
 def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
-    """Elements are equal where both parts are, NaN equal to NaN; else they are as far apart as torch says, where that is a number."""
+    """Elements are equal where both parts are, NaN equal to NaN; else they are as far apart as torch says, where that
+    is a number.
+    """
     a, b = (data.draw(st.sampled_from(COMPLEX).flatmap(bits)) for _ in "ab")
     found = compared(a, b)
     halves = {4: torch.float16, 8: torch.float32, 16: torch.float64}
@@ -126,7 +132,9 @@ def test_what_equals_itself(data: st.DataObject) -> None:
 
 
 def test_special_numbers() -> None:
-    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and what is not finite on one side is counted, whatever the tolerance, and no distance."""
+    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and what is not
+    finite on one side is counted, whatever the tolerance, and no distance.
+    """
     nan = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
     assert compared(nan, torch.full((2,), float("nan"))).differing == 0
     assert compared(torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])) == ValueDifference(2, 0, 0, 0.0)

@@ -1,4 +1,6 @@
-"""What ``inspect`` draws: golden texts at 80 and 200 columns, folding, widths, colours through a real terminal, commands that can be pasted."""
+"""What ``inspect`` draws: golden texts at 80 and 200 columns, folding, widths, colours through a real terminal,
+commands that can be pasted.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Su
 
 
 def two_gpus(folder: Path) -> Summary:
-    """A training checkpoint of a DataParallel model whose layers are on two GPUs, with an optimizer and random states."""
+    """A training checkpoint of a DataParallel model whose layers are on two GPUs, with an optimizer and
+    random states.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
@@ -165,7 +169,10 @@ def hub(folder: Path) -> Summary:
     ],
 )
 def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: int, tmp_path: Path) -> None:
-    """The screen is what was looked at and found good; CKPTCONV_GOLDEN=write writes it anew. None is longer than a terminal of 50 rows."""
+    """The screen is what was looked at and found good; CKPTCONV_GOLDEN=write writes it anew.
+
+    None is longer than a terminal of 50 rows.
+    """
     summary = make(tmp_path)
     summary["path"], summary["size"] = f"{name}.pt", 123_456
     look = Style(width)
@@ -218,7 +225,9 @@ WORDS = st.lists(
 
 @given(st.lists(st.tuples(WORDS.map(".".join), WORDS.map(".".join)), max_size=8))
 def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> None:
-    """With anything for its stars, a pattern gives both names back; all names are counted, the commonest pattern first."""
+    """With anything for its stars, a pattern gives both names back; all names are counted, the
+    commonest pattern first.
+    """
     found = patterns([NameChange(path, *pair) for pair in names for path in ("model", "ema")])
     assert sum(sum(pattern.paths.values()) for pattern in found) == 2 * len(names)
     assert [pattern.paths["ema"] for pattern in found] == sorted((p.paths["model"] for p in found), reverse=True)
@@ -252,7 +261,9 @@ def many() -> Report:
 @pytest.mark.parametrize("width", [80, 200, None])
 @pytest.mark.parametrize("make", [fsdp, many])
 def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
-    """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no room; a few lines in all."""
+    """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no
+    room; a few lines in all.
+    """
     lines = list(report_lines(make(), Style(width)))
     drawn = "".join(line + "\n" for line in lines)
     file = GOLDEN / f"names_{make.__name__}_{width or 'piped'}.txt"
@@ -263,7 +274,9 @@ def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
 
 
 def test_names_are_counted_where_they_are() -> None:
-    """In the root without a place; in each of several if they have as many, else in all of them; one name is itself; with -v each."""
+    """In the root without a place; in each of several if they have as many, else in all of them; one name is itself;
+    with -v each.
+    """
 
     def said(report: Report, **how: Any) -> list[str]:
         return [line[16:] for line in report_lines(report, **how)][1:]
@@ -284,7 +297,9 @@ def test_names_are_counted_where_they_are() -> None:
 
 
 def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
-    """However many findings block, the command for all stands above them; each has its own command below its text, notes come last."""
+    """However many findings block, the command for all stands above them; each has its own command below its text,
+    notes come last.
+    """
     command = "ckptconv convert model.pt out.pt --to cpu"
     some = [finding("device", f"reason {i}", f"{command} --map cuda:{i}=cpu") for i in range(3)]
     note = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
@@ -354,7 +369,9 @@ def test_one_command_is_not_said_twice(tmp_path: Path) -> None:
 
 
 def test_a_cure_is_said_once(tmp_path: Path) -> None:
-    """A finding whose flags were printed already, for an output of another name too, has no command; other flags, or the same for another input, do."""
+    """A finding whose flags were printed already, for an output of another name too, has no command; other flags, or
+    the same for another input, do.
+    """
     texts = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
     same = [finding("device", f"reason {i}", text) for i, text in enumerate(texts)]
     other = finding("x", "note", "ckptconv convert 'a b.pt' x.pt --to cuda", blocks=False)
@@ -391,7 +408,9 @@ def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Pa
 
 
 def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
-    """By the verdict if that is yes, by a finding if something is refused; as a fact only where something else is in the way."""
+    """By the verdict if that is yes, by a finding if something is refused; as a fact only where something else is in
+    the way.
+    """
     torch.save({"a": frozenset({1})}, tmp_path / "x.pt")
     refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Style(80)))
     assert "needs code" not in refused
@@ -457,7 +476,9 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="there is no bash")
 def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
-    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes the path of them."""
+    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes
+    the path of them.
+    """
     for look in (Style(80), Style(80, unicode=False), Style(None)):
         for path, quoted in itertools.product(
             ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"),
@@ -484,7 +505,9 @@ def rows(tensors: list[TensorSummary]) -> list[tuple[str, int]]:
 
 
 def test_blocks_that_are_alike_fold() -> None:
-    """Same names, shapes and devices below numbers make one row, gaps are said, two numbers fold if the product is full."""
+    """Same names, shapes and devices below numbers make one row, gaps are said, two numbers fold if the product is
+    full.
+    """
     assert rows([tensor(f"layers.{i}.{n}") for i in range(32) for n in "ab"]) == [
         ("layers.{0…31}.a", 32),
         ("layers.{0…31}.b", 32),
@@ -556,7 +579,9 @@ def unfolded(name: str) -> list[str]:
 
 
 def test_tree_and_table_count_what_they_stand_for() -> None:
-    """A folded branch has the bytes of all, a row the shape of one and the size of all; limits and footers count rows and tensors."""
+    """A folded branch has the bytes of all, a row the shape of one and the size of all; limits and footers count rows
+    and tensors.
+    """
     tensors = [tensor(f"layers.{i}.{n}", (10,)) for i in range(32) for n in "ab"] + [tensor("z", (1000,))]
     lines = list(table_lines(tensors, Style(80)))
     assert lines[2].split() == ["layers.{0…31}.a", "×32", "float32", "10", "cpu", "1.28", "kB", "██▌"]
@@ -571,7 +596,9 @@ def test_tree_and_table_count_what_they_stand_for() -> None:
 
 
 def test_deep_names_do_not_make_a_deep_tree() -> None:
-    """A name of thousands of dots is drawn, its middle left out; branches deeper than the terminal is wide stay within it."""
+    """A name of thousands of dots is drawn, its middle left out; branches deeper than the terminal is wide stay within
+    it.
+    """
     levels = [tensor("a." * i + name) for i in range(60) for name in "bc"]
     assert max(map(cells, tree_lines(levels, Style(80)))) <= 80
     lines = list(tree_lines([tensor("a." * 5000 + "b"), tensor("a." * 5000 + "c")], Style(80)))
@@ -592,7 +619,9 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80) | st.text
 
 @given(st.lists(NAMES, min_size=1, max_size=6, unique=True), st.integers(40, 200), st.booleans(), st.data())
 def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicode: bool, data: st.DataObject) -> None:
-    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width, and to ASCII where that is all there is."""
+    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width, and to ASCII where that
+    is all there is.
+    """
     long = st.lists(st.integers(0, 10**6), max_size=12).map(tuple)
     tensors = [
         tensor(
@@ -670,7 +699,9 @@ def on_a_terminal(path: Path, **env: str) -> str:
 
 
 def test_colours_are_for_terminals(fixtures: Path) -> None:
-    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them the text is the same, within 80 columns."""
+    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them the text is the same,
+    within 80 columns.
+    """
     file = fixtures / "two_gpus.pt"
     coloured = on_a_terminal(file)
     plain = on_a_terminal(file, NO_COLOR="1")
@@ -690,9 +721,9 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
 def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
-        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\n"
-        f"s = inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'], Style(80))])\n"
-        "assert n > 20; assert 'rich' not in sys.modules"
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\ns ="
+        f" inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'],"
+        " Style(80))])\nassert n > 20; assert 'rich' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint: what comes out is what torch's own conversion makes, and what the run had."""
+"""Folders of torch.distributed.checkpoint: what comes out is what torch's own conversion makes, and
+what the run had.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
     """FOLDER, copied to TARGET, with one bit of the tensor NAME turned round."""
     copied(folder, target)
     with SourceFolder(target) as source:
-        data = dcp.read(source, lambda source: pytest.fail("none")).tensors[name].storage.data  # type: ignore[union-attr]
+        tensor = dcp.read(source, lambda source: pytest.fail("none")).tensors[name]
+        data = tensor.storage.data  # type: ignore[union-attr]
         first = data.parts[0] if isinstance(data, Concat) else data.boxes[-1].of if isinstance(data, Assemble) else data
         assert isinstance(first, ByteRange)
         path, offset = first.source.path, first.offset
@@ -66,7 +69,9 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
 def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> None:
-    """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of files and the way in which tensors were spread."""
+    """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of
+    files and the way in which tensors were spread.
+    """
     report = ckptconv.convert(ranks / name, tmp_path / "out.pt", verify=True)
     assert report.formats == ("DCP", "torch zip") and not report.left_behind
     assert_same(torch.load(tmp_path / "out.pt"), by_torch(ranks / name, tmp_path))
@@ -74,7 +79,9 @@ def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> 
 
 
 def test_values_are_those_of_the_run(ranks: Path, tmp_path: Path) -> None:
-    """Tensors are what they were before they were spread: by rows, unevenly, over two dimensions, out of order; and objects are kept."""
+    """Tensors are what they were before they were spread: by rows, unevenly, over two dimensions, out of order; and
+    objects are kept.
+    """
     ckptconv.convert(ranks / "rows", tmp_path / "rows.pt")
     rows = torch.load(tmp_path / "rows.pt")
     for name, whole in dcp_ranks.ROWS.items():
@@ -153,14 +160,18 @@ def test_edits(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_same_folders_differ_in_nothing(ranks: Path) -> None:
-    """diff reads folders: two ways of saving one checkpoint are the same, whether its tensors stand in one piece or not."""
+    """diff reads folders: two ways of saving one checkpoint are the same, whether its tensors stand in one piece or
+    not.
+    """
     assert ckptconv.diff(ranks / "mesh", ranks / "files").same
     assert ckptconv.diff(ranks / "rows", ranks / "threads").same
     assert not ckptconv.diff(ranks / "mesh", ranks / "rows").same
 
 
 def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
-    """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put together."""
+    """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put
+    together.
+    """
     for checkpoint in opened(ranks / "rows"):
         kinds = {
             path.rpartition("/")[2]: type(info.storage.data)
@@ -176,9 +187,8 @@ def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
             for storage in checkpoint.storages.values()
             if isinstance(storage.data, ByteRange) and storage.nbytes
         ]
-        assert len(ranges) > 10 and all(
-            data.source.fd >= 0 for data in ranges
-        )  # which the kernel copies from file to file
+        # which the kernel copies from file to file
+        assert len(ranges) > 10 and all(data.source.fd >= 0 for data in ranges)
     for checkpoint in opened(ranks / "mesh"):
         kinds = {path: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}
     assert kinds["rows twice"] is Concat and kinds["everywhere"] is ByteRange
@@ -196,7 +206,9 @@ def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
-    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is carried on as damage."""
+    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is
+    carried on as damage.
+    """
     folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
     for checkpoint in opened(folder):
         plan = make_plan(checkpoint, tmp_path / "out.pt", Edits(select="state_dict", exclude=("*kernel",)))
@@ -231,7 +243,9 @@ def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_not_saved_in_lists_is_none(tmp_path: Path) -> None:
-    """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own conversion fails on it."""
+    """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own
+    conversion fails on it.
+    """
     folder = saved(tmp_path / "dcp", {"list": [{}, torch.ones(1), {}, torch.zeros(1)]})
     report = ckptconv.convert(folder, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt")["list"][::2] == [None, None]
@@ -248,7 +262,9 @@ def test_flat_names_stay_flat(tmp_path: Path) -> None:
 
 
 def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
-    """A tensor that was saved while it was still to be conjugated or negated has the values that torch's own conversion gives it, whole or in chunks, copied, cast or written out."""
+    """A tensor that was saved while it was still to be conjugated or negated has the values that torch's own conversion
+    gives it, whole or in chunks, copied, cast or written out.
+    """
     base = torch.randn(3, 4, dtype=torch.complex64)
     rest = torch._neg_view(base.mH)
     state = {
@@ -366,7 +382,9 @@ def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_metadata_that_is_no_file(ranks: Path, tmp_path: Path) -> None:
-    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is; with a folder there, there is none."""
+    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is; with a folder there, there is
+    none.
+    """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     metadata = folder / ".metadata"
     metadata.unlink()
@@ -394,7 +412,9 @@ def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [{"w": torch.ones(3)}, {"w": torch.ones(3), "v": torch.ones(2, 2), "n": 3}])
 def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) -> None:
-    """The writer's other form puts the tensors of a process into one safetensors file, and all of them at its beginning, says .metadata: which form it is is said."""
+    """The writer's other form puts the tensors of a process into one safetensors file, and all of them at its
+    beginning, says .metadata: which form it is is said.
+    """
     writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
     dcp_of_torch.save(state, storage_writer=writer, no_dist=True)
     message = refusal(tmp_path / "dcp", UnsupportedError)
@@ -402,7 +422,9 @@ def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) ->
 
 
 def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
-    """Files without .metadata are what is left of a save that did not end; where each process wrote its own, that is said."""
+    """Files without .metadata are what is left of a save that did not end; where each process wrote its own, that is
+    said.
+    """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     (folder / ".metadata").unlink()
     assert "without .metadata" in refusal(folder)
@@ -411,7 +433,9 @@ def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, name: str) -> None:
-    """A file of the folder, given alone, is said to be a part; the command that is named makes one file of the whole."""
+    """A file of the folder, given alone, is said to be a part; the command that is named makes one file
+    of the whole.
+    """
     with pytest.raises(UnsupportedError, match="a part of") as inspected:
         ckptconv.inspect(ranks / "mesh" / name)
     with pytest.raises(UnsupportedError, match="a part of") as converted:
@@ -451,7 +475,9 @@ def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
     ],
 )
 def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
-    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the name of the tensor."""
+    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the
+    name of the tensor.
+    """
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
     torch.save(other, folder / "__0_0.distcp")
     metadata = _metadata(folder)
@@ -489,7 +515,9 @@ def _write_metadata(folder: Path, metadata: Any) -> None:
 
 
 def test_incomplete_and_overlapping_chunks_are_named(ranks: Path, tmp_path: Path) -> None:
-    """A chunk that is missing leaves a hole, one that stands twice an overlap; both are refused by the name of the tensor."""
+    """A chunk that is missing leaves a hole, one that stands twice an overlap; both are refused by the name of the
+    tensor.
+    """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     metadata = _metadata(folder)
     chunks = metadata.state_dict_metadata["rows and columns"].chunks

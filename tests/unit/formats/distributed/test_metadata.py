@@ -1,4 +1,6 @@
-"""``.metadata`` is read inertly: what torch writes, and has written, is understood; everything else is refused by name."""
+"""``.metadata`` is read inertly: what torch writes, and has written, is understood; everything else is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_what_torch_writes(protocol: int) -> None:
 
 
 def test_what_older_versions_wrote() -> None:
-    """Before torch 2.3 there was no storage_meta and no version, and the properties stood in another module; transforms have no field where there are none."""
+    """Before torch 2.3 there was no storage_meta and no version, and the properties stood in another module; transforms
+    have no field where there are none.
+    """
     metadata = good()
     del metadata.storage_meta, metadata.version
     for info in metadata.storage_data.values():
@@ -252,7 +256,9 @@ def test_every_byte_changed_is_an_error_or_an_answer() -> None:
 
 
 def test_one_list_of_chunks_for_many() -> None:
-    """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made; lists of their own are as many as there are."""
+    """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made;
+    lists of their own are as many as there are.
+    """
 
     def many(count: int, chunks: Callable[[], list[ChunkStorageMetadata]]) -> Metadata:
         items = {
@@ -290,7 +296,9 @@ def test_what_is_named_again_is_made_once() -> None:
 
 
 def test_a_great_many_chunks() -> None:
-    """Chunks are not compared with one another: a tensor in a hundred thousand is looked through as quickly as its metadata."""
+    """Chunks are not compared with one another: a tensor in a hundred thousand is looked through as quickly as its
+    metadata.
+    """
     rows = [Chunk((i, j), (1, 5)) for i in range(50_000) for j in (0, 5)]
     check_cover("here", "w", (50_000, 10), rows)
     rows[77] = Chunk(rows[77].offsets, (1, 4))
@@ -319,7 +327,9 @@ def test_holes_and_overlaps(shape: tuple[int, ...], chunks: list[Any], words: st
 
 
 def test_any_way_of_covering() -> None:
-    """Chunks need no grid: turned about one another they cover a square as well; those without elements do not count."""
+    """Chunks need no grid: turned about one another they cover a square as well; those without elements
+    do not count.
+    """
     pinwheel = [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((1, 1), (1, 1))]
     check_cover("here", "w", (3, 3), [Chunk(*chunk) for chunk in [*pinwheel, ((3, 3), (0, 0)), ((3, 0), (0, 3))]])
     check_cover("here", "w", (0, 3), [Chunk((0, 0), (0, 3)), Chunk((0, 0), (0, 3))])
@@ -328,7 +338,9 @@ def test_any_way_of_covering() -> None:
 
 
 def test_many_dimensions() -> None:
-    """A tensor that is cut along dozens of dimensions, whose chunks have more corners than can be counted, is looked through as any other."""
+    """A tensor that is cut along dozens of dimensions, whose chunks have more corners than can be counted, is looked
+    through as any other.
+    """
     halves = [Chunk((i, *[0] * 39), (1, *[1] * 39)) for i in range(2)]
     check_cover("here", "w", (2, *[1] * 39), halves)
     shape = (2,) * 40

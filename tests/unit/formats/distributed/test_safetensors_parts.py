@@ -1,4 +1,6 @@
-"""Folders of safetensors files with parts of tensors: put together as torch's own reader does, and never taken for a model each."""
+"""Folders of safetensors files with parts of tensors: put together as torch's own reader does, and never taken for a
+model each.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def part(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_parts_are_put_together(ranks: Path, tmp_path: Path, suffix: str) -> None:
-    """The tensors are whole, as the run had them and as torch's own reader gives them; what was said of parts is gone."""
+    """The tensors are whole, as the run had them and as torch's own reader gives them; what was said of
+    parts is gone.
+    """
     path = tmp_path / f"out.{suffix}"
     report = ckptconv.convert(ranks / "hf", path, verify=True)
     assert report.formats[0] == "DCP safetensors" and any(
@@ -73,7 +77,9 @@ def test_casts_and_loads(ranks: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
-    """A file of one process is refused, also the first, in which everything begins at 0, and also under another name; the answer is the folder."""
+    """A file of one process is refused, also the first, in which everything begins at 0, and also under another name;
+    the answer is the folder.
+    """
     path = ranks / f"hf/shard-{number:05}-model-00001-of-00001.safetensors"
     renamed = tmp_path / "model.safetensors"
     renamed.write_bytes(path.read_bytes())
@@ -90,7 +96,9 @@ def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
 
 
 def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
-    """Where each tensor is whole, and the name says so, the file is a model; what it says of parts is left behind by name."""
+    """Where each tensor is whole, and the name says so, the file is a model; what it says of parts is left behind by
+    name.
+    """
     writer = HuggingFaceStorageWriter(str(tmp_path / "hf"))
     dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
     path = tmp_path / "hf/model-00001-of-00001.safetensors"

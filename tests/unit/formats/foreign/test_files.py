@@ -1,4 +1,6 @@
-"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can be counted, and a next step that works."""
+"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can be counted, and a next
+step that works.
+"""
 
 from __future__ import annotations
 
@@ -440,7 +442,9 @@ def missing_of(error: InputError) -> tuple[int, int]:
 
 
 def test_a_torch_zip_that_was_cut_says_how_much_is_missing(tmp_path: Path) -> None:
-    """Cut anywhere: never more than the truth, at least what the storages lack, and a number wherever a storage lacks something."""
+    """Cut anywhere: never more than the truth, at least what the storages lack, and a number wherever a storage lacks
+    something.
+    """
     data = torch_bytes()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
@@ -790,5 +794,8 @@ def test_torch_is_not_imported_to_say_it(tmp_path: Path) -> None:
     """Nor anything else that a command names."""
     path = tmp_path / "m.pt"
     path.write_bytes(torch_bytes(zipped=False))
-    program = "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); raise SystemExit('torch' in sys.modules)"
+    program = (
+        "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); raise SystemExit('torch' in"
+        " sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True)

@@ -105,7 +105,10 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "shards, some missing": (
         SHARDS[1:2],
-        "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing; download or copy",
+        (
+            "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing;"
+            " download or copy"
+        ),
         [],
     ),
     "DCP": (
@@ -184,7 +187,9 @@ def test_each_kind_of_folder_is_named_with_its_next_step(folder: Path, kind: str
 
 
 def test_all_of_them_can_be_converted(folder: Path) -> None:
-    """Where there are several, at whatever depth, the command for the folder stands beside that for one of them, and it works; not where one is nothing that could be converted, nor for what stands in links and hidden folders."""
+    """Where there are several, at whatever depth, the command for the folder stands beside that for one of them, and it
+    works; not where one is nothing that could be converted, nor for what stands in links and hidden folders.
+    """
     for name in ("run/a.pt", "run/step-1/b.PT", "run/.old/c.pt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"w": torch.ones(1)}, folder / name)
@@ -418,7 +423,9 @@ def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[
     "name", ["two\nlines's", os.fsdecode(b"\xff\xfe\\x"), "\x1b[31m ä", "\u202e'$(x)'", "plain", "a 'b'"]
 )
 def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -> None:
-    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is lost between the message and the file."""
+    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is lost between the message and the
+    file.
+    """
     fill(folder, f"{name}/model.safetensors")
     command = str(error_of(folder / name)).rsplit("give that file: ", 1)[1]
     found = subprocess.run(["bash", "-c", f"stat -c %i -- {command}"], check=True, capture_output=True).stdout

@@ -1,4 +1,6 @@
-"""The index of a set of shards: a strict reader, and names and bytes as the Hub's libraries have them, which are the judges."""
+"""The index of a set of shards: a strict reader, and names and bytes as the Hub's libraries have them, which are the
+judges.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def with_shard(name: str) -> bytes:
 
 
 def test_what_a_good_index_says() -> None:
-    """Metadata and places come out as they stand; shards are in the order of their numbers; metadata may be missing, numbers may be floats, other keys are named."""
+    """Metadata and places come out as they stand; shards are in the order of their numbers; metadata may be missing,
+    numbers may be floats, other keys are named.
+    """
     index = read(json.dumps(GOOD).encode())
     assert index == Index({"total_size": 24}, GOOD["weight_map"])
     assert index.shards() == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -83,7 +87,9 @@ def test_a_shard_stands_beside_its_index(name: str) -> None:
 
 
 def test_a_shard_is_of_the_format_of_its_index() -> None:
-    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index whose name says no format leaves it open."""
+    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index whose name says no
+    format leaves it open.
+    """
     with pytest.raises(MalformedError, match="another format"):
         read(with_shard("b.bin"))
     with pytest.raises(MalformedError, match="another format"):
@@ -172,7 +178,9 @@ def hub() -> Any:
 
 
 def test_names_of_every_family() -> None:
-    """The two names that transformers has for one thing follow the format, and other stems stay; a variant stands where each library looks for it."""
+    """The two names that transformers has for one thing follow the format, and other stems stay; a variant stands where
+    each library looks for it.
+    """
     there = {
         "pytorch_model-00001-of-00003.bin": "model-00001-of-00003.safetensors",
         "pytorch_model.bin.index.json": "model.safetensors.index.json",
@@ -301,7 +309,9 @@ def test_sets_by_their_names() -> None:
 
 
 def test_missing_shards(tmp_path: Path) -> None:
-    """What the index names and nobody has fetched is counted and named; a link to a file is there, a link to nowhere is not."""
+    """What the index names and nobody has fetched is counted and named; a link to a file is there, a link to nowhere is
+    not.
+    """
     (tmp_path / "blob").touch()
     os.symlink("blob", tmp_path / "a.bin")
     os.symlink("nowhere", tmp_path / "b.bin")
@@ -367,7 +377,9 @@ def test_a_size_of_another_type() -> None:
 
 
 def test_the_plan_is_huggingface_hubs() -> None:
-    """Shards and names of a state dict with a tie and a large tensor are those of ``split_torch_state_dict_into_shards``."""
+    """Shards and names of a state dict with a tie and a large tensor are those of
+    ``split_torch_state_dict_into_shards``.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     tied = torch.zeros(50)

@@ -1,4 +1,6 @@
-"""Checkpoints in shards: read as one, edited as one, written as they were or dealt anew. transformers, huggingface_hub and torch judge what comes out."""
+"""Checkpoints in shards: read as one, edited as one, written as they were or dealt anew. transformers, huggingface_hub
+and torch judge what comes out.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:
-    """Fail unless ``from_pretrained`` finds all of MODEL in FOLDER and nothing else, and computes the same, bit for bit."""
+    """Fail unless ``from_pretrained`` finds all of MODEL in FOLDER and nothing else, and computes the same, bit for
+    bit.
+    """
     model.config.save_pretrained(folder)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", **kwargs
@@ -156,7 +160,9 @@ def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwar
 def test_from_pretrained(
     transformers: ModuleType, model: Any, tmp_path: Path, safe: bool, format: str, size: str | None
 ) -> None:
-    """What DataParallel named and the Hub's tools put into shards loads once the prefix is off: in its own shards or others, of either format, or in one file."""
+    """What DataParallel named and the Hub's tools put into shards loads once the prefix is off: in its own shards or
+    others, of either format, or in one file.
+    """
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     save_set(tmp_path / "set", state, safe=safe, size="20KB")
     convert(tmp_path / "set", tmp_path / "out", format=format, max_shard_size=size, strip_prefix="module")
@@ -249,7 +255,9 @@ def test_without_an_index(saved: Path, tmp_path: Path) -> None:
 
 
 def test_retagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shard is what ``torch.load`` with a ``map_location`` makes of it, and stays the file that it was, but for tags."""
+    """Each shard is what ``torch.load`` with a ``map_location`` makes of it, and stays the file that it was, but for
+    tags.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         saved = save_set(tmp_path / "set", some_state(), safe=False)
@@ -332,7 +340,9 @@ def index_of_transformers(folder: Path) -> dict[str, Any]:
 
 
 def test_in_the_hubs_cache(saved: Path, tmp_path: Path) -> None:
-    """A snapshot of links to blobs is the set, by the folder and by the index; a link to a blob that is not there is a missing shard."""
+    """A snapshot of links to blobs is the set, by the folder and by the index; a link to a blob that is not there is a
+    missing shard.
+    """
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -406,7 +416,9 @@ def test_a_doubled_tensor(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_hint_is_true(saved: Path, tmp_path: Path) -> None:
-    """Where the index contradicts shards that are all there, it can be taken away; where two shards contradict each other, that would not help."""
+    """Where the index contradicts shards that are all there, it can be taken away; where two shards contradict each
+    other, that would not help.
+    """
     mend(saved, lambda places: places.update(ghost=places["module.0.weight"]))
     with pytest.raises(MalformedError) as caught:
         convert(saved, tmp_path / "no")
@@ -559,7 +571,9 @@ def test_texts_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_text_that_would_be_a_tie(saved: Path, tmp_path: Path) -> None:
-    """A name that a text of the index happens to be, once names are changed, is not written as one: it would be read as a tie."""
+    """A name that a text of the index happens to be, once names are changed, is not written as one: it would be read as
+    a tie.
+    """
     (path,) = saved.glob("*.json")
     index = json.loads(path.read_bytes())
     index["metadata"]["best"] = "1.weight"
@@ -570,7 +584,9 @@ def test_a_text_that_would_be_a_tie(saved: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_tensor(tmp_path: Path) -> None:
-    """stays in its shard, goes to the first one where shards are dealt, and is named where the format has no place for it."""
+    """stays in its shard, goes to the first one where shards are dealt, and is named where the format has no place for
+    it.
+    """
     state = {"a": torch.ones(100), "b": torch.ones(100), "c_extra_state": None, "d": torch.ones(100)}
     saved = tmp_path / "set"
     saved.mkdir()
@@ -590,7 +606,9 @@ def test_what_is_no_tensor(tmp_path: Path) -> None:
 
 
 def test_long_texts(tmp_path: Path) -> None:
-    """What the parser leaves in the file is found in the right one, whether shards stay, are dealt anew or become one."""
+    """What the parser leaves in the file is found in the right one, whether shards stay, are dealt anew
+    or become one.
+    """
     saved = tmp_path / "set"
     saved.mkdir()
     state: dict[str, Any] = {}
@@ -627,7 +645,9 @@ def test_attributes_of_a_state_dict(tmp_path: Path) -> None:
 
 
 def test_storages_stay_whole_in_torchs_format(tmp_path: Path) -> None:
-    """All views of a flat buffer go into one shard, which is as large as it is; in safetensors each is a tensor of its own."""
+    """All views of a flat buffer go into one shard, which is as large as it is; in safetensors each is a tensor of its
+    own.
+    """
     flat = torch.arange(100.0)
     state = {"a": flat[:50], "x": torch.ones(10), "b": flat[50:], "y": torch.ones(10)}
     torch.save(state, tmp_path / "whole.pt")
@@ -697,7 +717,9 @@ def test_names_that_no_index_can_hold(tmp_path: Path, key: Any) -> None:
 
 
 def test_tensors_that_are_larger_than_a_shard(tmp_path: Path) -> None:
-    """They are counted in a note, tied ones once, and have a shard each; a size that none of several fits is a typo, and what a size needs is said. One tensor alone is what it is."""
+    """They are counted in a note, tied ones once, and have a shard each; a size that none of several fits is a typo,
+    and what a size needs is said. One tensor alone is what it is.
+    """
     state = {"a": torch.ones(10), "b": torch.ones(20), "c": torch.ones(2), "e": torch.ones(0)}
     torch.save({**state, "tied": state["b"]}, tmp_path / "whole.pt")
     for format in ("pt", "safetensors"):
@@ -757,7 +779,9 @@ def states(draw: st.DrawFn) -> State:
 def test_dealt_and_dealt_again(
     tmp_path_factory: pytest.TempPathFactory, state: State, format: str, size: int, again: int
 ) -> None:
-    """A file in shards, in other shards, and in one file again: the same values under the same names, and tied what was tied."""
+    """A file in shards, in other shards, and in one file again: the same values under the same names, and tied what was
+    tied.
+    """
     folder = tmp_path_factory.mktemp("dealt")
     torch.save(state, folder / "whole.pt")
     try:

@@ -1,4 +1,6 @@
-"""``ckptconv diff``: what is the same is said to be, one thing that was changed is found and nothing else, and the files are read no more than they must be."""
+"""``ckptconv diff``: what is the same is said to be, one thing that was changed is found and nothing else, and the
+files are read no more than they must be.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,14 @@ from ckptconv.cli.render import Style, difference_lines
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
-from ckptconv.inspection.comparison.differences import (
-    Difference,
-    OtherDifference,
-    TensorDifference,
-    ValueDifference,
-)
+from ckptconv.inspection.comparison.differences import Difference, OtherDifference, TensorDifference, ValueDifference
 from ckptconv.limits import LIMITS
 from tests.support import zoo
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
+# process.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
@@ -111,7 +109,9 @@ def run() -> dict[str, Any]:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
-    """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read; what comes last, where it can safetensors, also beside itself."""
+    """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read;
+    what comes last, where it can safetensors, also beside itself.
+    """
     for protocol in (2, 5):
         if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
             continue
@@ -138,7 +138,9 @@ def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: 
     [name for name in zoo.ZOO if name not in ("rng", "training", "numpy_objects", "objects", *zoo.NEEDS_PROTOCOL)],
 )
 def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
-    """What pickle spells in several ways (bytes, sets, bytearrays) is the same; numpy's arrays are other calls in protocol 5, and are not."""
+    """What pickle spells in several ways (bytes, sets, bytearrays) is the same; numpy's arrays are other calls in
+    protocol 5, and are not.
+    """
     torch.manual_seed(0)
     obj = zoo.ZOO[name]()
     files = [saved(tmp_path / f"{protocol}.pt", obj, pickle_protocol=protocol) for protocol in (2, 5)]
@@ -156,7 +158,9 @@ def test_prefix_and_container_alone_make_no_difference(tmp_path: Path) -> None:
 
 
 def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
-    """Of a training checkpoint on either side the state dict is taken; what was not compared is said, with its paths."""
+    """Of a training checkpoint on either side the state dict is taken; what was not compared is said,
+    with its paths.
+    """
     save_file(run()["model"], tmp_path / "model.safetensors")
     full = saved(tmp_path / "full.pt", run(), ("cuda:0",))
     for a, b, side in ((full, "model.safetensors", "A"), ("model.safetensors", full, "B")):
@@ -289,7 +293,9 @@ def test_order_does_not_count(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_no_texts(tmp_path: Path) -> None:
-    """Tuples and frozensets, however nested, are one key or member wherever they stand; what is too deep is paired by its place."""
+    """Tuples and frozensets, however nested, are one key or member wherever they stand; what is too deep is paired by
+    its place.
+    """
     keys = [(1, 2), ((1, 2), 3), frozenset([1, (2, b"x")]), 1, 1.5, b"y", None, tuple(range(12)), (float("nan"),)]
     a = saved(tmp_path / "a.pt", {"d": {key: n for n, key in enumerate(keys)}, "s": {*keys[:-1]}, "w": torch.ones(1)})
     reverse = dict(reversed([*zip(keys, range(9), strict=True)]))
@@ -325,7 +331,9 @@ def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
 
 
 def test_how_far_apart_values_are(tmp_path: Path) -> None:
-    """Elements, largest absolute and relative difference; another dtype is compared by value; views by what they show."""
+    """Elements, largest absolute and relative difference; another dtype is compared by value; views by
+    what they show.
+    """
     a = {
         "w": torch.tensor([1.0, 2.0, 4.0, float("nan")]),
         "n": torch.tensor([1, 2]),
@@ -348,7 +356,9 @@ def test_how_far_apart_values_are(tmp_path: Path) -> None:
 
 
 def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
-    """Within them the files are the same, and a note says how far apart they are; a tolerance that is none is refused."""
+    """Within them the files are the same, and a note says how far apart they are; a tolerance that is
+    none is refused.
+    """
     numbers = torch.linspace(1, 2, 50_000)
     a, b = saved(tmp_path / "a.pt", {"w": numbers}), saved(tmp_path / "b.pt", {"w": numbers * 1.001})
     assert torch.allclose(numbers, numbers * 1.001, rtol=2e-3, atol=0)
@@ -401,7 +411,9 @@ def test_a_scale_alone_is_found(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_s_device_is_one_finding(tmp_path: Path) -> None:
-    """It stands among the arguments that are compared, and is a device all the same; what is wrapped is compared under its own name."""
+    """It stands among the arguments that are compared, and is a device all the same; what is wrapped is compared under
+    its own name.
+    """
     a, b, c = (
         {"w": zoo.WrapperTensor(torch.full((2,), n), device)}
         for n, device in ((1.0, "cuda:0"), (1.0, "cuda:1"), (2.0, "cuda:0"))
@@ -464,7 +476,9 @@ def packed(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset:
     ],
 )
 def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -> None:
-    """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not compared, and never the same."""
+    """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not
+    compared, and never the same.
+    """
     left = saved(tmp_path / "a.pt", [packed(b"\x10\x20\x01\x00", *a)])
     for data in (b"\x10\x20\x02\x00", b"\x11\x20\x01\x00", b"\x10\x20\x01\x00\x00"):
         right = saved(tmp_path / "b.pt", [packed(data, *(b or a))])
@@ -479,7 +493,9 @@ def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_dtype(name: str, tmp_path: Path) -> None:
-    """One changed element is one, in order and not, whether torch can make a number of it or not; beside numbers of another dtype there is an answer too."""
+    """One changed element is one, in order and not, whether torch can make a number of it or not; beside numbers of
+    another dtype there is an answer too.
+    """
     dtype = BY_NAME[name]
     n = 64 // dtype.itemsize * dtype.packed
 
@@ -541,7 +557,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
-    """Where both files say a storage's checksum, nothing of it is read; where one does not, all of it is, on both sides."""
+    """Where both files say a storage's checksum, nothing of it is read; where one does not, all of it is, on both
+    sides.
+    """
     obj = {"w": torch.zeros(3_000_000, dtype=torch.uint8), "small": torch.zeros(70_000, dtype=torch.uint8)}
     a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
     found = ckptconv.diff(a, b)
@@ -578,7 +596,9 @@ def test_torch_is_not_imported_for_equal_files(tmp_path: Path) -> None:
 
 
 def test_deflated_and_turned_round(tmp_path: Path) -> None:
-    """Storages that a zip has deflated, and numbers of a big-endian machine, are what they are elsewhere; the same bytes, and checksums, in two orders are two numbers."""
+    """Storages that a zip has deflated, and numbers of a big-endian machine, are what they are elsewhere; the same
+    bytes, and checksums, in two orders are two numbers.
+    """
     obj = {"w": torch.arange(100_000.0), "t": torch.arange(6.0).view(2, 3).t(), "n": torch.arange(5)}
     plain, bare = saved(tmp_path / "plain.pt", obj), without_checksums(tmp_path / "bare.pt", obj)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as new:
@@ -684,7 +704,9 @@ def changed_run(**parts: Any) -> dict[str, Any]:
 
 
 def test_parts_are_taken_of_both(tmp_path: Path) -> None:
-    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the same on both sides, and nothing is said."""
+    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the same on both sides, and
+    nothing is said.
+    """
     a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", changed_run(more=torch.ones(1)))
     bias = [("1.bias", "values")]
     for keywords, expected in (
@@ -707,7 +729,9 @@ def test_parts_are_taken_of_both(tmp_path: Path) -> None:
 
 
 def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
-    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so; of several globs those count that mean something there."""
+    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so; of
+    several globs those count that mean something there.
+    """
     state = dict(run()["model"])
     a, bare = saved(tmp_path / "a.pt", {"model": state}), saved(tmp_path / "bare.pt", state)
     found = ckptconv.diff(a, bare, select="model")
@@ -740,7 +764,9 @@ def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
 def test_an_edit_that_only_b_can_have(
     flags: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the command with the files the other way round, which runs as it is typed; in Python it says so in words."""
+    """The error names the command with the files the other way round, which runs as it is typed; in Python it says so
+    in words.
+    """
     plain = saved(tmp_path / "a plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
     assert status(plain, ddp, *flags) == 2
@@ -797,7 +823,9 @@ def test_a_header_whose_length_starts_like_a_pickle(tmp_path: Path) -> None:
 
 
 def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line that says why, whatever the other flags."""
+    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line that says why, whatever
+    the other flags.
+    """
     good = saved(tmp_path / "good.pt", run())
     cut = tmp_path / "cut.pt"
     cut.write_bytes(good.read_bytes()[:-300])
@@ -862,7 +890,9 @@ def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deflated", [False, True])
 @pytest.mark.parametrize("step", [1, 2])
 def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal storages are compared once, whatever their views; where they differ, all views together may read so much and no more."""
+    """Equal storages are compared once, whatever their views; where they differ, all views together may read so much
+    and no more.
+    """
     numbers, files = torch.arange(3000.0), {}
     for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
         storage = torch.where(torch.arange(3000) == changed, 7.0, numbers)
@@ -881,7 +911,9 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
 
 
 def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is deflated and read at any place needs room: too little of it is said before, and a file that cannot be written by its folder and what was needed."""
+    """What is deflated and read at any place needs room: too little of it is said before, and a file that cannot be
+    written by its folder and what was needed.
+    """
     a = without_checksums(tmp_path / "a.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000)})
     in_deflated_records(tmp_path / "b.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000).t()})
     assert status(a, tmp_path / "b.pt", "-q") == 1
@@ -1006,7 +1038,9 @@ def example(tmp_path: Path) -> Difference:
     ("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))]
 )
 def test_text(name: str, look: Style, tmp_path: Path) -> None:
-    """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its cursor."""
+    """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its
+    cursor.
+    """
     lines = list(difference_lines(example(tmp_path), look))
     assert "\n".join([*lines, ""]) == (GOLDEN / f"diff_{name}.txt").read_text()
     assert all(line.isprintable() for line in lines)
@@ -1057,7 +1091,9 @@ def test_the_answer_says_that_all_values_are_the_same(tmp_path: Path) -> None:
 
 
 def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
-    """NaN where the other side has none first, then the largest difference, whole numbers after all floats, the state of a random generator last, and without a distance."""
+    """NaN where the other side has none first, then the largest difference, whole numbers after all floats, the state
+    of a random generator last, and without a distance.
+    """
     rng = torch.get_rng_state()
     ones = {name: torch.ones(2) for name in ("far", "near", "nan")}
     state = {"n": torch.tensor(1), "rng_state": rng, **ones}

@@ -99,7 +99,7 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     finding = only(found, "device")
     assert finding["blocks"]
     assert not found["loads_here"]
-    assert finding["text"] == ("11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU")
+    assert finding["text"] == "11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU"
     assert finding["command"] == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object"):
@@ -126,7 +126,9 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     ],
 )
 def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: str) -> None:
-    """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices, the command runs."""
+    """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices,
+    the command runs.
+    """
     zoo.save({str(i): torch.ones(i + 1) for i in range(len(tags))}, "m.pt", tags)
     found = look("m.pt", machine)["findings"]
     assert shlex.split(str(found[0]["command"]))[4:] == flags.split()
@@ -212,7 +214,9 @@ def test_module_comes_off_once() -> None:
 
 
 def test_a_command_that_would_do_harm_is_not_printed() -> None:
-    """Where two names would become one, or another state dict has a module of that name, there is a line and no command."""
+    """Where two names would become one, or another state dict has a module of that name, there is a line and no
+    command.
+    """
     torch.save({"_orig_mod.a": torch.ones(1), "a": torch.ones(2)}, "m.pt")
     assert only(look("m.pt"), "prefix")["command"] is None
     torch.save({"one": {"module.a": torch.ones(1)}, "two": {"module.b": torch.ones(1), "c": torch.ones(1)}}, "m.pt")
@@ -414,7 +418,9 @@ def test_a_module_whose_tensors_need_code_has_no_command() -> None:
 
 
 def test_nothing_mends_it_all_where_something_stays() -> None:
-    """A whole model beside wrappers' names, and modules that give nothing: no command is said to mend more than it does."""
+    """A whole model beside wrappers' names, and modules that give nothing: no command is said to mend more than it
+    does.
+    """
     zoo.save({"model": zoo.module(), "ema": linear("module.")}, "m.pt", ["cuda:0"])
     assert look("m.pt")["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
     assert loads(run(look("m.pt")["remedy"]))
@@ -445,7 +451,9 @@ def test_tags_that_torch_does_not_restore() -> None:
 
 
 def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
-    """Five thousand unknown classes, each inside the next one's tuple, in an argument of a tensor: each is climbed from once."""
+    """Five thousand unknown classes, each inside the next one's tuple, in an argument of a tensor: each is climbed from
+    once.
+    """
     torch.save([torch.ones(1)], "m.pt")
     reader, writer = torch._C.PyTorchFileReader("m.pt"), torch._C.PyTorchFileWriter("n.pt")
     hooks, nested = b"ccollections\nOrderedDict\nq\t)Rq\n", b"N" + b"".join(b"cq\nA%d\n\x86" % i for i in range(5_000))
@@ -595,7 +603,10 @@ def pickled(obj: Any, tag: str) -> None:
 
 
 def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
-    """A container or opcodes: the command for the device, or the one for all, mends them too. They have one of their own where no other writes the whole file, or nobody knows whether it is needed."""
+    """A container or opcodes: the command for the device, or the one for all, mends them too.
+
+    They have one of their own where no other writes the whole file, or nobody knows whether it is needed.
+    """
     torch.save(linear(), "four.pt", pickle_protocol=4)
     zoo.save(linear(), "four_cuda.pt", ["cuda:0"], pickle_protocol=4)
     zoo.save(
@@ -664,7 +675,10 @@ def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
 
 def test_torch_is_not_imported(fixtures: Path) -> None:
     """Nor by the diagnosis of the file that has most to say."""
-    code = f"import sys, ckptconv; print(len(ckptconv.inspect({str(fixtures / 'training.pt')!r})['findings']), 'torch' in sys.modules)"
+    code = (
+        f"import sys, ckptconv; print(len(ckptconv.inspect({str(fixtures / 'training.pt')!r})['findings']), 'torch' in"
+        " sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split()[1] == "False"
     assert int(out.split()[0]) >= 2

@@ -56,7 +56,9 @@ def test_driver_files_are_counted(tmp_path: Path) -> None:
 
 
 def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
-    """Nodes with an id; processors have 0; what may not be read is not this container's; without /dev/kfd there are none."""
+    """Nodes with an id; processors have 0; what may not be read is not this container's; without /dev/kfd there are
+    none.
+    """
     root = amd(tmp_path / "amd", 2)
     assert cuda(root) == 2
     assert cuda(root, HIP_VISIBLE_DEVICES="1") == 1
@@ -72,7 +74,9 @@ def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
 
 
 def test_other_systems(tmp_path: Path) -> None:
-    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can tell, unless the variable hides all."""
+    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can tell, unless the variable
+    hides all.
+    """
     assert this_host(tmp_path, {}, "darwin", "arm64") == Host(0, mps=True)
     assert this_host(tmp_path, {}, "darwin", "x86_64") == Host(0, mps=False)
     assert this_host(tmp_path, {}, "win32", "AMD64") == Host(None)
@@ -108,7 +112,10 @@ def test_other_systems(tmp_path: Path) -> None:
     ],
 )
 def test_the_variable_reduces_them(tmp_path: Path, variable: str, seen: int) -> None:
-    """Indices or the starts of UUIDs; the list ends at what is no device; a device that stands twice leaves none. So says CUDA's guide, and torch agrees."""
+    """Indices or the starts of UUIDs; the list ends at what is no device; a device that stands twice leaves none.
+
+    So says CUDA's guide, and torch agrees.
+    """
     assert cuda(nvidia(tmp_path, 3), CUDA_VISIBLE_DEVICES=variable) == seen == torch_count(variable, 3)
 
 
