@@ -97,12 +97,12 @@ class Limits:
     folder_names: int = 5_000
     #: What is read of a file that is no checkpoint, to say what it is: of JSON, a configuration has some thousands of
     #: bytes;
-    stranger_json: int = MIB
+    foreign_json: int = MIB
     #: of an index of shards, 90,000 tensors have nine million bytes;
-    stranger_index: int = 16 * MIB
+    foreign_index: int = 16 * MIB
     #: of zeros, which are counted where a download was only begun; and so many members of a tar archive.
-    stranger_zeros: int = 64 * MIB
-    stranger_members: int = 100
+    foreign_zeros: int = 64 * MIB
+    foreign_members: int = 100
     #: That verify names of one checkpoint; the rest is counted. More lines nobody reads.
     findings: int = 1_000
     #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger

@@ -1,4 +1,4 @@
-"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the strangers' files are wherever
+"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the corpus are wherever
 CKPTCONV_CORPUS says.
 """
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def corpus() -> Path:
-    """The folder of strangers' checkpoints, with its manifest.csv."""
+    """The folder of other people's checkpoints, with its manifest.csv."""
     folder = os.environ.get("CKPTCONV_CORPUS")
     if not folder:
         pytest.skip("CKPTCONV_CORPUS names no folder of checkpoints")

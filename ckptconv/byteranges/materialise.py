@@ -13,7 +13,16 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.slicing import spooled
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat, Gather, Inflate, InflateSlice, Piece
+from ckptconv.byteranges.spans import (
+    Assemble,
+    ByteRange,
+    Cast,
+    Concat,
+    Gather,
+    Inflate,
+    InflateSlice,
+    Piece,
+)
 from ckptconv.errors import OutputError
 
 __all__ = ["CastBuffer", "Pieces", "fillings"]

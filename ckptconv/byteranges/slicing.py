@@ -8,7 +8,17 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ckptconv.byteranges.checksums import combined
-from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat, Data, Gather, Inflate, InflateSlice, Piece
+from ckptconv.byteranges.spans import (
+    Assemble,
+    ByteRange,
+    Cast,
+    Concat,
+    Data,
+    Gather,
+    Inflate,
+    InflateSlice,
+    Piece,
+)
 from ckptconv.dtypes import BY_NAME
 
 __all__ = ["crc32_known", "length_of", "part_of", "spooled", "stored", "with_checksums"]

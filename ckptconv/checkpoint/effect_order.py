@@ -7,7 +7,17 @@ order, it would need opcodes that torch's ``weights_only`` unpickler refuses.
 from __future__ import annotations
 
 from ckptconv.checkpoint.safe_globals import obstacles
-from ckptconv.pickles.graph import Call, FrozenSet, Graph, Node, Object, PersistentId, Value, children, walk
+from ckptconv.pickles.graph import (
+    Call,
+    FrozenSet,
+    Graph,
+    Node,
+    Object,
+    PersistentId,
+    Value,
+    children,
+    walk,
+)
 
 __all__ = ["drop_effect_order"]
 

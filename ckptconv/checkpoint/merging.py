@@ -12,7 +12,17 @@ from ckptconv.checkpoint.index import checkpoint_of, index_again
 from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.errors import UnsupportedError
-from ckptconv.pickles.graph import Blob, Call, FrozenSet, Object, PersistentId, Tuple, Value, subgraph, walk
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    FrozenSet,
+    Object,
+    PersistentId,
+    Tuple,
+    Value,
+    subgraph,
+    walk,
+)
 
 __all__ = ["Merger", "split"]
 

@@ -17,7 +17,18 @@ from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, Global, List, Node, PersistentId, Tuple, Value, args_of, is_global
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Global,
+    List,
+    Node,
+    PersistentId,
+    Tuple,
+    Value,
+    args_of,
+    is_global,
+)
 from ckptconv.pickles.paths import Place
 
 __all__ = [

@@ -5,20 +5,17 @@ Recognises; changes nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
-from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global
+from ckptconv.checkpoint.rng_states import RngStates
+from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
-__all__ = ["Detected", "NamedOptimizer", "StateDict", "detect", "strings_of"]
+__all__ = ["Detected", "NamedOptimizer", "StateDict", "detect"]
 
-#: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
-CPU_RNG_BYTES = 5056
-_RNG_WORDS = {"rng", "seed", "random", "generator"}
 #: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
 _MODULE_PARTS = ("/._parameters", "/._buffers")
 _MAIN_NAMES = (
@@ -109,11 +106,6 @@ class Detected:
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
 
-def strings_of(mapping: Object) -> dict[str, Value]:
-    """MAPPING's string keys and their values, the last of each."""
-    return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
-
-
 def detect(checkpoint: Checkpoint) -> Detected:
     """The state dicts, optimizers and generator states of CHECKPOINT."""
     reader = _Reader(checkpoint)
@@ -138,15 +130,7 @@ class _Reader:
         self.root_is_state_dict = checkpoint.is_state_dict
         self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
         self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
-        self.candidates = _rng_candidates(checkpoint)
-        self.possible = {id(p.node) for p in self.candidates}
-        self.certain = {
-            id(p.node) for p in self.candidates if self.info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
-        }
-        self.hinted = {id(p.node) for p in self.candidates if any(has_rng_word(a.key) for a in p.upwards())}
-        self.rng_mappings: dict[
-            int, bool
-        ] = {}  # whether a state of the CPU's generator, or python's and numpy's, is in it
+        self.rng = RngStates(checkpoint)
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []
         self.optimizer_nodes: set[int] = set()
@@ -154,13 +138,8 @@ class _Reader:
         self.closed = {id(found.place.node) for found in self.modules}  # nodes inside which there is no state dict
         for place, node in self.mappings:
             self.classify(place, node)
-        self.inside_state_dict = {id(found.node) for found in self.state_dicts}
-        states = [place for place in self.candidates if self.is_rng(place)]
-        self.rng_states = [self.info(place) for place in states]
+        self.rng_states = self.rng.outside({id(found.node) for found in self.state_dicts})
         self.rng_storages = {info.storage for info in self.rng_states if info.storage}
-
-    def info(self, place: Place) -> TensorInfo:
-        return self.tensor_nodes[id(place.node)]
 
     def mapping(self, place: Place) -> Object | None:
         node = place.node
@@ -184,7 +163,7 @@ class _Reader:
             self.optimizers += _named_optimizer(place.path, keys)
         elif metadata is not None or self.looks_like_state_dict(node):
             self.closed.add(id(node))
-            if metadata is not None or not self.holds_only_rng(node):
+            if metadata is not None or not self.rng.are_all_tensors_of(node):
                 self.state_dicts.append(StateDict(place.path, node, metadata))
 
     def looks_like_state_dict(self, node: Object) -> bool:
@@ -198,53 +177,6 @@ class _Reader:
             elif value is not None and not key.endswith("_extra_state"):
                 return False
         return tensors > 0
-
-    def holds_only_rng(self, node: Object) -> bool:
-        tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self.tensor_nodes}
-        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
-
-    def is_rng(self, place: Place) -> bool:
-        if id(place.node) in self.certain:
-            return True
-        above = list(place.upwards())[1:]
-        if any(id(outer.node) in self.inside_state_dict for outer in above):
-            return False
-        if id(place.node) in self.hinted:
-            return True
-        mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
-        if not isinstance(mapping, (Dict, Call)):
-            return False
-        if id(mapping) not in self.rng_mappings:  # asked once for each of its tensors
-            beside = strings_of(mapping)
-            sibling = any(id(value) in self.certain for value in beside.values())
-            self.rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
-        return self.rng_mappings[id(mapping)]
-
-
-def has_rng_word(key: str | None) -> bool:
-    if key is None:
-        return False
-    return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
-
-
-def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
-    """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
-    users: dict[Storage, int] = {}
-    for reference in checkpoint.references:
-        users[reference.storage] = users.get(reference.storage, 0) + 1
-    found: dict[int, Place] = {}
-    for place in checkpoint.places:
-        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
-        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
-            continue
-        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
-            found.setdefault(id(place.node), place)
-    return list(found.values())
-
-
-def _is_generator_state(place: Place) -> bool:
-    """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
-    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())
 
 
 def _metadata(node: Object) -> Object | None:

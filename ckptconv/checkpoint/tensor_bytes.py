@@ -6,7 +6,16 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from ckptconv.byteranges.slicing import part_of
-from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Concat, Gather, Inflate, InflateSlice, Piece
+from ckptconv.byteranges.spans import (
+    Assemble,
+    ByteRange,
+    Cast,
+    Concat,
+    Gather,
+    Inflate,
+    InflateSlice,
+    Piece,
+)
 from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.dtypes import BY_NAME, get_dtype
 

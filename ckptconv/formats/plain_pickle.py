@@ -31,11 +31,18 @@ from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
-from ckptconv.errors import DangerousError, InputError, MalformedError, RefusedError, UnsupportedError, some
+from ckptconv.errors import (
+    DangerousError,
+    InputError,
+    MalformedError,
+    RefusedError,
+    UnsupportedError,
+    some,
+)
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
 from ckptconv.formats.layout import Layout, file_of
-from ckptconv.formats.torch_writing import (
+from ckptconv.formats.pickle_writing import (
     blob_bytes,
     little_endian,
     refuse_unknown_dtypes,

@@ -39,7 +39,7 @@ from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.layout import Layout, file_of
-from ckptconv.formats.torch_writing import (
+from ckptconv.formats.pickle_writing import (
     little_endian,
     pickle_pieces,
     refuse_unknown_dtypes,

@@ -49,7 +49,7 @@ from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import Layout, joined
-from ckptconv.formats.torch_writing import (
+from ckptconv.formats.pickle_writing import (
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,

@@ -21,7 +21,15 @@ from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
-from ckptconv.errors import CkptconvError, DangerousError, InputError, LimitError, UnsupportedError, UsageError, count
+from ckptconv.errors import (
+    CkptconvError,
+    DangerousError,
+    InputError,
+    LimitError,
+    UnsupportedError,
+    UsageError,
+    count,
+)
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.pickles.graph import gc_paused

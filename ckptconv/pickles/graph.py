@@ -43,6 +43,7 @@ __all__ = [
     "is_global",
     "replace_nodes",
     "set_items",
+    "strings_of",
     "subgraph",
     "walk",
 ]
@@ -352,3 +353,8 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
 def is_global(node: Value, *names: str) -> bool:
     """Whether NODE is one of the globals NAMES, given as ``module.name``."""
     return isinstance(node, Global) and f"{node.module}.{node.name}" in names
+
+
+def strings_of(mapping: Object) -> dict[str, Value]:
+    """MAPPING's string keys and their values, the last of each."""
+    return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}

@@ -24,7 +24,18 @@ from ckptconv.formats.foreign.pickles import LOADER
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Blob, ByteArray, Call, Graph, Py2String, Value, args_of, children, is_global, walk
+from ckptconv.pickles.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Graph,
+    Py2String,
+    Value,
+    args_of,
+    children,
+    is_global,
+    walk,
+)
 from ckptconv.pickles.paths import Place, find_places
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.pickles.referrers import Referrers

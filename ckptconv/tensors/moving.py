@@ -20,7 +20,7 @@ from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
 from ckptconv.hints import for_python
 from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Slot, attributes_of, is_wrapper, set_attributes
-from ckptconv.tensors.random_states import random_states
+from ckptconv.tensors.rng_states import rng_states
 
 __all__ = ["devices", "remap"]
 
@@ -146,7 +146,7 @@ class _Move:
         self.all = found.tensors()
         users = Counter(_key(storage) for tensor in self.all for storage in _storages(tensor))
         users.update(map(_key, found.storages))
-        self.rng = _keys(random_states(found.free, lambda tensor: users[_key(tensor.untyped_storage())] == 1))
+        self.rng = _keys(rng_states(found.free, lambda tensor: users[_key(tensor.untyped_storage())] == 1))
         self.hosted = _keys(found.hosted)
 
     def check(self) -> None:

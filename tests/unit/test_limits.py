@@ -246,20 +246,20 @@ CASES: dict[str, Case] = {
     "header_number": Case(file(SAFETENSORS, "m.safetensors"), 65, MalformedError, "too many elements"),
     "shards": Case(index({}), 3, LimitError, "too many shards"),
     "index_digits": Case(index({"total_parameters": 10**20}), 21, MalformedError, "a number in the index is too long"),
-    "stranger_json": Case(
+    "foreign_json": Case(
         file(b'{"error": "no"}' + b" " * 85), 100, UnsupportedError, "a text file", said("a server's answer")
     ),
-    "stranger_index": Case(
+    "foreign_index": Case(
         file(b'{"weight_map": {}}' + b" " * 82), 100, UnsupportedError, "a text file", said("a JSON file")
     ),
-    "stranger_zeros": Case(
+    "foreign_zeros": Case(
         file(bytes(10_000)),
         10_000,
         MalformedError,
         "at least its first 9,999 bytes are zeros",
         said("nothing but zeros"),
     ),
-    "stranger_members": Case(
+    "foreign_members": Case(
         file(archived("a", "b", "model.pt")), 3, UnsupportedError, "a tar archive of a, b", said("of model.pt")
     ),
     "gathered_bytes": Case(

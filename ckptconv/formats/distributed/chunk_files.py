@@ -84,25 +84,25 @@ class ChunkFiles:
                 window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
                 return ChunkFile(each.file.info, records[0], each.file.is_little_endian)
         checkpoint = torch_zip.read(window)
-        _refuse_strangers(checkpoint, window)
+        _refuse_unknown(checkpoint, window)
         file = _file(checkpoint, window)
         if len(known) < _MOST and (found := _remembered(checkpoint, file, window)):
             known.append(found)
         return file
 
 
-def _refuse_strangers(checkpoint: Checkpoint, window: SliceSource) -> None:
+def _refuse_unknown(checkpoint: Checkpoint, window: SliceSource) -> None:
     """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would
     not be seen there.
     """
     graph = checkpoint.graph
-    strangers = [node for node in graph.globals if not is_allowed(node)]
-    if strangers or graph.extensions:
-        kind = DangerousError if any(map(is_dangerous, strangers)) else UnsupportedError
+    unknown = [node for node in graph.globals if not is_allowed(node)]
+    if unknown or graph.extensions:
+        kind = DangerousError if any(map(is_dangerous, unknown)) else UnsupportedError
         raise kind(
             "the file of a chunk names what no tensor needs",
             where=f"{window.path} at byte {window.offset:,}",
-            got=some([str(node) for node in strangers] or ["an extension code"], _SHOWN),
+            got=some([str(node) for node in unknown] or ["an extension code"], _SHOWN),
             hint="do not load it unless you trust who made it",
         )
 

@@ -117,7 +117,7 @@ def read_metadata(source: Readable) -> Metadata:
     reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is no plain pickle of Metadata")
-    reader.refuse_strangers(graph)
+    reader.refuse_unknown(graph)
     return reader.metadata(graph.root)
 
 
@@ -140,14 +140,14 @@ class _Reader:
     def refuse(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
         raise UnsupportedError(what, where=self.where, expected=expected, got=got, hint=hint)
 
-    def refuse_strangers(self, graph: Graph) -> None:
+    def refuse_unknown(self, graph: Graph) -> None:
         """Raise UnsupportedError where something is named that torch's own writers do not name."""
-        strangers = list(dict.fromkeys(str(node) for node in graph.globals if str(node) not in _KNOWN))
-        strangers += dangerous_globals(graph)  # what is known can reach everything by getattr
-        if strangers:
+        unknown = list(dict.fromkeys(str(node) for node in graph.globals if str(node) not in _KNOWN))
+        unknown += dangerous_globals(graph)  # what is known can reach everything by getattr
+        if unknown:
             self.refuse(
                 "it names what torch.distributed.checkpoint's own metadata does not have",
-                got=some(strangers, 3),
+                got=some(unknown, 3),
                 hint="load it with the framework that wrote it, and save it with torch.save",
             )
 

@@ -109,7 +109,7 @@ def _zeros(file: _File) -> _Answer | None:
     """Of a download that was prepared and never came, or of a disk that failed."""
     if file.head.strip(b"\0"):
         return None
-    at, most = len(file.head), min(file.source.size, LIMITS.stranger_zeros)
+    at, most = len(file.head), min(file.source.size, LIMITS.foreign_zeros)
     while at < most:
         part = file.source.read(at, min(1 << 20, most - at))
         rest = part.lstrip(b"\0")
@@ -206,7 +206,7 @@ def _json(file: _File) -> Any:
     """The JSON in a file of bounded size; None where there is none."""
     if file.text is None or not file.text.lstrip().startswith(("{", "[")):
         return None
-    if file.source.size > (LIMITS.stranger_index if '"weight_map"' in file.text else LIMITS.stranger_json):
+    if file.source.size > (LIMITS.foreign_index if '"weight_map"' in file.text else LIMITS.foreign_json):
         return None
     try:
         return json.loads(file.source.read(0, file.source.size))
@@ -255,7 +255,7 @@ def _tar_names(source: Readable) -> list[str]:
     """The names at the start of a tar archive."""
     names: list[str] = []
     at = 0
-    while at + _BLOCK <= source.size and len(names) < LIMITS.stranger_members:
+    while at + _BLOCK <= source.size and len(names) < LIMITS.foreign_members:
         block = source.read(at, _BLOCK)
         size = block[124:136].strip(b" \0")
         if block[257:262] != b"ustar" or not re.fullmatch(rb"[0-7]{1,11}", size):

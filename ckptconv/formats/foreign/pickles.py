@@ -11,7 +11,18 @@ from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Blob, Call, Dict, Global, Graph, Object, Tuple, Value, gc_paused, is_global
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    Dict,
+    Global,
+    Graph,
+    Object,
+    Tuple,
+    Value,
+    gc_paused,
+    is_global,
+)
 from ckptconv.pickles.parser import parse
 
 __all__ = ["LOADER", "looks_like_pickle", "pickle_error", "storage_sizes"]

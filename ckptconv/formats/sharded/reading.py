@@ -16,7 +16,6 @@ from typing import Any
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
-from ckptconv.checkpoint.state_dicts import strings_of
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.index import (
@@ -30,7 +29,7 @@ from ckptconv.formats.sharded.index import (
     sets_in,
 )
 from ckptconv.hints import shell
-from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items
+from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
 
 __all__ = ["NAME", "Shard", "ShardedContainer", "looks_like", "read"]
 NAME = "sharded"

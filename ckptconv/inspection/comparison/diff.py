@@ -22,7 +22,12 @@ from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageErro
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, shell
-from ckptconv.inspection.comparison.differences import Difference, OtherDifference, TensorDifference, ValueDifference
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of

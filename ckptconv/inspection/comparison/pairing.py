@@ -19,9 +19,15 @@ from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word, strided_part, torch_device
+from ckptconv.checkpoint.rebuild_functions import (
+    TensorReader,
+    device_arguments,
+    is_word,
+    strided_part,
+    torch_device,
+)
 from ckptconv.errors import LimitError, count
-from ckptconv.formats.torch_writing import blob_bytes
+from ckptconv.formats.pickle_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
 from ckptconv.inspection.comparison.same_bytes import same_streams
 from ckptconv.limits import LIMITS

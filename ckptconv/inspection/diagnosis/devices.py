@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from ckptconv.checkpoint.state_dicts import strings_of
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.errors import count
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, ReachableStorages, Scope, first_few
-from ckptconv.pickles.graph import Call, Dict, Node
+from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 
 __all__ = ["missing_devices", "optimizers", "rng_states"]
 

@@ -390,7 +390,7 @@ def test_planning_twice_gives_the_same_pieces(make: Make) -> None:
     "name", ["DATA.pkl", "Byteorder", "VERSION", "Data/0", "DATA/9", ".Format_Version", ".data/SERIALIZATION_ID"]
 )
 def test_a_name_that_is_torchs_but_for_case_is_malformed(make: Make, name: str) -> None:
-    """torch would read it as its own; here it would be a stranger's, passed through."""
+    """torch would read it as its own; here it would be an unknown record, passed through."""
     records = {} if name == "Data/0" else {"data/0": bytes(16)}
     path = make(pickle_of(tensor(storage())), {**records, name: b"1"})
     with pytest.raises(MalformedError, match=r"case"):

@@ -547,7 +547,7 @@ def test_levels(tmp_path: Path) -> None:
 
 
 def test_strangers(corpus: Path) -> None:
-    """Nothing in the strangers' files is dangerous, nothing is taken for a pickle inside, and each needs code only if
+    """Nothing in the corpus is dangerous, nothing is taken for a pickle inside, and each needs code only if
     torch's safe loader refused it.
     """
     rows = list(csv.DictReader((corpus / "manifest.csv").read_text().splitlines()))

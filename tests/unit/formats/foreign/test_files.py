@@ -641,7 +641,7 @@ def test_the_older_format_that_was_cut_says_how_much_is_missing(tmp_path: Path) 
 
 
 def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
-    """No file of strangers is left without a name for what it is."""
+    """No file of the corpus is left without a name for what it is."""
     refused = 0
     for path in sorted(path for path in corpus.rglob("*") if path.is_file()):
         try:

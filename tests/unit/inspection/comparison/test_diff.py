@@ -31,7 +31,12 @@ from ckptconv.cli.render import Style, difference_lines
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
-from ckptconv.inspection.comparison.differences import Difference, OtherDifference, TensorDifference, ValueDifference
+from ckptconv.inspection.comparison.differences import (
+    Difference,
+    OtherDifference,
+    TensorDifference,
+    ValueDifference,
+)
 from ckptconv.limits import LIMITS
 from tests.support import zoo
 from tests.support.limited import ckptconv_with_small_files

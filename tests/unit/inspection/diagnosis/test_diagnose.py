@@ -684,7 +684,7 @@ def test_torch_is_not_imported(fixtures: Path) -> None:
     assert int(out.split()[0]) >= 2
 
 
-# Everything that people save, and strangers' files
+# Everything that people save, and the corpus
 
 
 def check_every_command(path: Path | str) -> Summary:

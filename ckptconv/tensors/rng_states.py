@@ -1,4 +1,4 @@
-"""Detect RNG states among tensors in memory, by the rules of :mod:`ckptconv.checkpoint.state_dicts`."""
+"""Detect RNG states among tensors in memory, by the rules of :mod:`ckptconv.checkpoint.rng_states`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, has_rng_word
+from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_rng_word
 from ckptconv.tensors.containers import Slot
 
-__all__ = ["random_states"]
+__all__ = ["rng_states"]
 
 
-def random_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Those of the tensors at PLACES. ALONE says whether one has its storage to itself, as a state has."""
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
     judge = _Judge(possible)

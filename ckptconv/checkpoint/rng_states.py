@@ -1,0 +1,92 @@
+"""The RNG rule: which tensors are states of random generators, which belong on the CPU.
+
+A state is a contiguous 1-D ``uint8`` tensor that has its storage to itself and
+
+- has 5,056 elements, or belongs to a ``torch.Generator``; or
+- stands outside state dicts, below a key with one of the words ``rng``, ``seed``, ``random``, ``generator``; or
+- stands outside state dicts, in a mapping that has a state of the first kind, or ``python`` and ``numpy`` as keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Tuple, is_global, strings_of
+from ckptconv.pickles.paths import Place
+
+__all__ = ["CPU_RNG_BYTES", "RngStates", "has_rng_word"]
+
+#: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
+CPU_RNG_BYTES = 5056
+_RNG_WORDS = {"rng", "seed", "random", "generator"}
+
+
+class RngStates:
+    """The tensors of CHECKPOINT that could be RNG states, and how sure that is without knowing its state dicts."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._tensor_nodes = checkpoint.tensor_nodes
+        self._candidates = _rng_candidates(checkpoint)
+        self._possible = {id(p.node) for p in self._candidates}
+        self._certain = {
+            id(p.node) for p in self._candidates if self._info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
+        }
+        self._hinted = {id(p.node) for p in self._candidates if any(has_rng_word(a.key) for a in p.upwards())}
+        self._rng_mappings: dict[int, bool] = {}  # whether a certain state, or python's and numpy's, is in it
+
+    def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
+        """The RNG states, where STATE_DICTS are the ids of the state dicts' nodes."""
+        return [self._info(place) for place in self._candidates if self._is_rng(place, state_dicts)]
+
+    def are_all_tensors_of(self, node: Object) -> bool:
+        """Whether the mapping NODE holds RNG states and no other tensors."""
+        tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self._tensor_nodes}
+        return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
+
+    def _info(self, place: Place) -> TensorInfo:
+        return self._tensor_nodes[id(place.node)]
+
+    def _is_rng(self, place: Place, state_dicts: Container[int]) -> bool:
+        if id(place.node) in self._certain:
+            return True
+        above = list(place.upwards())[1:]
+        if any(id(outer.node) in state_dicts for outer in above):
+            return False
+        if id(place.node) in self._hinted:
+            return True
+        mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
+        if not isinstance(mapping, (Dict, Call)):
+            return False
+        if id(mapping) not in self._rng_mappings:  # asked once for each of its tensors
+            beside = strings_of(mapping)
+            sibling = any(id(value) in self._certain for value in beside.values())
+            self._rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
+        return self._rng_mappings[id(mapping)]
+
+
+def has_rng_word(key: str | None) -> bool:
+    if key is None:
+        return False
+    return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
+
+
+def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
+    """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
+    users: dict[Storage, int] = {}
+    for reference in checkpoint.references:
+        users[reference.storage] = users.get(reference.storage, 0) + 1
+    found: dict[int, Place] = {}
+    for place in checkpoint.places:
+        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
+            continue
+        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
+            found.setdefault(id(place.node), place)
+    return list(found.values())
+
+
+def _is_generator_state(place: Place) -> bool:
+    """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
+    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())

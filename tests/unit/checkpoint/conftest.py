@@ -1,0 +1,25 @@
+"""A fixture for what is detected in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.state_dicts import Detected, detect
+from ckptconv.formats import opening
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """What is recognised in an object that torch saves."""
+
+    def detected_in(obj: object) -> Detected:
+        torch.save(obj, tmp_path / "x.pt")
+        with Source(tmp_path / "x.pt") as source:
+            return detect(opening.read(source))
+
+    return detected_in

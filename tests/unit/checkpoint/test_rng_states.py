@@ -1,0 +1,119 @@
+"""The RNG rule: which tensors are recognised as states of random generators."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES
+from tests.support.detection import numbers, rng_states
+
+W = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("obj", "paths"),
+    [
+        (torch.get_rng_state(), ["."]),
+        ({"anything": torch.get_rng_state(), "w": [W]}, ["anything"]),
+        ({"rng": numbers(), "x": 1}, ["rng"]),
+        ({"cuda_rng_state": [numbers(), numbers()], "x": 1}, ["cuda_rng_state[0]", "cuda_rng_state[1]"]),
+        ({"cudaRngState": numbers(), "x": 1}, ["cudaRngState"]),
+        ({"RNGState": numbers(), "x": 1}, ["RNGState"]),
+        ({"torch.seed": numbers(), "x": 1}, ["torch.seed"]),
+        ({"Random": {"deep": [{"deeper": numbers()}]}, "x": 1}, ["Random/deep[0]/deeper"]),
+        ({"my_generator": numbers(), "x": 1}, ["my_generator"]),
+        ({"strange": numbers(), "x": 1}, []),
+        ({"seedling": numbers(), "x": 1}, []),
+        ({"degenerators": numbers(), "x": 1}, []),
+        ({"cpu": torch.get_rng_state(), "cuda": [numbers(), numbers()], "x": 1}, ["cpu", "cuda[0]", "cuda[1]"]),
+        (OrderedDict(x=1, cpu=torch.get_rng_state(), cuda=numbers()), ["cpu", "cuda"]),
+        ({"a": {"cpu": torch.get_rng_state()}, "cuda": numbers(), "x": 1}, ["a/cpu"]),
+        ({"cpu": torch.get_rng_state(), "x": {"data": [numbers()], "y": 1}}, ["cpu"]),
+        ({"python": 1, "numpy": 2, "torch_cuda": numbers()}, ["torch_cuda"]),
+        ({"python": 1, "torch_cuda": numbers()}, []),
+        ({"numpy": 1, "torch_cuda": numbers()}, []),
+    ],
+)
+def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) -> None:
+    """5,056 elements; under a key with one of the words in it; beside one of 5,056 elements; beside ``python`` and
+    ``numpy``.
+    """
+    detected = read(obj)
+    assert rng_states(detected) == paths
+    assert {info.storage for info in detected.rng_states} == detected.rng_storages
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        numbers().to(torch.int8),
+        numbers().to(torch.float32),
+        numbers().reshape(4, 4),
+        numbers()[:8],
+        numbers()[8:],
+        numbers(32)[::2],
+        numbers().as_strided((16,), (0,)),
+        torch.tensor(1, dtype=torch.uint8),
+        torch.zeros(CPU_RNG_BYTES + 1, dtype=torch.uint8)[:CPU_RNG_BYTES],
+        torch.zeros(2, CPU_RNG_BYTES // 2, dtype=torch.uint8),
+    ],
+    ids=["int8", "float32", "2-D", "head", "tail", "strided", "expanded", "0-D", "view of 5056", "2-D of 5056"],
+)
+def test_what_is_no_generator_state_wherever_it_stands(read: Any, tensor: torch.Tensor) -> None:
+    """Only contiguous 1-D uint8 tensors that fill their storage are."""
+    assert rng_states(read({"rng_state": tensor, "x": 1})) == []
+
+
+def test_a_shared_storage_is_no_generator_state(read: Any) -> None:
+    """Two tensors on one storage: moving it would move the other; one tensor under two keys is fine."""
+    state = torch.get_rng_state()
+    assert rng_states(read({"rng_state": state, "view": state.view(2, -1), "x": 1})) == []
+    assert rng_states(read({"rng_state": state, "again": state, "x": 1})) == ["rng_state"]
+
+
+def test_a_state_dict_has_no_generator_states_by_name(read: Any) -> None:
+    """``random_features`` is a buffer; 5,056 elements are one even there."""
+    state: Any = nn.Linear(1, 1).state_dict()
+    state |= {"random_features": numbers(), "random.rng": numbers()}
+    assert rng_states(read({"model": state})) == []
+    assert rng_states(read({"rng_net": {"w": W, "mask": numbers()}})) == []
+    state["state"] = torch.get_rng_state()
+    assert rng_states(read({"model": state})) == ["model/state"]
+
+
+def test_the_state_of_a_generator_object(read: Any) -> None:
+    """``torch.Generator`` carries its state with it."""
+    detected = read({"dropout": torch.Generator().manual_seed(1), "x": 1})
+    assert [info.nbytes for info in detected.rng_states] == [CPU_RNG_BYTES]
+    assert rng_states(detected) == ["dropout/.__state__[2]"]
+
+    class OnGpu:
+        def __reduce__(self) -> Any:
+            return torch.Generator, (torch.device("cuda:0"),), (1, 0, numbers())
+
+    assert rng_states(read({"dropout": [OnGpu()], "x": 1})) == ["dropout[0]/.__state__[2]"]
+
+
+def test_the_trainers_file(read: Any) -> None:
+    """Hugging Face's Trainer and accelerate: what they save beside a model."""
+    trainer = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "cuda": [numbers()],
+    }
+    assert rng_states(read(trainer)) == ["cpu", "cuda[0]"]
+    accelerate = {
+        "step": 1,
+        "random_state": random.getstate(),
+        "torch_manual_seed": torch.get_rng_state(),
+        "torch_cuda_manual_seed": [numbers()],
+    }
+    assert rng_states(read(accelerate)) == ["torch_manual_seed", "torch_cuda_manual_seed[0]"]
