@@ -170,8 +170,8 @@ def convert(folder: Path, size: int, runs: int) -> None:
 
 
 def to_safetensors(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and beside what torch and the
-    library do.
+    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and
+    beside what torch and the library do.
     """
     title, rival = (
         f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`",
@@ -256,8 +256,8 @@ def cast(folder: Path, size: int, runs: int) -> None:
 
 
 def gather(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and thousands of columns that share
-    storages.
+    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and
+    thousands of columns that share storages.
     """
     src = make(folder / "views.pt", size, MAKE_VIEWS)
     title, rival = (

@@ -13,8 +13,8 @@ __all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "get_dt
 
 @dataclass(frozen=True)
 class DType:
-    """A torch dtype: its name without ``torch.``, its storage class (None: written as UntypedStorage), its width in
-    bytes.
+    """A torch dtype: its name without ``torch.``, its storage class (None: written as
+    UntypedStorage), its width in bytes.
 
     ``word`` is safetensors' name for it, where that has one.
     """

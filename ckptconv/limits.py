@@ -17,8 +17,8 @@ MIB = 1024 * KIB
 class Limits:
     """Bounds on input; what is above one of them raises :class:`~ckptconv.errors.LimitError`."""
 
-    #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that. Long texts inside it do not
-    #: count.
+    #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that.
+    #: Long texts inside it do not count.
     pickle_bytes: int = 256 * MIB
     #: 60,000 tensors take 1.9 million opcodes; one of ours costs at most 300 bytes, so this bounds memory at 6 GB.
     pickle_opcodes: int = 20_000_000
@@ -55,8 +55,8 @@ class Limits:
     member_name: int = 64 * KIB
     #: The records in which one word stands: 'little', '3', '64'.
     note_bytes: int = 64
-    #: A pickle of protocol 0 or 1 has no mark, so a text that could be one is tried; those that are none are mostly
-    #: longer.
+    #: A pickle of protocol 0 or 1 has no mark, so a text that could be one is tried;
+    #: those that are none are mostly longer.
     unmarked_pickle_bytes: int = MIB
     #: What protocol 0 makes of a persistent id is a text, in which key and device are found by a pattern. torch's keys
     #: are addresses of at most twenty digits.
@@ -95,8 +95,8 @@ class Limits:
     config_bytes: int = MIB
     #: Names in a folder that are looked at, where it is said what the folder is.
     folder_names: int = 5_000
-    #: What is read of a file that is no checkpoint, to say what it is: of JSON, a configuration has some thousands of
-    #: bytes;
+    #: What is read of a file that is no checkpoint, to say what it is: of JSON, a
+    #: configuration has some thousands of bytes;
     foreign_json: int = MIB
     #: of an index of shards, 90,000 tensors have nine million bytes;
     foreign_index: int = 16 * MIB

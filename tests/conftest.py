@@ -1,5 +1,5 @@
-"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the corpus are wherever
-CKPTCONV_CORPUS says.
+"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the
+corpus are wherever CKPTCONV_CORPUS says.
 """
 
 from __future__ import annotations

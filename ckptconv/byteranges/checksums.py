@@ -25,8 +25,8 @@ _MOST_THREADS = 4
 class Sums:
     """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not.
 
-    KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place of the span, whose checksum is 0
-    then.
+    KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place
+    of the span, whose checksum is 0 then.
     """
 
     def __init__(self, spans: Sequence[ByteRange | Concat], *, keep_going: bool = False) -> None:
@@ -58,8 +58,8 @@ class Sums:
             thread.join()
 
     def check(self) -> None:
-        """Raise what went wrong so far: MalformedError where a range is not what its checksum says, or what reading
-        raised.
+        """Raise what went wrong so far: MalformedError where a range is not what its
+        checksum says, or what reading raised.
         """
         if self._error is not None:
             raise self._error

@@ -48,11 +48,11 @@ class Pieces:
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
         needed = any(isinstance(piece, (Gather, Assemble, Cast)) for piece in every)
-        self._tensors = _modules() if needed else None
+        self._kernels = _kernels() if needed else None
         #: Bytes that are needed in FOLDER for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
-        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show were too large for their new
-        #: dtype.
+        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
+        #: were too large for their new dtype.
         self.overflowed: dict[tuple[str, ...], int] = {}
 
     def __enter__(self) -> Pieces:
@@ -78,11 +78,11 @@ class Pieces:
             for part in piece.parts:
                 yield from reading.read(part)
         elif isinstance(piece, Gather):
-            assert self._tensors is not None
-            yield from self._tensors.gathering.gather(piece, self._whole(piece.of))
+            assert self._kernels is not None
+            yield from self._kernels.gathering.gather(piece, self._whole(piece.of))
         elif isinstance(piece, Assemble):
-            assert self._tensors is not None
-            yield from self._tensors.assembling.assemble(piece)
+            assert self._kernels is not None
+            yield from self._kernels.assembling.assemble(piece)
         else:
             yield from self._cast(piece)
 
@@ -93,8 +93,8 @@ class Pieces:
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts PIECE, at most so many bytes of what it is made of at once."""
-        assert self._tensors is not None
-        buffer: CastBuffer = self._tensors.casting.TorchCastBuffer(piece, most)
+        assert self._kernels is not None
+        buffer: CastBuffer = self._kernels.casting.TorchCastBuffer(piece, most)
         return buffer
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
@@ -178,8 +178,8 @@ class Pieces:
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
-    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each time that it is full, and at the
-    end.
+    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each
+    time that it is full, and at the end.
     """
     filled = 0
     for chunk in chunks:
@@ -195,7 +195,7 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
         yield filled
 
 
-class _Modules(NamedTuple):
+class _Kernels(NamedTuple):
     """What needs torch."""
 
     assembling: ModuleType
@@ -203,7 +203,7 @@ class _Modules(NamedTuple):
     gathering: ModuleType
 
 
-def _modules() -> _Modules:
+def _kernels() -> _Kernels:
     """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does
     not stand there.
     """
@@ -212,4 +212,4 @@ def _modules() -> _Modules:
         from ckptconv.byteranges.kernels import assembling, casting, gathering
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return _Modules(assembling, casting, gathering)
+    return _Kernels(assembling, casting, gathering)

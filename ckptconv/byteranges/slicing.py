@@ -37,8 +37,8 @@ def stored(data: Piece) -> ByteRange | None:
 
 
 def crc32_known(data: Piece) -> int | None:
-    """The checksum that DATA should have, where its source says it: that of a chain of whole records follows from
-    theirs.
+    """The checksum that DATA should have, where its source says it: that of a concatenation
+    of whole records follows from theirs.
     """
     if isinstance(data, (ByteRange, Inflate)):
         return data.crc32
@@ -61,7 +61,7 @@ def with_checksums(data: Piece) -> tuple[ByteRange, ...]:
     elif isinstance(of, Concat):
         spans = (of.whole,) if of.whole else of.parts
     elif isinstance(of, Assemble):
-        spans = tuple(box.of for box in of.boxes)
+        spans = tuple(placement.of for placement in of.placements)
     return tuple(span for span in spans if span.crc32 is not None)
 
 
@@ -91,7 +91,7 @@ def part_of(data: Data, offset: int, length: int) -> ByteRange | Inflate | Infla
 
 
 def _within(chain: Concat, offset: int, length: int) -> Iterator[ByteRange]:
-    """LENGTH bytes at OFFSET of CHAIN."""
+    """LENGTH bytes at OFFSET of CONCAT."""
     starts = [0, *accumulate(part.length for part in chain.parts)]
     i = bisect_right(starts, offset) - 1
     while length:

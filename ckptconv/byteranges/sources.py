@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -172,13 +174,20 @@ class SourceFolder(Readable):
 
     Its bytes are those of its parts, one behind another.
 
-    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for the kernel to copy are
-    those of its parts.
+    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for
+    the kernel to copy are those of its parts.
     """
 
-    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        faults: FaultSink = RAISED,
+        open_file: Callable[[Path, FaultSink], Source] = Source,
+    ) -> None:
+        """OPEN_FILE opens each part; its errors may say more than a source can."""
         self.path = Path(os.fsdecode(path))
         self.faults = faults
+        self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.fd = -1
         self.size = 0
@@ -190,7 +199,7 @@ class SourceFolder(Readable):
     def open(self, name: str) -> Source:
         """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
         if name not in self._open:
-            self._open[name] = Source(self.folder / name, self.faults)
+            self._open[name] = self._open_file(self.folder / name, self.faults)
             self.add(self._open[name])
         return self._open[name]
 
@@ -249,10 +258,6 @@ def _leave_spare(fd: int) -> None:
     """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as
     many as it may: a set can have more shards than the usual 1,024.
     """
-    try:
-        import resource  # of Unix alone
-    except ImportError:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE

@@ -80,8 +80,8 @@ class InflateSlice:
 class Concat:
     """PARTS one behind another, LENGTH bytes in all.
 
-    They are parts of WHOLE, whose checksum says whether they are what they should be; where that is None, each is whole
-    and has its own.
+    They are parts of WHOLE, whose checksum says whether they are what they should be; where that
+    is None, each is whole and has its own.
     """
 
     parts: tuple[ByteRange, ...]
@@ -106,8 +106,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension of the tensor, and
-    its own strides in OF.
+    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension
+    of the tensor, and its own strides in OF.
     """
 
     of: ByteRange
@@ -119,10 +119,10 @@ class ChunkPlacement:
 @dataclass(frozen=True)
 class Assemble:
     """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of
-    BOXES, which are in the order of their first indices.
+    PLACEMENTS, which are in the order of their first indices.
     """
 
-    boxes: tuple[ChunkPlacement, ...]
+    placements: tuple[ChunkPlacement, ...]
     shape: tuple[int, ...]
     itemsize: int
     length: int
@@ -151,8 +151,8 @@ class Cast:
 
 @dataclass(frozen=True)
 class Deferred:
-    """LENGTH bytes that hold checksums: MAKE gives them, called with those of :attr:`OutFile.sums`, in order, when all
-    are known.
+    """LENGTH bytes that hold checksums: MAKE gives them, called with those of
+    :attr:`OutFile.sums`, in order, when all are known.
     """
 
     length: int
@@ -172,7 +172,7 @@ class OutFile:
     """One file to write: its PIECES in order, and their SIZE in bytes.
 
     ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
-    to the late pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
+    to the :class:`Deferred` pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
     """
 
     path: Path

@@ -1,6 +1,6 @@
 """Dangerous globals: functions that no checkpoint needs and that attacks are made of.
 
-A narrow list, to be sure of each.
+The list is narrow, to be sure of each.
 
 ``getattr``, ``operator.attrgetter`` and ``functools.partial`` are not on it: pickle itself writes the first for bound
 methods, the last for ``__getnewargs_ex__``. But what ``getattr`` is asked for must be said, and lead to no innards
@@ -48,13 +48,13 @@ _MODULES = frozenset(
     ]
 )  # a table  # fmt: skip
 
-#: Functions and classes elsewhere, and all below them. Modules stand here in full where their name alone can be
-#: anybody's.
+#: Functions and classes elsewhere, and all below them. Modules stand here in full where
+#: their name alone can be anybody's.
 _NAMES = frozenset(
     [
         "__builtin__.apply",
         *(
-            f"builtins.{name}" for name in  (
+            f"builtins.{name}" for name in (
                 "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "globals",
                 "help", "input", "locals", "open", "reload", "setattr", "vars",
             )
@@ -65,7 +65,7 @@ _NAMES = frozenset(
         "logging.handlers", "operator.__call__", "operator.call", "_operator.call", "platform.popen",
         "platform._syscmd_file", "platform._syscmd_ver",
         *(
-            f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in  (
+            f"pathlib.{kind}.{name}" for kind in ("Path", "PosixPath", "WindowsPath") for name in (
                 "chmod", "hardlink_to", "mkdir", "open", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink",
                 "write_bytes", "write_text",
             )
@@ -79,9 +79,8 @@ _NAMES = frozenset(
         # files
         *(f"{module}.open" for module in ("_io", "bz2", "codecs", "gzip", "io", "lzma")), "io.FileIO", "_io.FileIO",
         # pickles, and files with pickles or code in them, read by readers that run them
-
         *(
-            f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in  (
+            f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in (
                 "Unpickler", "load", "loads",
             )
         ),
@@ -90,7 +89,7 @@ _NAMES = frozenset(
         "yaml.unsafe_load", "numpy.ctypeslib", "numpy.distutils", "numpy.f2py", "numpy.lib._datasource",
         "numpy.lib._npyio_impl", "numpy.lib.npyio",
         *(
-            f"numpy.{name}" for name in  (
+            f"numpy.{name}" for name in (
                 "load", "ndarray.dump", "ndarray.tofile", "save", "savetxt", "savez", "savez_compressed",
             )
         ),
@@ -104,7 +103,7 @@ _NAMES = frozenset(
         "torch.jit._serialization", "torch.jit.load", "torch.jit.save", "torch.jit.unsupported_tensor_ops",
         "torch.load",
         *(
-            f"torch.multiprocessing.{name}" for name in  (
+            f"torch.multiprocessing.{name}" for name in (
                 "reducer", "reductions.reduction", "reductions.register_after_fork", "spawn",
             )
         ),
@@ -147,8 +146,8 @@ _HARMLESS = frozenset(
 _MAPPED = frozenset(["numpy.memmap", "numpy._core.memmap.memmap", "numpy.core.memmap.memmap"])
 _REBUILDERS = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core"))
 
-#: Attributes that lead from anything to everything: to the module that something was made in, to all classes, to what
-#: runs code.
+#: Attributes that lead from anything to everything: to the module that something was made
+#: in, to all classes, to what runs code.
 _INNARDS = frozenset([
     "__base__", "__bases__", "__builtins__", "__closure__", "__code__", "__dict__", "__getattribute__",
     "__globals__", "__import__", "__loader__", "__mro__", "__reduce__", "__reduce_ex__", "__self__", "__setattr__",
@@ -177,8 +176,8 @@ def dangerous_globals(graph: Graph) -> Iterator[str]:
 
 
 def is_dangerous(node: Global) -> bool:
-    """Whether NODE is a dangerous global, as it is spelled or as Python 2's name: torch's safe loader maps those under
-    every protocol.
+    """Whether NODE is a dangerous global, as it is spelled or as Python 2's name: torch's safe
+    loader maps those under every protocol.
     """
     module, name = imported_as(node, 2)
     if _leads_to_danger(module, name):
@@ -187,8 +186,8 @@ def is_dangerous(node: Global) -> bool:
 
 
 def _leads_to_danger(module: str, name: str) -> bool:
-    """A name with dots goes through attributes: ``torch.serialization`` has ``os.system``, ``random`` has it as
-    ``_os.system``.
+    """A name with dots goes through attributes: ``torch.serialization`` has
+    ``os.system``, ``random`` has it as ``_os.system``.
     """
     package, attributes = module.split("."), name.split(".")
     if f"{module}.{name}" in _HARMLESS:

@@ -24,7 +24,7 @@ from ckptconv.pickles.graph import (
     is_global,
 )
 
-__all__ = ["describe", "is_flat", "members_of"]
+__all__ = ["describe", "is_flat"]
 
 _LONGEST = 60  # characters
 _LOOKED_AT = 64  # members of what a call makes
@@ -43,8 +43,8 @@ def is_flat(node: Value) -> bool:
 def members_of(node: Value) -> list[Value] | None:
     """What is in a sequence or set, None if NODE is neither.
 
-    Before protocol 4 a set is a call of its class with a list. Of that the first members will do: any number of calls
-    can have the same one.
+    Before protocol 4 a set is a call of its class with a list. Of that the first members will do:
+    any number of calls can have the same one.
     """
     if isinstance(node, (Tuple, FrozenSet)):
         return list(node.items)

@@ -14,17 +14,10 @@ from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
-from ckptconv.checkpoint.rebuild_functions import (
-    FROM_TYPE,
-    TensorReader,
-    device_arguments,
-    is_count,
-    is_word,
-    partial_notes,
-)
+from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word, partial_notes
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import InputError, MalformedError
-from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, walk
+from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, is_count, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
 
 __all__ = ["attribute_places", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
@@ -45,8 +38,8 @@ def checkpoint_of(
 
     Raises MalformedError, LimitError.
 
-    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what is wrong, instead of
-    the source's own sink.
+    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what
+    is wrong, instead of the source's own sink.
     """
     faults = faults or source.faults
     for call in graph.calls:
@@ -122,8 +115,8 @@ def attribute_places(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[P
 
 
 def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
-    """The places right inside the nodes OPENED (by id), from the root on; the opened nodes themselves are not among
-    them.
+    """The places right inside the nodes OPENED (by id), from the root on; the opened
+    nodes themselves are not among them.
     """
 
     def leaf(node: Node) -> list[Value] | None:
@@ -139,8 +132,8 @@ def _walk(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[Place]:
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For a walk: TENSORS (by the id of their node) and torch's small words are leaves; a tensor's attributes stand in
-    it.
+    """For a walk: TENSORS (by the id of their node) and torch's small words are
+    leaves; a tensor's attributes stand in it.
     """
 
     def leaf(node: Node) -> list[Value] | None:

@@ -14,8 +14,8 @@ __all__ = ["left_behind_at", "storages_below"]
 def left_behind_at(
     checkpoint: Checkpoint, places: Iterable[Place], kept: Iterable[Storage | None], why: str
 ) -> list[LeftBehind]:
-    """What stands at PLACES, each with the bytes of the storages that go with it: those that are not KEPT, each counted
-    once.
+    """What stands at PLACES, each with the bytes of the storages that go with it: those
+    that are not KEPT, each counted once.
     """
     by_node = {id(reference.node): reference.storage for reference in checkpoint.references}
     counted = {id(storage) for storage in kept}

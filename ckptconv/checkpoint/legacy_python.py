@@ -51,13 +51,13 @@ def modernize(graph: Graph) -> None:
         for call in graph.calls:
             if is_global(call.callable, "collections.OrderedDict"):
                 _set_items(call, graph)
-        _modernise_keys(graph)
+        _modernize_keys(graph)
     names = {str(node) for node in graph.globals}
     if not names.isdisjoint(_PARAMETERS) or any(map(_TENSOR_CLASS.fullmatch, names)):
-        _modernise_tensors(graph)
+        _modernize_tensors(graph)
 
 
-def _modernise_tensors(graph: Graph) -> None:
+def _modernize_tensors(graph: Graph) -> None:
     rebuild_tensor = Global("torch._utils", "_rebuild_tensor")
     rebuild_parameter = Global("torch._utils", "_rebuild_parameter")
     for call in graph.calls:
@@ -71,7 +71,7 @@ def _modernise_tensors(graph: Graph) -> None:
                 _become(call, rebuild_tensor, state)
 
 
-def _modernise_keys(graph: Graph) -> None:
+def _modernize_keys(graph: Graph) -> None:
     """Make text of mappings' keys; one text of one string that is used several times."""
     texts: dict[Py2String, str] = {}
     for node in walk([graph.root, *graph.discarded]):

@@ -37,8 +37,8 @@ class Reference:
 class DeviceArgument:
     """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
 
-    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of
-    ``arguments``.
+    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
+    the argument is one of ``arguments``.
     """
 
     call: Call

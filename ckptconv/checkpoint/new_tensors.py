@@ -1,7 +1,7 @@
 """Make the calls that rebuild tensors, for containers that have no pickle.
 
-Source: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for dtypes that no storage class
-has).
+Source: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3``
+for dtypes that no storage class has).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Find whole modules that were pickled, and the state dict that each of them would give.
 
-``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters, persistent
-buffers, then the modules inside, None left out, each tensor detached. No class is needed, so what only a class's own
-code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules (``scale``).
-``_metadata`` is not made up either: it says the version of each class, which no pickle has. Without it torch takes a
-module's oldest version; torch's own modules still take their tensors then, because what they lack is added only where
-it is missing (``BatchNorm``'s counter). Quantized modules are the exception: they have read tuples since their versions
-were counted.
+``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters,
+persistent buffers, then the modules inside, None left out, each tensor detached. No class is needed, so what only
+a class's own code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules
+(``scale``). ``_metadata`` is not made up either: it says the version of each class, which no pickle has. Without
+it torch takes a module's oldest version; torch's own modules still take their tensors then, because what they
+lack is added only where it is missing (``BatchNorm``'s counter). Quantized modules are the exception: they have
+read tuples since their versions were counted.
 
 The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class
 says, which stands in the archive's code (:mod:`ckptconv.formats.torchscript`).
@@ -38,6 +38,7 @@ from ckptconv.pickles.graph import (
     args_of,
     children,
     is_global,
+    strings_of,
 )
 from ckptconv.pickles.paths import Place
 
@@ -71,10 +72,10 @@ class PickledModule:
     """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in
     ``state_dict()``'s order.
 
-    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something that is no
-    tensor of torch's and no module. ``opened`` are the nodes (by id) that the module itself is made of, ``modules``
-    those of them that are modules, ``holders`` those that tensors were taken from. ``trouble``: why it gives no state
-    dict.
+    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something
+    that is no tensor of torch's and no module. ``opened`` are the nodes (by id) that the module itself
+    is made of, ``modules`` those of them that are modules, ``holders`` those that tensors were taken
+    from. ``trouble``: why it gives no state dict.
     """
 
     path: str
@@ -97,8 +98,8 @@ class PickledModule:
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Whether PLACE is an attribute that torch gives this module or one inside it for its own use, and nothing of
-        the model's is in it.
+        """Whether PLACE is an attribute that torch gives this module or one inside it for its own
+        use, and nothing of the model's is in it.
         """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
         if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
@@ -197,8 +198,7 @@ class _Reader:
         if not isinstance(mapping, Object):
             return {}
         if id(mapping) not in self.items:  # once: any number of modules can share it
-            pairs = ((effect.values[i], effect.values[i + 1]) for effect, i in mapping.pairs())
-            self.items[id(mapping)] = {key: value for key, value in pairs if isinstance(key, str)}
+            self.items[id(mapping)] = strings_of(mapping)
         return self.items[id(mapping)]
 
     def members(self, node: Value) -> frozenset[str]:

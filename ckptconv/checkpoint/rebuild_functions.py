@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
-from typing import TypeGuard
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
@@ -27,6 +26,7 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
     args_of,
+    is_count,
     is_global,
 )
 from ckptconv.pickles.paths import Place
@@ -36,10 +36,10 @@ __all__ = [
     "PARAMETER",
     "STRIDED",
     "OtherDType",
+    "StridedPart",
     "TensorReader",
     "device_arguments",
     "ints_of",
-    "is_count",
     "is_word",
     "partial_notes",
     "strided_part",
@@ -88,10 +88,6 @@ class OtherDType(Global):
     """A dtype that safetensors has and torch has not. No pickle can say it: the parser makes plain globals."""
 
     __slots__ = ()
-
-
-def is_count(value: Value) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < LIMITS.elements
 
 
 # Devices as arguments

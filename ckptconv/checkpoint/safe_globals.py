@@ -116,8 +116,8 @@ def refused_opcodes(graph: Graph) -> list[str]:
 
 
 def can_be_made_loadable(graph: Graph) -> bool:
-    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that it only has to be written
-    differently.
+    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that
+    it only has to be written differently.
     """
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 

@@ -1,7 +1,4 @@
-"""Detect state dicts, optimizers, modules and RNG states.
-
-Recognises; changes nothing.
-"""
+"""Detect state dicts, optimizers, modules and RNG states. Changes nothing."""
 
 from __future__ import annotations
 
@@ -79,8 +76,8 @@ class Detected:
         """The state dict that is meant when nobody says which, or the module that would give it, alone in a list;
         several or none where that is not clear.
 
-        The only one (as the root always is: there are none inside it), else the one under a usual name; a module where
-        no state dict has one.
+        The only one (as the root always is: there are none inside it), else the one under a usual
+        name; a module where no state dict has one.
         """
         modules = [found for found in self.modules if found.tensors or found.trouble]
         usual = [found for found in self.state_dicts if self.is_usual(found.path)]

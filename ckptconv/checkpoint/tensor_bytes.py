@@ -23,8 +23,8 @@ __all__ = ["piece_of"]
 
 
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of INFO, a strided tensor, in row-major order, little-endian; its storage's numbers stand in
-    BYTEORDER.
+    """The elements of INFO, a strided tensor, in row-major order, little-endian; its
+    storage's numbers stand in BYTEORDER.
     """
     assert info.storage is not None
     data = info.storage.data

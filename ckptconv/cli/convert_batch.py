@@ -121,8 +121,8 @@ def _show_outcome(
 ) -> None:
     """Say what became of one item.
 
-    WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the end alone, unless
-    nothing is said then.
+    WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the
+    end alone, unless nothing is said then.
     """
     report = outcome.report
     failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []

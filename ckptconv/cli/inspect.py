@@ -83,8 +83,8 @@ def _selected(
 
 
 def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[TensorSummary]:
-    """The tensors that the globs leave, each under the first of its names that they leave: what stands in a module that
-    has two names has two.
+    """The tensors that the globs leave, each under the first of its names that they leave: what
+    stands in a module that has two names has two.
     """
     names: dict[str, list[str]] = {}
     for named in chain.from_iterable(module["tensors"] for module in summary["modules"]):

@@ -17,8 +17,8 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 def _no_flag_as_replacement(
     context: click.Context, _: click.Parameter, value: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """VALUE, unless a replacement was forgotten and what follows was taken for it: ``--rename REGEX --dry-run`` would
-    write.
+    """VALUE, unless a replacement was forgotten and what follows was taken for it:
+    ``--rename REGEX --dry-run`` would write.
     """
     flags = {flag for option in context.command.params for flag in option.opts}
     for regex, replacement in value:

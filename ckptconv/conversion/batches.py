@@ -92,15 +92,15 @@ def jobs_in(
 
 @for_python
 def write_index(folder: str | os.PathLike[str]) -> Path:
-    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last step where each shard
-    was a job of its own.
+    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last
+    step where each shard was a job of its own.
 
     Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two,
     RefusedError where there are no shards, or there is an index.
     """
     if not os.path.isdir(folder):
         raise InputError("there is no such folder", where=folder, expected="a folder with shards")
-    with SourceFolder(folder) as source, gc_paused():
+    with SourceFolder(folder, open_file=opening.open_file) as source, gc_paused():
         found = find_set(source.path)
         if found is None or found.index is not None:
             what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"
@@ -137,8 +137,8 @@ def run_jobs(
 ) -> list[Outcome]:
     """What became of JOBS, in their order.
 
-    DONE is called with each outcome, and gives what is kept of it; TICK with each number of bytes written. ENGINE is
-    closed.
+    DONE is called with each outcome, and gives what is kept of it; TICK with each
+    number of bytes written. ENGINE is closed.
     """
     made: list[Path] = []
     failed = True
@@ -221,8 +221,8 @@ def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
 
 
 def _matched_in(jobs: Iterable[Job], engine: JobExecutor) -> set[tuple[str, object]]:
-    """The edits that mean something in one of the inputs of JOBS, which were done before, so that nothing of them is
-    known.
+    """The edits that mean something in one of the inputs of JOBS, which were done
+    before, so that nothing of them is known.
     """
     look = {"dry_run": True, "force": True, "skip_existing": False}
     tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}

@@ -130,9 +130,9 @@ def run(
 ) -> Report:
     """:func:`convert` with the edits as data.
 
-    PROGRESS is called with the planned size, and what it gives with each number of bytes written. IS_FOLDER: DST is the
-    very file, or the very folder, to be written; None: that is still to be found out. JOBS: threads that write the
-    files of a folder.
+    PROGRESS is called with the planned size, and what it gives with each number of bytes written.
+    IS_FOLDER: DST is the very file, or the very folder, to be written; None: that is still to be found out.
+    JOBS: threads that write the files of a folder.
     """
     started = time.monotonic()
     about: tuple[str, ...] = ()

@@ -51,8 +51,8 @@ class FolderPlan:
 
 @dataclass(eq=False)
 class _Part:
-    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the first such ERROR says; or
-    the error alone.
+    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the
+    first such ERROR says; or the error alone.
     """
 
     found: Found

@@ -173,8 +173,8 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
 
 
 def _done_before(item: Item, task: Task) -> Report | None:
-    """The report of the conversion of ITEM if what is there is its output: converted once more, beside it, it has the
-    same bytes. Else None.
+    """The report of the conversion of ITEM if what is there is its output: converted once more,
+    beside it, it has the same bytes. Else None.
     """
     again = output_files.temporary_beside(item.dst)
     with output_files.as_output_error(item.dst):
@@ -207,8 +207,8 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...]:
-    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the rest could be done without
-    them; else none.
+    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the
+    rest could be done without them; else none.
     """
     found: tuple[tuple[str, object], ...] = task.dropped
     last: CkptconvError = error

@@ -74,12 +74,12 @@ class Listing:
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
-    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its suffix says; None where it
-    leaves that open.
+    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its
+    suffix says; None where it leaves that open.
 
-    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that; the Hub's names
-    for one thing (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError where format and suffix
-    contradict each other.
+    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that;
+    the Hub's names for one thing (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError
+    where format and suffix contradict each other.
     """
     path = _checked(dst, format)
     if _is_folder(dst):
@@ -172,8 +172,8 @@ def is_there(item: Item) -> bool:
 
 
 def size_of(item: Item) -> int:
-    """The bytes of what ITEM is made of, as far as they can be told without reading it; what stands below a folder
-    counts.
+    """The bytes of what ITEM is made of, as far as they can be told without reading
+    it; what stands below a folder counts.
     """
     try:
         if not os.path.isdir(item.src):
@@ -260,8 +260,8 @@ def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors`` gives them: their index stays
-    behind.
+    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors``
+    gives them: their index stays behind.
     """
     shards = [src for src in srcs if sets_in([src.name]) and not is_index(src.name)]
     if not shards:

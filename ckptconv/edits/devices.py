@@ -1,9 +1,9 @@
 """Device tags: the grammar of ``--to``, ``--map`` and ``map_location``, and which tag becomes which.
 
 A *tag* is what a checkpoint says of a storage: ``cpu``, ``cuda:0``, ``mps``. Not torch's own grammar:
-``torch.device('cuda:300')`` is ``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch can write
-and restore as tags: ``torch.serialization``'s ``_package_registry``; npu, mlu, musa and privateuseone are those of its
-out-of-tree backends.
+``torch.device('cuda:300')`` is ``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch
+can write and restore as tags: ``torch.serialization``'s ``_package_registry``; npu, mlu, musa and
+privateuseone are those of its out-of-tree backends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptconv.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Devices", "MapLocation", "Rule", "Target", "parse_rule", "parse_target", "to_devices"]
+__all__ = ["FAMILIES", "Devices", "MapLocation", "Target", "parse_target", "to_devices"]
 
 #: Where tensors may be sent. The device need not exist here.
 FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
@@ -149,8 +149,8 @@ def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
 
 
 def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
-    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function from tag to tag; or
-    what this gave before.
+    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function
+    from tag to tag; or what this gave before.
 
     Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
     """

@@ -1,7 +1,7 @@
 """Cast tensors to other dtypes: which tensors the rules match, and what shares a storage with them.
 
-Ties stay ties: what is one tensor under several names gets one dtype, by the most particular rule that names it under
-any of them.
+Ties stay ties: what is one tensor under several names gets one dtype, by the most
+particular rule that names it under any of them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is OFFERED for it (a
-    rule, how particular that is, and the path that it means); then the RULE, its RANK, and those of the paths that it
-    means.
+    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is
+    OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its
+    RANK, and those of the paths that it means.
     """
 
     info: TensorInfo
@@ -223,9 +223,9 @@ class _Chooser:
             tie.offered.append((rule, rank, path))
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else by its names in
-        state dicts and modules. What is written as it stands there is no glob, whatever brackets it has; 0: it means
-        another one.
+        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else
+        by its names in state dicts and modules. What is written as it stands there is no glob,
+        whatever brackets it has; 0: it means another one.
         """
         glob = rule.glob or ""
         known = self.paths_of(place) if "/" in glob else self.names_at(place)

@@ -1,7 +1,7 @@
 """The grammar of ``--dtype`` and ``dtype=``.
 
-``bf16`` is for the weights, ``GLOB=bf16`` for what GLOB names. Words are torch's, safetensors', and those that people
-use.
+``bf16`` is for the weights, ``GLOB=bf16`` for what GLOB names. Words are torch's,
+safetensors', and those that people use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["FLOATS", "INTEGERS", "DTypeLike", "DTypeRule", "to_dtypes"]
 
 DTypeLike: TypeAlias = "str | torch.dtype | Mapping[str, str | torch.dtype] | Iterable[str | torch.dtype]"
 
-#: Numbers with a floating point that torch casts from; float8_e8m0fnu has none to cast to (it holds scales, not
-#: weights).
+#: Numbers with a floating point that torch casts from; float8_e8m0fnu has none to cast
+#: to (it holds scales, not weights).
 FLOATS = frozenset(name for name in BY_NAME if re.fullmatch(r"b?float(8_\w+|16|32|64)", name))
 _TARGETS = FLOATS - {"float8_e8m0fnu"}
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"})
@@ -49,8 +49,8 @@ class DTypeRule:
     dtype: str
 
     def is_within(self, other: DTypeRule) -> bool:
-        """Whether this glob means less than OTHER's, as far as their texts tell: OTHER's fits this one's, and not the
-        other way round.
+        """Whether this glob means less than OTHER's, as far as their texts tell: OTHER's fits
+        this one's, and not the other way round.
         """
         return (
             self.glob is not None

@@ -1,6 +1,6 @@
 """``strip_prefix`` and ``add_prefix`` for a state dict in memory, its ``_metadata`` included.
 
-What :func:`ckptconv.convert` does to a file; knows no torch.
+They do what :func:`ckptconv.convert` does to a file, without torch.
 """
 
 from __future__ import annotations

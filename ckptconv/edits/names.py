@@ -1,7 +1,7 @@
 """The names inside a state dict: prefixes, and what becomes of the module paths in its ``_metadata``.
 
-A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one or more whole segments:
-``module.``
+A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one
+or more whole segments, such as ``module.``
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ __all__ = ["Edits", "check_flags", "edits_from"]
 class Edits:
     """What the flags of ``convert`` and the keywords of its function become.
 
-    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the source, those of ``dtypes`` on
-    the new ones.
+    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the
+    source, those of ``dtypes`` on the new ones.
     """
 
     devices: Devices = field(default_factory=Devices)

@@ -56,8 +56,8 @@ class NameEditor:
         return [name for found in named for name in found.names()]
 
     def unwrap(self) -> None:
-        """Take wrappers out of names, each state dict by itself; an optimizer's names lose what those of its model
-        lose.
+        """Take wrappers out of names, each state dict by itself; an optimizer's
+        names lose what those of its model lose.
         """
         changed = "--unwrap changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
@@ -129,8 +129,8 @@ class NameEditor:
             )
 
         def of_module(path: str) -> str:
-            """What a name's part before its last segment becomes; PATH itself where that ends at no dot any more, and
-            is no module's path.
+            """What a name's part before its last segment becomes; PATH itself where that ends at
+            no dot any more, and is no module's path.
             """
             inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
@@ -196,8 +196,8 @@ def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
 
 
 def _near(prefix: str, names: list[str]) -> str | None:
-    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly its letters, or less than a
-    segment.
+    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly
+    its letters, or less than a segment.
     """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
     near = get_close_matches(prefix, known, n=1, cutoff=0.75)
@@ -215,6 +215,9 @@ def _prefixes(names: list[str]) -> str:
         return "no prefixes" if names else "no state dict"
     shown = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(_SHOWN))
     return f"prefixes {shown}" + (" ..." if len(counts) > _SHOWN else "")
+
+
+# _metadata: module path → {'version': n}; '' is the outermost module
 
 
 def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
@@ -246,8 +249,8 @@ def _version_one() -> Dict:
 
 
 def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
-    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of two that become one the first
-    stays.
+    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of
+    two that become one the first stays.
     """
     seen: set[str] = set()
     for effect in mapping.effects:

@@ -30,8 +30,8 @@ _LISTED = 20  # candidates in an error
 def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
     """Reduce CHECKPOINT to what EDITS ask for; what is left behind. Paths stay those of the source.
 
-    Raises NoMatchError where a path or glob means nothing, RefusedError where it is not clear which state dict is
-    meant.
+    Raises NoMatchError where a path or glob means nothing, RefusedError where it is
+    not clear which state dict is meant.
     """
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
@@ -70,8 +70,8 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """What to type for NAME if it is one in a whole module, or a path without the attributes in which modules keep
-    their parts.
+    """What to type for NAME if it is one in a whole module, or a path without the
+    attributes in which modules keep their parts.
     """
     modules = detect(checkpoint).modules
     words = _words(name)
@@ -301,6 +301,3 @@ def _remove(mapping: Object, segments: set[str]) -> None:
             effect.values = values
         effects.append(effect)
     mapping.effects = effects
-
-
-# Both

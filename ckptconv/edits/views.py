@@ -19,9 +19,9 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
 
-__all__ = ["Group", "View", "Views", "compact", "extent", "packed_ranges"]
+__all__ = ["Group", "View", "Views", "compact", "extent"]
 
-Range = tuple[int, int]  # of bytes: the first, and the one behind the last
+_Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
 
 @dataclass(eq=False)
@@ -105,13 +105,13 @@ class Views:
         """
         whole = storage.data
         for i, group in enumerate(groups):
-            ranges = packed_ranges(whole, group.views) if pack else [(0, whole.length)]
+            ranges = _packed_ranges(whole, group.views) if pack else [(0, whole.length)]
             starts = [start for start, _ in ranges]
             before_each = [0, *accumulate(stop - start for start, stop in ranges)]
             data = _packed(whole, ranges)
             old = group.views[0].info.dtype
             if group.dtype and group.dtype != old:
-                shown = reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
+                shown = _reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
                 data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
             own = storage if i == 0 else Storage(self._new_key(storage.key), storage.device, 0, data)
             own.data, own.nbytes = data, data.length
@@ -230,7 +230,7 @@ def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPa
                 yield inner.items[0]
 
 
-def extent(info: TensorInfo) -> Range:
+def extent(info: TensorInfo) -> _Range:
     """The bytes of its storage that INFO reaches over."""
     if 0 in info.shape:
         return 0, 0
@@ -239,18 +239,18 @@ def extent(info: TensorInfo) -> Range:
     return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
 
 
-def packed_ranges(data: Data, views: list[View]) -> list[Range]:
+def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
     """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
     is_deflated = isinstance(data.of if isinstance(data, Cast) else data, Inflate)
     if is_deflated or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
-    return reach(views, data.length)
+    return _reach(views, data.length)
 
 
-def reach(views: list[View], length: int) -> list[Range]:
+def _reach(views: list[View], length: int) -> list[_Range]:
     """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
     unit = max(max(get_dtype(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
-    ranges: list[Range] = []
+    ranges: list[_Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
         start, stop = start // unit * unit, min(-(-stop // unit) * unit, length)
         if ranges and start <= ranges[-1][1]:
@@ -266,7 +266,7 @@ def _itemsize(reference: PersistentId) -> int:
     return BY_STORAGE_CLASS[cls.name].itemsize if isinstance(cls, Global) else 1
 
 
-def _packed(data: Data, ranges: list[Range]) -> Data:
+def _packed(data: Data, ranges: list[_Range]) -> Data:
     """RANGES of DATA, one behind another."""
     if ranges == [(0, data.length)]:
         return data
@@ -284,7 +284,7 @@ def _packed(data: Data, ranges: list[Range]) -> Data:
     return Concat(tuple(span for span in spans if isinstance(span, ByteRange)), whole, length)
 
 
-def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[Range]) -> Cast:
+def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:
     """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes.
 
     SHOWN are the bytes that matter, none: all.
@@ -326,7 +326,7 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
     storages = dropped = 0
     for storage, users in views.of_storage.items():
         before = storage.nbytes
-        kept = sum(stop - start for start, stop in packed_ranges(storage.data, users))
+        kept = sum(stop - start for start, stop in _packed_ranges(storage.data, users))
         if storage in views.used_otherwise or kept == before:
             continue
         views.restate(storage, [Group(users)], pack=True)

@@ -8,8 +8,8 @@ from ckptconv.edits.names import modules_without
 
 __all__ = ["WRAPPERS", "modules_unwrapped", "unwrapped"]
 
-#: What wrappers put before names, and who does it. All but the first are words that no model uses for a module of its
-#: own.
+#: What wrappers put before names, and who does it. All but the first are words that no
+#: model uses for a module of its own.
 WRAPPERS = {
     "module.": "nn.DataParallel or DistributedDataParallel",
     "_orig_mod.": "torch.compile",
@@ -33,8 +33,8 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes, because its place is taken
-    by what it wrapped.
+    """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes,
+    because its place is taken by what it wrapped.
     """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}

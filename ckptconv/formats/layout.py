@@ -28,7 +28,7 @@ class Layout:
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
     """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
-    # whose bytes are read anyway, if it has all of them
+    # the bytes of these are read anyway, if the piece has all of them
     read_anyway = {id(piece.of) for piece in pieces if isinstance(piece, Cast)}
     spans = {id(span): span for each in storages for span in with_checksums(each.data)}
     sums = [span for key, span in spans.items() if key not in read_anyway]

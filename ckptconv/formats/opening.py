@@ -1,7 +1,6 @@
 """Open an input, detect its format, and read it. A file is what its content says, never its suffix.
 
-What a file is, its content says, never its suffix; that it is one part of a distributed checkpoint, what stands beside
-it.
+That it is one part of a distributed checkpoint is what the files beside it say.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index
 from ckptconv.hints import shell
 
-__all__ = ["FORMATS", "WRITERS", "open_input", "read"]
+__all__ = ["WRITERS", "open_file", "open_input", "read"]
 
 
 class Format(Protocol):
@@ -75,10 +74,18 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
     """
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
-        return SourceFolder(name, faults)
+        return SourceFolder(name, faults, open_file)
+    return open_file(path, faults)
+
+
+def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
+    """The file PATH. Raises InputError, which says what a folder is, and which name is like that of a missing file."""
     try:
         return Source(path, faults)
     except InputError as error:
+        name = os.fsdecode(path)
+        if name and os.path.isdir(name):
+            raise folder_error(Path(name)) from error
         near = name_like(Path(name)) if isinstance(error.__cause__, FileNotFoundError) else None
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise

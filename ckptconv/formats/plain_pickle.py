@@ -3,7 +3,8 @@
 Layout: one pickle, in which each storage is a call:
 
     torch.storage._load_from_bytes(BYTES)   BYTES are a whole file that holds one storage: torch's older format
-                                            (:mod:`ckptconv.formats.torch_legacy`), or, from a few versions, its zip
+                                            (:mod:`ckptconv.formats.torch_legacy`), or, from a few versions,
+                                            its zip format
     torch.FloatStorage([1.0, 2.0])          the same before torch 0.4, when numbers stood in lists
 
 So a location tag stands inside each BYTES, where no ``map_location`` of the outer ``pickle.load`` reaches it. Protocols
@@ -387,8 +388,8 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where the source names what makes a storage here, and nobody could tell one from the other
-    afterwards.
+    """Raise RefusedError where the source names what makes a storage here, and nobody
+    could tell one from the other afterwards.
     """
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
         raise RefusedError(

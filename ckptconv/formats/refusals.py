@@ -17,8 +17,8 @@ _LISTED = 20  # tensors in an error
 
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its trouble, and how to leave all
-    of them out.
+    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its
+    trouble, and how to leave all of them out.
     """
     of_source: dict[int, list[Place]] = {}  # names may have been edited since
     for place in checkpoint.places:

@@ -1,4 +1,4 @@
-"""The safetensors format: reader and writer.
+"""The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` has the layout.
 
 The file holds named tensors, each whole and in row-major order; no devices, no views, no objects. Read, it becomes a
 graph like that of a pickled dict of tensors, each on ``cpu``, so that every edit and every writer serves it. Two names
@@ -33,7 +33,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["NAME", "DataStart", "layout", "looks_like", "read"]
+__all__ = ["NAME", "layout", "looks_like", "read"]
 
 NAME = "safetensors"
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
@@ -91,15 +91,15 @@ def read(source: Source) -> Checkpoint:
 
 
 def _is_tie(key: str, text: str, names: Container[str]) -> bool:
-    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT, where there are tensors of these
-    NAMES.
+    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT,
+    where there are tensors of these NAMES.
     """
     return text in names and key not in names and key != _FORMAT
 
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
-    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more tensor on the same storage for
-    each tie.
+    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more
+    tensor on the same storage for each tie.
     """
     graph = empty_graph()
     calls = TensorCalls(graph)
@@ -128,8 +128,8 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
 def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
     """The file that CHECKPOINT, a state dict by now, becomes at PATH, and what it cannot take along.
 
-    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with everything that the format cannot
-    hold.
+    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with
+    everything that the format cannot hold.
     """
     taken, left_behind = _sort_out(checkpoint)
     container = checkpoint.container if isinstance(checkpoint.container, DataStart) else None
@@ -233,8 +233,8 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
-    """The largest elements first; AS_IT_IS: then in the order of the source's data, so that long ranges of it stay
-    whole.
+    """The largest elements first; AS_IT_IS: then in the order of the source's data,
+    so that long ranges of it stay whole.
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None

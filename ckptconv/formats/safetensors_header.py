@@ -26,7 +26,7 @@ from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS
 
-__all__ = ["Entry", "Header", "header_bytes", "is_text", "read_header"]
+__all__ = ["METADATA", "Entry", "Header", "header_bytes", "is_text", "read_header"]
 
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer in front
@@ -37,8 +37,8 @@ _AGAIN = "download or copy it again"
 
 
 class Entry(NamedTuple):
-    """One tensor: its dtype in safetensors' words, its shape in their elements, and its bytes counted from the start of
-    the data.
+    """One tensor: its dtype in safetensors' words, its shape in their elements, and its
+    bytes counted from the start of the data.
     """
 
     name: str
@@ -237,8 +237,8 @@ def is_text(string: str) -> bool:
 def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: int | None = None) -> bytes:
     """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
 
-    LIKE: a place in another file; the data then starts at the same place modulo a block, so that filesystems can share
-    its blocks.
+    LIKE: a place in another file; the data then starts at the same place modulo a block, so
+    that filesystems can share its blocks.
     """
     top: dict[str, object] = {METADATA: metadata}
     for entry in entries:

@@ -34,7 +34,7 @@ from ckptconv.byteranges.spans import ByteRange, Piece
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of, is_count
+from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
@@ -65,6 +65,7 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     children,
+    is_count,
     replace_nodes,
     set_items,
     walk,

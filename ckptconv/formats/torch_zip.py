@@ -372,8 +372,8 @@ class _Writer:
         self.add(data)
 
     def storage(self, name: str, data: Data) -> None:
-        """The bytes of a storage that come from another container, with or without a checksum, or that are others than
-        they were.
+        """The bytes of a storage that come from another container, with or without a
+        checksum, or that are others than they were.
         """
         crc32: int | ByteRange | Concat | Assemble | Cast = 0
         if self.checked and data.length:

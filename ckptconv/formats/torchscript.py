@@ -71,8 +71,8 @@ _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by the record by which torch knows
-    it.
+    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by
+    the record by which torch knows it.
     """
     return isinstance(checkpoint.container, Archive) and _CONSTANTS in checkpoint.container.names()
 

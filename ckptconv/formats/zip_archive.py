@@ -29,7 +29,28 @@ from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 
-__all__ = ["Archive", "EndMissing", "Member", "central_directory", "first_member", "local_header", "read_archive"]
+__all__ = [
+    "CENTRAL",
+    "CENTRAL_SIZE",
+    "DESCRIPTOR",
+    "END",
+    "END_SIZE",
+    "HAS_DESCRIPTOR",
+    "LOCAL",
+    "LOCAL_SIZE",
+    "LONGEST_END",
+    "STORED",
+    "UTF8",
+    "ZIP64_END",
+    "Archive",
+    "EndMissing",
+    "Member",
+    "NewEntry",
+    "central_directory",
+    "first_member",
+    "local_header",
+    "read_archive",
+]
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -52,8 +73,8 @@ _AHEAD = 4096  # bytes read at once where headers are expected: small members st
 
 
 class Member(NamedTuple):
-    """One record: where its header, its data and its end (with the descriptor) stand, in bytes from the start of the
-    file.
+    """One record: where its header, its data and its end (with the descriptor) stand,
+    in bytes from the start of the file.
     """
 
     name: str
@@ -468,8 +489,8 @@ def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: in
 
 
 def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
-    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0, or 4 and more) beside
-    what zip64 needs.
+    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0,
+    or 4 and more) beside what zip64 needs.
     """
     wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
     pad = b"" if not padding else struct.pack("<HH", PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)

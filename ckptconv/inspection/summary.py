@@ -55,8 +55,8 @@ class StateDictSummary(TypedDict):
 
 
 class NamedTensor(TypedDict):
-    """A name in the state dict that a module would give, and the path of its tensor in the file; None where nothing but
-    the module has one.
+    """A name in the state dict that a module would give, and the path of its tensor in the file;
+    None where nothing but the module has one.
     """
 
     name: str
@@ -82,8 +82,8 @@ class ModuleSummary(TypedDict):
 class TensorSummary(TypedDict):
     """One row of the tensor table; shape, stride and offset in elements.
 
-    ``name`` is the key in a mapping, or the name in the state dict that the whole module at the path ``module`` would
-    give.
+    ``name`` is the key in a mapping, or the name in the state dict that the whole
+    module at the path ``module`` would give.
     """
 
     path: str

@@ -70,8 +70,8 @@ class Finding:
 class Verdict:
     """What :func:`verify` found.
 
-    ``format`` and ``safety`` are None where no checkpoint could be made of the file; ``safety`` says what loading it
-    takes.
+    ``format`` and ``safety`` are None where no checkpoint could be made of the file;
+    ``safety`` says what loading it takes.
 
     ``checked`` records had a checksum, of ``nbytes`` in all. FINDINGS beyond the limit are counted in ``more``. STRICT:
     what needs code is not ``ok`` either.

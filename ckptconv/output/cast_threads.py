@@ -16,7 +16,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat
 from ckptconv.dtypes import BY_NAME
 
-__all__ = ["CAST_BLOCK", "CastThreads"]
+__all__ = ["CastThreads"]
 
 CAST_BLOCK = 4 << 20  # bytes of the source that a thread holds
 _MOST_THREADS = 4
@@ -25,8 +25,8 @@ _NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)
 
 @dataclass(frozen=True)
 class _Done:
-    """What became of a block: bytes written, the checksums of what was read and of what was written, numbers that were
-    too large.
+    """What became of a block: bytes written, the checksums of what was read and of what was
+    written, numbers that were too large.
     """
 
     read: int
@@ -103,8 +103,8 @@ class CastThreads:
         self._tasks.clear()
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to AT, unless nobody waits for it
-        any more.
+        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to
+        AT, unless nobody waits for it any more.
         """
         with self._change:
             if self._stopped:
@@ -128,8 +128,8 @@ class CastThreads:
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
-        """This thread's buffer for PIECE; most pieces of a file ask for the same, and memory that was just given is
-        slow.
+        """This thread's buffer for PIECE; most pieces of a file ask for the same, and
+        memory that was just given is slow.
         """
         key = replace(piece, of=_NOTHING, length=CAST_BLOCK, paths=(), shown=())
         if getattr(self._own, "key", None) != key:

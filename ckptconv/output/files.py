@@ -163,8 +163,8 @@ def _keep_mode(fd: int, target: Path) -> None:
 def _forget(target: Path, source: Readable) -> None:
     """Give back the memory that caches the file to be replaced, as truncating it would: the new one needs as much.
 
-    Measured in a virtual machine, where memory that no one has used lately is slow to get: 2 GiB in 1.4 s instead of 7
-    s.
+    Measured in a virtual machine, where memory that no one has used lately is slow to
+    get: 2 GiB in 1.4 s instead of 7 s.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -197,8 +197,8 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Whether the filesystem shares blocks with the file that most of FILE is copied from; FD may have one of its
-    blocks by now.
+    """Whether the filesystem shares blocks with the file that most of FILE is copied from;
+    FD may have one of its blocks by now.
     """
     longest = max(
         (piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None

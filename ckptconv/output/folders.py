@@ -34,7 +34,7 @@ from ckptconv.output.files import (
 )
 from ckptconv.output.other_files import OtherFile, copy_into
 
-__all__ = ["check_target_folder", "names_in", "no_name", "write_folder"]
+__all__ = ["names_in", "no_name", "write_folder"]
 
 _SHOWN = 3  # names in an error
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
@@ -283,8 +283,8 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
 
 
 def _change_names(a: Path, b: Path) -> None:
-    """Let the folders A and B have each other's name: at once, or in steps of which the first is taken back where the
-    second fails.
+    """Let the folders A and B have each other's name: at once, or in steps of which the
+    first is taken back where the second fails.
     """
     if linux.exchange(str(a), str(b)):
         return

@@ -42,8 +42,8 @@ def fallocate(fd: int, size: int) -> bool:
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask the kernel to begin writing to disk what was copied, so that the fsync at the end has little left to wait
-    for.
+    """Ask the kernel to begin writing to disk what was copied, so that the fsync at
+    the end has little left to wait for.
     """
     if _libc is not None:
         _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)

@@ -52,8 +52,8 @@ def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool)
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
-    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET is the same folder,
-    under whatever name.
+    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET
+    is the same folder, under whatever name.
     """
     return [
         OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)

@@ -129,8 +129,8 @@ class Transfer:
             )
 
     def compare(self, fd: int) -> None:
-        """Read everything back, from the disk where the kernel can be asked to forget it, and compare it with what it
-        was to be.
+        """Read everything back, from the disk where the kernel can be asked to forget it,
+        and compare it with what it was to be.
         """
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,6 +1,6 @@
 """A read-only, seekable view of a planned file.
 
-What torch's loader takes instead of a path.
+torch's loader takes it in place of a path.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Emit a graph as a pickle that does the same things in the same order.
 
-Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what is done
-to it; a pickle that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which Python decodes to
-one object each, and a tuple in itself). Where that would change the order of effects (something is read between two
-changes of it) or make an object before what it needs, the *replayed* way says the effects one after another, in the
-source's order.
+Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what
+is done to it; a pickle that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which
+Python decodes to one object each, and a tuple in itself). Where that would change the order of effects
+(something is read between two changes of it) or make an object before what it needs, the *replayed* way says the
+effects one after another, in the source's order.
 
 What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs
 with the header they had: below 3, unpickling maps Python 2's module names to Python 3's, so a header must not fall
@@ -233,8 +233,8 @@ class _Replayed(_Writer):
         return self.finish()
 
     def push(self, steps: list[_Step]) -> None:
-        """Write STEPS; what they name and the memo has not is made on the way, with what an edit (not the source) does
-        to it.
+        """Write STEPS; what they name and the memo has not is made on the way, with what
+        an edit (not the source) does to it.
         """
         todo = steps[::-1]
         while todo:

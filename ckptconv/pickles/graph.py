@@ -15,7 +15,9 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
+
+from ckptconv.limits import LIMITS
 
 __all__ = [
     "AT_ONCE",
@@ -40,6 +42,7 @@ __all__ = [
     "args_of",
     "children",
     "gc_paused",
+    "is_count",
     "is_global",
     "replace_nodes",
     "set_items",
@@ -47,6 +50,12 @@ __all__ = [
     "subgraph",
     "walk",
 ]
+
+#: Items in one APPENDS or SETITEMS, as pickle's own writer has it.
+AT_ONCE = 1000
+
+#: What a pickle calls to make a set before protocol 4, in which sets have opcodes.
+SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
 
 class Node:
@@ -132,8 +141,8 @@ class FrozenSet(Node):
 
 
 class Effect:
-    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands (keys and values in turn for
-    SETITEMS).
+    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands
+    (keys and values in turn for SETITEMS).
     """
 
     __slots__ = ("opcode", "order", "values")
@@ -144,12 +153,7 @@ class Effect:
         self.order = order
 
 
-#: Items in one APPENDS or SETITEMS, as pickle's own writer has it.
-AT_ONCE = 1000
-
 _NO_EFFECTS: list[Effect] = []
-#: What a pickle calls to make a set before protocol 4, in which sets have opcodes.
-SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
 
 class Object(Node):
@@ -259,8 +263,8 @@ class Graph:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: a graph is large and alive, and looking through it for garbage again and again
-    doubles the time.
+    """No garbage collection meanwhile: a graph is large and alive, and looking through it for
+    garbage again and again doubles the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -289,8 +293,8 @@ def children(node: Value) -> list[Value]:
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
-    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those whose id is in SEEN are left
-    out and added.
+    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those
+    whose id is in SEEN are left out and added.
     """
     seen = set() if seen is None else seen
     todo = roots[::-1]
@@ -358,3 +362,8 @@ def is_global(node: Value, *names: str) -> bool:
 def strings_of(mapping: Object) -> dict[str, Value]:
     """MAPPING's string keys and their values, the last of each."""
     return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
+
+
+def is_count(value: Value) -> TypeGuard[int]:
+    """Whether VALUE can be a number of elements: an integer that is not negative, below the limit."""
+    return type(value) is int and 0 <= value < LIMITS.elements

@@ -1,9 +1,9 @@
 """Scan a pickle as leniently as the unpicklers that would run it, for the globals that it reaches.
 
-The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python runs
-what stands before a mistake, and takes for none much that the parser does. So this reader goes on wherever CPython's
-may (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go on counts. It may see more than
-runs, never less.
+The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python
+runs what stands before a mistake, and takes for none much that the parser does. So this reader goes on
+wherever CPython's may (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go on
+counts. It may see more than runs, never less.
 """
 
 from __future__ import annotations
@@ -195,46 +195,15 @@ _DISPATCH = in_dispatch(
         "NEWOBJ_EX": _newobj_ex,
     }
 )
-#: Codes that a pickle can start with, which take nothing from the stack or the memo; and codes without which it names
-#: nothing.
+#: Codes that a pickle can start with, which take nothing from the stack or the memo.
 STARTS = b"".join(
     CODES[name]
     for name in (
-        "PROTO",
-        "FRAME",
-        "MARK",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "EMPTY_LIST",
-        "EMPTY_TUPLE",
-        "EMPTY_DICT",
-        "EMPTY_SET",
-        "GLOBAL",
-        "EXT1",
-        "EXT2",
-        "EXT4",
-        "PERSID",
+        "PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
+        "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES",
+        "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+        "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_SET", "GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID",
     )
-)
+)  # a table  # fmt: skip
+#: Codes without which a pickle names nothing.
 NAMING = b"".join(CODES[name] for name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"))

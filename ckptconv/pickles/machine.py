@@ -69,8 +69,8 @@ class PickleMachine:
         self.used = bytearray(256)
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
-        """Execute opcodes up to STOP, at most MOST where that is less than the limit, each as DISPATCH says for its
-        code.
+        """Execute opcodes up to STOP, at most MOST where that is less than the limit,
+        each as DISPATCH says for its code.
         """
         stop = CODES["STOP"][0]
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)

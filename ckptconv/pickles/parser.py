@@ -36,8 +36,8 @@ __all__ = ["OPERATIONS", "in_dispatch", "parse"]
 
 _HIGHEST_PROTOCOL = 5
 
-# What pickle's own writers write: CPython's readers in C and in Python understand more, and not the same (010 is 8 or
-# an error).
+# What pickle's own writers write: CPython's readers in C and in Python understand more, and
+# not the same (010 is 8 or an error).
 _INTEGER = re.compile(rb"-?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
 _ESCAPE = re.compile(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
@@ -48,9 +48,9 @@ def parse(
 ) -> tuple[Graph, int]:
     """The graph of the pickle at OFFSET, and the offset of the first byte behind it.
 
-    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes objects and
-    texts that start with one of LEAVE stay where they are, short ones too. Raises MalformedError, LimitError,
-    UnsupportedError.
+    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes
+    objects and texts that start with one of LEAVE stay where they are, short ones too. Raises
+    MalformedError, LimitError, UnsupportedError.
     """
     machine = PickleMachine(read, size, where, offset, leave)
     graph = machine.load(_DISPATCH)

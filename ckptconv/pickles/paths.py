@@ -1,5 +1,7 @@
 """The path of each node in a graph, in the order in which the pickle says it.
 
+A path is made of segments:
+
     ========================  ==========================================================
     ``optimizer/state``       string keys, joined by ``/``
     ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
@@ -56,6 +58,16 @@ __all__ = [
     "parse_path",
 ]
 
+_LONGEST_LITERAL = 80
+
+_SEGMENT = re.compile(
+    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
+      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+
+
 #: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
 
@@ -93,16 +105,6 @@ class Place:
             place = place.parent
 
 
-_LONGEST_LITERAL = 80
-
-_SEGMENT = re.compile(
-    r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
-      | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-
-
 def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
     """Every place from START on, a root or a place that is known, its parent before it.
 
@@ -137,8 +139,8 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
 
 
 def child_places(place: Place, leaf: Leaf) -> list[Place]:
-    """The places right below PLACE, in the order in which the pickle says what stands there; below what LEAF says is a
-    leaf, its attributes.
+    """The places right below PLACE, in the order in which the pickle says what stands there; below
+    what LEAF says is a leaf, its attributes.
     """
     node = place.node
     states = leaf(node) if isinstance(node, Node) else []
@@ -304,8 +306,8 @@ def _literal(key: Value) -> str | None:
 
 
 def _said_bytes(call: Call) -> Value:
-    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is what torch's safe loader
-    takes; else CALL.
+    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is
+    what torch's safe loader takes; else CALL.
     """
     text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
     if (

@@ -1,4 +1,4 @@
-"""The name that unpickling looks up for a global: below protocol 3, Python 2's names are mapped."""
+"""The name that unpickling looks up for a global: below protocol 3, Python 2's names become Python 3's."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """The offset of the first byte from AT on with which a pickle can name something; less than none, where there is
-    none.
+    """The offset of the first byte from AT on with which a pickle can name something;
+    less than none, where there is none.
     """
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
@@ -248,8 +248,8 @@ def _next_name(held: Readable, at: int) -> int:
 def _counts(seen: LenientScan) -> bool:
     """Whether it is a pickle with anything in it.
 
-    What breaks off is one where something was called before, or what is dangerous was named: bytes can start as a
-    pickle by chance.
+    What breaks off is one where something was called before, or what is dangerous was named:
+    bytes can start as a pickle by chance.
     """
     graph = seen.graph
     if seen.is_whole:

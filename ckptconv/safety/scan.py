@@ -71,9 +71,9 @@ _NOT_LISTED = "others that are not listed"
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody
-    can judge; where it stands first, and in how many more places. INSIDE: in byte strings alone, which loading the file
-    leaves as they are.
+    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is
+    that nobody can judge; where it stands first, and in how many more places. INSIDE: in byte strings
+    alone, which loading the file leaves as they are.
     """
 
     name: str
@@ -103,8 +103,8 @@ def concerns(checkpoint: Checkpoint) -> list[Concern]:
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as they go, for who loads
-    them runs that much.
+    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as
+    they go, for who loads them runs that much.
     """
     search = _Search()
     for each in pickles:

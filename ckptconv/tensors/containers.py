@@ -18,8 +18,8 @@ import torch
 
 __all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
 
-#: A subclass before its base. Their own methods are called, not those of classes derived from them, which may do more
-#: than store.
+#: A subclass before its base. Their own methods are called, not those of classes derived from
+#: them, which may do more than store.
 _BASES = (OrderedDict, defaultdict, dict, list, deque, set, frozenset, tuple)
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type)
 _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever else they are: a module can be a dataclass
@@ -76,8 +76,8 @@ class Contents:
 
 
 class _Copy:
-    """Makes what can change empty at first and fills it later, so that cycles find it; what cannot is made of what is
-    made already.
+    """Makes what can change empty at first and fills it later, so that cycles find it; what
+    cannot is made of what is made already.
     """
 
     def __init__(self, contents: Contents, replaced: Callable[[Any], Any]) -> None:

@@ -89,8 +89,8 @@ class CheckpointFile:
         """The tensor at PATH, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
         ``Parameter``. Each call reads it anew.
 
-        Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by code that torch's safe
-        loader refuses.
+        Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by
+        code that torch's safe loader refuses.
         """
         from ckptconv.tensors.loading import load_checkpoint
 
@@ -211,9 +211,9 @@ def save(
 
     PATH is replaced when the new file is whole, and not before.
 
-    The keywords are those of :func:`ckptconv.convert`; ``map_location`` changes what the file says, no tensor moves.
-    ``force=False``: PATH must not exist. Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written
-    from where they are.
+    The keywords are those of :func:`ckptconv.convert`; ``map_location`` changes what the file says, no
+    tensor moves. ``force=False``: PATH must not exist. Tensors on a GPU are copied to the CPU 4 MiB at a
+    time, others are written from where they are.
 
     Raises a subclass of :class:`~ckptconv.errors.CkptconvError`, PATH is then as it was; and what pickling OBJ raises.
     """

@@ -40,8 +40,8 @@ LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
 def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
     """The object that CHECKPOINT holds, which is edited.
 
-    WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is read, UnsupportedError
-    where torch refuses.
+    WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is
+    read, UnsupportedError where torch refuses.
     """
     where = checkpoint.source.path
     devices, target = _meaning(map_location)
@@ -75,8 +75,8 @@ def _reason(error: pickle.UnpicklingError) -> str | None:
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
-    """Raise where torch's safe loader would refuse, before a tensor is read; of a WHOLE file, say which part would
-    load.
+    """Raise where torch's safe loader would refuse, before a tensor is read; of a
+    WHOLE file, say which part would load.
     """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:

@@ -89,8 +89,8 @@ def test_equal_where_torch_can_load(
 
 
 def test_legacy_files_stay_the_same_bytes(legacy: list[dict[str, str]], tmp_path: Path) -> None:
-    """Written as they came, files that torch 0.4 and later wrote with Python 3 are the same bytes; by way of a zip, the
-    same tensors.
+    """Written as they came, files that torch 0.4 and later wrote with Python 3 are the same
+    bytes; by way of a zip, the same tensors.
     """
     same = 0
     for row in legacy:
@@ -122,8 +122,8 @@ def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def test_graphs_are_equal_but_for_the_tags(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Of every file, loadable or not, the pickle says the same in the same order with the same sharing; records have
-    the same bytes.
+    """Of every file, loadable or not, the pickle says the same in the same order with the
+    same sharing; records have the same bytes.
     """
     for row in checkpoints:
         for device in ("cpu", "cuda:1"):
@@ -195,8 +195,8 @@ def test_state_dicts_to_safetensors_and_back(checkpoints: list[dict[str, str]], 
 
 
 def test_safetensors_files_to_torch_and_back(everything: list[dict[str, str]], tmp_path: Path) -> None:
-    """The library reads the same tensors from what came back, and torch from what it went through; without edits the
-    metadata stays.
+    """The library reads the same tensors from what came back, and torch from what it went
+    through; without edits the metadata stays.
     """
     files = [row["path"] for row in everything if row["container"] == "safetensors"]
     assert len(files) == 6
@@ -256,8 +256,8 @@ REASONS = {
 
 
 def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], tmp_path: Path) -> None:
-    """Every file of every container is inspected and converted, or refused with a reason that is right for it, and then
-    nothing is written.
+    """Every file of every container is inspected and converted, or refused with a reason that is
+    right for it, and then nothing is written.
     """
     table: dict[str, dict[str, Counter[str]]] = {}
     for i, row in enumerate(everything):
@@ -279,8 +279,8 @@ def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], t
 
 
 def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Where the safe loader takes what is refused, no mapping in it, but in an optimizer, holds names and tensors
-    alone.
+    """Where the safe loader takes what is refused, no mapping in it, but in an
+    optimizer, holds names and tensors alone.
     """
     judged = 0
     for row in checkpoints:
@@ -360,8 +360,8 @@ def graph(pickle: bytes) -> tuple[Graph, bytes]:
 
 
 def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag: str) -> None:
-    """Fail unless two graphs correspond node for node, what happens in them in the same order, where the right one's
-    storages are on TAG.
+    """Fail unless two graphs correspond node for node, what happens in them in the same order,
+    where the right one's storages are on TAG.
     """
     partner: dict[int, int] = {}
     back: dict[int, int] = {}

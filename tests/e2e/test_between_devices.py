@@ -1,5 +1,5 @@
-"""What people read about moving models between devices, each as a test: on location tags everywhere, and on GPUs where
-there are some.
+"""What people read about moving models between devices, each as a test: on location tags
+everywhere, and on GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
 
 
 def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
-    """torch refuses the file where there is no GPU, without ``map_location``; converted, it loads and gives the same
-    logits.
+    """torch refuses the file where there is no GPU, without ``map_location``;
+    converted, it loads and gives the same logits.
     """
     model, *_ = training()
     zoo.save(model.state_dict(), tmp_path / "gpu.pt", tags=["cuda:0"])
@@ -152,8 +152,8 @@ def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
-    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there and converted back
-    is the model that was.
+    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there
+    and converted back is the model that was.
     """
     model, *_ = training()
     torch.save(model.state_dict(), tmp_path / "cpu.pt")
@@ -173,8 +173,8 @@ def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
 
 
 def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
-    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on with the losses that it
-    would have had.
+    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on
+    with the losses that it would have had.
     """
     run = training()
     step(*run)
@@ -328,8 +328,8 @@ def test_a_plain_model_for_data_parallel(tmp_path: Path) -> None:
 @needs_gpus(1)
 @pytest.mark.parametrize("which", WAYS)
 def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
-    """Trained a step under DataParallel on all the GPUs that there are, saved, converted, and loaded by a plain model
-    on the CPU.
+    """Trained a step under DataParallel on all the GPUs that there are, saved, converted,
+    and loaded by a plain model on the CPU.
     """
     model, criterion, optimizer = training()
     parallel = wrapped(which, model.to("cuda"))
@@ -364,8 +364,8 @@ def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_report_of_what_is_really_mixed(tmp_path: Path) -> None:
-    """In memory and in the file that torch saves of it: the same bytes on the same devices; one call brings all of it
-    together.
+    """In memory and in the file that torch saves of it: the same bytes on the same
+    devices; one call brings all of it together.
     """
     model, *_ = training()
     model.features.to("cuda:0")

@@ -195,8 +195,8 @@ def test_strip(build: Build, prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 @pytest.mark.parametrize("build", KINDS)
 def test_add(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the averages and in an optimizer
-    of names too.
+    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the
+    averages and in an optimizer of names too.
     """
     src = made(build, "", tmp_path)
     assert_same(converted(src, tmp_path / "out.ckpt", add_prefix=prefix), build(prefix))

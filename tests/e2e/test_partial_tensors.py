@@ -1,5 +1,5 @@
-"""Tensors that are spread over many processes: each file has a part, is shown so, retagged, kept, and never written as
-if it were the whole.
+"""Tensors that are spread over many processes: each file has a part, is shown so, retagged, kept,
+and never written as if it were the whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.two_ranks import parts
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two processes, which find for themselves that what they load after a retag is what they
-    saved.
+    """The folder of a run of two processes, which find for themselves that what they
+    load after a retag is what they saved.
     """
     folder = tmp_path_factory.mktemp("run")
     script = SUPPORT / "two_ranks.py"
@@ -94,8 +94,8 @@ def test_torch_formats_keep_them(run: Path, tmp_path: Path, name: str, format: A
 
 
 def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
-    """Storages and the tensors' own devices are; that of the mesh stays, as it does in ``torch.load(map_location=...)``
-    and ``DTensor.cpu()``.
+    """Storages and the tensors' own devices are; that of the mesh stays, as it does in
+    ``torch.load(map_location=...)`` and ``DTensor.cpu()``.
     """
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
     with Source(tmp_path / "gpu.pt") as source:

@@ -1,5 +1,5 @@
-"""RECIPES.md holds: each error is torch's own and comes up before, each command runs as it stands, and the error is
-gone after.
+"""RECIPES.md holds: each error is torch's own and comes up before, each command runs as
+it stands, and the error is gone after.
 """
 
 from __future__ import annotations

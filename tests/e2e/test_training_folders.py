@@ -19,8 +19,8 @@ from tests.support.judge import assert_same, tags_of
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
-    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for bit; what is no
-    checkpoint came along.
+    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for
+    bit; what is no checkpoint came along.
     """
     names = sorted(str(path.relative_to(before)) for path in before.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(cpu)) for path in cpu.rglob("*") if path.is_file())
@@ -127,8 +127,8 @@ def test_accelerates_folder(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank's file is a file, with the tag of its rank; to one file they are not merged, and the tool that does it
-    is named.
+    """Each rank's file is a file, with the tag of its rank; to one file they are not
+    merged, and the tool that does it is named.
     """
     folder = tmp_path / "run" / "global_step2"
     folder.mkdir(parents=True)

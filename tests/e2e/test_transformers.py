@@ -1,5 +1,5 @@
-"""transformers as the judge: what DataParallel saved on a GPU loads with ``from_pretrained`` once it is converted, and
-gives the same logits.
+"""transformers as the judge: what DataParallel saved on a GPU loads with ``from_pretrained`` once
+it is converted, and gives the same logits.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_loads(transformers: ModuleType, folder: Path, model: Any) -> None:
-    """Fail unless ``from_pretrained`` finds in FOLDER all names of MODEL and no other, and the result computes the
-    same, bit for bit.
+    """Fail unless ``from_pretrained`` finds in FOLDER all names of MODEL and no other, and the
+    result computes the same, bit for bit.
     """
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
     assert not any(info.values()), info

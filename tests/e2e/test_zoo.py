@@ -31,8 +31,8 @@ from ckptconv.formats import opening, torch_zip
 from tests.support import zoo
 from tests.support.judge import assert_same, tags_of
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
     pytest.mark.no_cover,  # what goes over all modules again and again
@@ -96,8 +96,8 @@ def fake(path: Path) -> Any:
 
 @pytest.mark.parametrize(("name", "protocol"), CASES)
 def test_equal_but_for_the_tags(name: str, protocol: int, tmp_path: Path) -> None:
-    """Whatever is asked of devices, torch loads the same object, its storages tagged as asked; generator states never
-    leave the CPU.
+    """Whatever is asked of devices, torch loads the same object, its storages tagged as
+    asked; generator states never leave the CPU.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=protocol)
@@ -132,8 +132,8 @@ def test_every_way_of_loading_agrees(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_safe_loader(name: str, tmp_path: Path) -> None:
-    """Where torch's safe loader takes the protocol 2 file, it takes the output of that and of the same object in
-    protocols 4 and 5.
+    """Where torch's safe loader takes the protocol 2 file, it takes the output of that and
+    of the same object in protocols 4 and 5.
     """
     taken = False
     for protocol in (2, 4, 5):
@@ -162,8 +162,8 @@ SAFE = [
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_empty_bytes_for_the_safe_loader(protocol: int, tmp_path: Path) -> None:
-    """``b''`` is a call of ``bytes`` in protocol 2, which the safe loader refuses; from later protocols it comes in a
-    way that it takes.
+    """``b''`` is a call of ``bytes`` in protocol 2, which the safe loader refuses; from later
+    protocols it comes in a way that it takes.
     """
     empty = {"bytes": b"", "weight": torch.ones(2)}
     zoo.save(empty, tmp_path / "src.pt", pickle_protocol=protocol)
@@ -240,8 +240,8 @@ def test_the_judge_sees_differences(left: Any, right: Any) -> None:
 
 
 def test_table_of_dtypes_is_that_of_torch() -> None:
-    """Every dtype that torch has is in ours, with its storage class and width; the new ones are written as
-    UntypedStorage.
+    """Every dtype that torch has is in ours, with its storage class and width; the new
+    ones are written as UntypedStorage.
     """
     classes = {str(dtype)[6:]: name for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
     without = {str(dtype)[6:] for dtype in torch.storage._new_dtypes()}
@@ -300,8 +300,8 @@ def wrapped(device: str) -> Any:
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("device", ["xpu:1", "mps:0", "cuda:0"])
 def test_rebuild_devices_to_the_cpu(device: str, protocol: int, tmp_path: Path) -> None:
-    """``to cpu`` is torch's own string map, ``{device: 'cpu'}`` torch's own dict, which must name wrappers' devices as
-    objects.
+    """``to cpu`` is torch's own string map, ``{device: 'cpu'}`` torch's own dict, which
+    must name wrappers' devices as objects.
     """
     src, dst, mapped = tmp_path / "src.pt", tmp_path / "dst.pt", tmp_path / "mapped.pt"
     tag = "mps" if device == "mps:0" else device
@@ -322,8 +322,8 @@ def test_rebuild_devices_to_the_cpu(device: str, protocol: int, tmp_path: Path) 
 
 
 def test_rebuild_devices_to_another_device(tmp_path: Path) -> None:
-    """A wrapper's device is the one asked for, which need not exist here, its inner tensor's too; a wrapper on the CPU
-    goes there as well.
+    """A wrapper's device is the one asked for, which need not exist here, its inner tensor's too;
+    a wrapper on the CPU goes there as well.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     wrapper = zoo.WrapperTensor(torch.arange(3.0), "xpu:1")
@@ -347,8 +347,8 @@ def test_rebuild_devices_to_another_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("name", ["objects", "module", "cycles", "subclass", "keys"])
 def test_classes_need_not_exist(name: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects come through while the module of their classes cannot be imported and torch can load neither source nor
-    output.
+    """Objects come through while the module of their classes cannot be imported and
+    torch can load neither source nor output.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=protocol)
@@ -402,8 +402,8 @@ def data_offsets(path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["views", "training", "module", "long_values", "two_dtypes"])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_zipped_again_by_another_tool(name: str, method: int, tmp_path: Path) -> None:
-    """A checkpoint whose records another tool stored or deflated, in another order, anywhere, comes out stored and
-    aligned, and the same.
+    """A checkpoint whose records another tool stored or deflated, in another order, anywhere,
+    comes out stored and aligned, and the same.
     """
     src, zipped, dst = tmp_path / "src.pt", tmp_path / "zipped.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src)
@@ -424,8 +424,8 @@ def test_zipped_again_by_another_tool(name: str, method: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("orphan", [False, True])
 def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
-    """Zip64: the planned file of a storage above 4 GiB, only the ends of its ranges filled in, is a zip to zipfile and
-    a checkpoint to torch.
+    """Zip64: the planned file of a storage above 4 GiB, only the ends of its ranges filled in, is a
+    zip to zipfile and a checkpoint to torch.
 
     With an orphan, a record that nothing refers to, the large one moves and gets a header of our own.
     """

@@ -1,5 +1,5 @@
-"""Zip archives as a list of records that can be changed and put together again, with checksums that are right or not,
-as asked.
+"""Zip archives as a list of records that can be changed and put together again, with
+checksums that are right or not, as asked.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"")
 
 
 def _headers(record: Record, at: int) -> tuple[bytes, bytes, bytes]:
-    """The local header of RECORD at AT with its name and extra field, its entry in the directory, and the bytes as they
-    are stored.
+    """The local header of RECORD at AT with its name and extra field, its entry in the
+    directory, and the bytes as they are stored.
     """
     deflate = zlib.compressobj(wbits=-15)
     stored = deflate.compress(record.data) + deflate.flush() if record.deflated else record.data

@@ -1,9 +1,9 @@
 """What the worst shapes of pickles cost: ``python -m tests.fuzz.budgets [OPCODES [COMMAND...]]``, 1,000,000 of each
 unless said otherwise. Each is the ``data.pkl`` of a file of torch, read in a process of its own.
 
-A line for each shape and command: seconds of the processor for each MB of pickle, bytes of memory for each opcode
-beyond what the process had before and 64 MB, and what came of it. The budget is 2 s and 300 bytes; exit 1 where it is
-exceeded.
+A line for each shape and command: seconds of the processor for each MB of pickle, bytes of memory
+for each opcode beyond what the process had before and 64 MB, and what came of it. The budget is 2 s
+and 300 bytes; exit 1 where it is exceeded.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
 
 
 class Cost:
-    """What COMMAND on a file cost: processor SECONDS and bytes of MEMORY beyond what the process had; and what CAME of
-    it.
+    """What COMMAND on a file cost: processor SECONDS and bytes of MEMORY beyond what
+    the process had; and what CAME of it.
     """
 
     def __init__(self, seconds: float, memory: int, came: str) -> None:

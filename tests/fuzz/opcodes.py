@@ -1,5 +1,5 @@
-"""Changes to pickles that think in opcodes: what comes out is mostly a pickle again, with something in it that no
-pickler has written.
+"""Changes to pickles that think in opcodes: what comes out is mostly a pickle again, with
+something in it that no pickler has written.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _GLOBALS = (
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """The opcodes of the pickle at the start of DATA, each with its operand, and what follows it or cannot be
-    understood.
+    """The opcodes of the pickle at the start of DATA, each with its operand, and what
+    follows it or cannot be understood.
     """
     stream = io.BytesIO(data)
     pieces, end = [], 0

@@ -1,5 +1,5 @@
-"""What fuzzing found, and what it starts from, through the targets again: nothing but our errors, and every promise
-kept.
+"""What fuzzing found, and what it starts from, through the targets again: nothing but
+our errors, and every promise kept.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
 
 @pytest.mark.no_cover
 def test_flips_in_safetensors(tmp_path: Path) -> None:
-    """It has no checksums: what is silent stands in the numbers of tensors and in names and texts; everything else in
-    the header is found.
+    """It has no checksums: what is silent stands in the numbers of tensors and in names and
+    texts; everything else in the header is found.
     """
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     data = safetensors.torch.save(tensors, {"format": "pt"})

@@ -91,8 +91,8 @@ def test_faults_where_a_folder_is_replaced(shards: Path, tmp_path: Path) -> None
 @needs_strace
 @pytest.mark.parametrize("kind", ["file", "folder", "batch in a new folder"])
 def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the folder in which a batch makes
-    a new one.
+    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the
+    folder in which a batch makes a new one.
     """
     runs = tmp_path / "runs"
     if kind == "file":
@@ -183,8 +183,8 @@ def test_a_folder_for_a_batch_that_cannot_be_made(src: Path, tmp_path: Path) -> 
 def test_a_folder_that_appears_while_it_is_looked_for(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """A set goes to a folder, also if another writer makes that folder between two looks at it: then it is in the way
-    as a folder is.
+    """A set goes to a folder, also if another writer makes that folder between two looks at
+    it: then it is in the way as a folder is.
     """
     target = tmp_path / "dst"
     real = getattr(os.path, first)

@@ -144,8 +144,8 @@ def assert_found(path: Path, what: str, *levels: str) -> None:
 def assert_not_converted(
     path: Path, kind: type[ckptconv.CkptconvError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no output appears, and an old one
-    stays.
+    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no
+    output appears, and an old one stays.
     """
     folder = path.parent.parent / "out"
     folder.mkdir(exist_ok=True)
@@ -163,8 +163,8 @@ def assert_not_converted(
 
 
 def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) -> Path:
-    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives the same object on the CPU;
-    where that is.
+    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives
+    the same object on the CPU; where that is.
     """
     shown = ckptconv.inspect(path)["notes"]
     assert notes in " ".join(shown) if notes else not shown, shown
@@ -244,8 +244,8 @@ def call(opcode: str, module: str, name: str) -> bytes:
     return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
 
 
-#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK, under what stays, or out of the
-#: memo.
+#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK,
+#: under what stays, or out of the memo.
 FATES = {
     "kept": b"%b",
     "POP": b"%b0N",
@@ -270,8 +270,8 @@ def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str) -> None:
-    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but with ``--allow-unsafe``,
-    and then not run.
+    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but
+    with ``--allow-unsafe``, and then not run.
     """
     path = write(checkpoint(FATES[fate] % call(opcode, "os", "system")))
     assert ckptconv.inspect(path)["dangerous"] == ["os.system"]
@@ -314,8 +314,8 @@ def test_stack_global(write: Write) -> None:
 
 
 def test_reduce(write: Write) -> None:
-    """What cannot be called is malformed; what a call makes can be, and protocol 2 says keyword arguments so: kept
-    inert.
+    """What cannot be called is malformed; what a call makes can be, and protocol 2
+    says keyword arguments so: kept inert.
     """
     for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89"):
         assert_refused(write(checkpoint(value + b")R")), MalformedError, "REDUCE of what cannot be called")
@@ -351,8 +351,8 @@ def test_effects_on_the_wrong_thing(write: Write, value: bytes, what: str) -> No
 
 
 def test_memo_slots(write: Write) -> None:
-    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one that is empty, or below
-    0, is malformed.
+    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one
+    that is empty, or below 0, is malformed.
     """
     high = struct.pack("<I", 2**32 - 16)
     path = write(checkpoint(b"]r" + high + b"0j" + high))
@@ -421,8 +421,8 @@ def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
     ],
 )
 def test_lengths_that_lie(write: Write, code: bytes) -> None:
-    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of ours before anything is
-    allocated for it.
+    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of
+    ours before anything is allocated for it.
     """
     data = b"\x80\x04}" + text("x") + code
     path = write(torch_zip_of(data, {}))
@@ -513,8 +513,8 @@ def nothing_raised() -> Any:
 
 
 def test_a_key_set_twice(write: Write) -> None:
-    """torch's format keeps both, for the order of what is done is kept; in a safetensors file the name could be
-    either's.
+    """torch's format keeps both, for the order of what is done is kept; in a
+    safetensors file the name could be either's.
     """
     path = write(torch_zip_of(dict_of(text("w"), tensor(), text("w"), tensor(offset=0, shape=(2,)))))
     out = assert_sound(path)
@@ -565,8 +565,8 @@ def test_names_that_safetensors_cannot_have(write: Write) -> None:
     ],
 )
 def test_persistent_ids(write: Write, of: bytes, what: str) -> None:
-    """They are ('storage', class, key, location, elements), of a class of torch's, and the key is a record's, letter by
-    letter.
+    """They are ('storage', class, key, location, elements), of a class of torch's, and
+    the key is a record's, letter by letter.
     """
     assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(of)))), MalformedError, what)
 
@@ -706,8 +706,8 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_right_values(write: Write, name: str) -> None:
-    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's format, the same values from
-    safetensors.
+    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's
+    format, the same values from safetensors.
     """
     view = VIEWS[name]()
     path = write(saved({"w": view}))
@@ -841,8 +841,8 @@ def test_the_good_ones_are_sound(write: Write) -> None:
 def test_rare_zips(write: Write, tmp_path: Path) -> None:
     """Encrypted or compressed in a way that nobody reads here: unsupported.
 
-    Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the pickle says of a storage: no
-    output.
+    Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the
+    pickle says of a storage: no output.
     """
     data = good_zip()
     both = (local_header(data, "made/data/0") + 6, central_entry(data, "made/data/0") + 8)
@@ -866,8 +866,8 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lie", [1 << 40, 8, 4 * MIB - 4])
 def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> None:
-    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another number they are not written,
-    and not held.
+    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another
+    number they are not written, and not held.
     """
     deflated = torch_zip_of(
         dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED
@@ -941,8 +941,8 @@ def test_an_absurd_argument(write: Write) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
 def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As input, as target, as a shard: refused, without waiting for whoever stands at the other end, and left as they
-    are.
+    """As input, as target, as a shard: refused, without waiting for whoever stands at
+    the other end, and left as they are.
     """
     monkeypatch.chdir(tmp_path)  # a socket's path may not be long
     path = tmp_path / "in" / "thing.pt"
@@ -978,8 +978,8 @@ def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_real_file(write: Write) -> None:
-    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a zip64 end: sound, and the output
-    too.
+    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a
+    zip64 end: sound, and the output too.
     """
     data = saved(OBJECT)
     at = local_header(data, "archive/data/0")
@@ -1156,8 +1156,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_safetensors(write: Write, name: str) -> None:
-    """A header that lies, or that two readers could read in two ways, is malformed; so is a file that is not as long as
-    it says.
+    """A header that lies, or that two readers could read in two ways, is malformed; so is
+    a file that is not as long as it says.
     """
     data, what = HEADERS[name]
     path = write(data, "bad.safetensors")
@@ -1351,8 +1351,8 @@ HUGE = 1 << 480_000
 
 @pytest.mark.parametrize("where", ["offset", "storage"])
 def test_integers_that_nobody_prints(write: Write, capsys: pytest.CaptureFixture[str], where: str) -> None:
-    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say how long it is, as text and
-    as JSON.
+    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say
+    how long it is, as text and as JSON.
     """
     huge = pickle.dumps(HUGE, 2)[2:-1]
     value = tensor().replace(integer(0) + b"(", huge + b"(", 1) if where == "offset" else tensor(storage(numel=huge))

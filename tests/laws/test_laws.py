@@ -35,8 +35,8 @@ FEW = settings(max_examples=min(settings().max_examples, 1000))
 
 _ELEMENTS = 12  # of each storage
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
-#: What is made of a storage: all of it, so that two names are tied; pieces, steps, turned round, overlapping with
-#: itself.
+#: What is made of a storage: all of it, so that two names are tied; pieces, steps,
+#: turned round, overlapping with itself.
 _VIEWS = (
     lambda base: base,
     lambda base: base[2:7],
@@ -124,8 +124,8 @@ def _convert(folder: Path, src: str, dst: str, **edits: Any) -> ckptconv.Report:
 def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
     """EDITS, one after another, leave what torch reads, and the tags it reads, as they were.
 
-    Once more, they leave every byte: only strings that names and tags shared with others had become strings of their
-    own.
+    Once more, they leave every byte: only strings that names and tags shared with
+    others had become strings of their own.
     """
     trips = []
     at = "in.pt"
@@ -200,8 +200,8 @@ def test_tags_go_and_come_back(folder: Path, obj: Any, tags: list[str], number: 
 @FEW
 @given(checkpoints(), st.sampled_from(RENAMES))
 def test_names_go_and_come_back(folder: Path, obj: Any, renames: Any) -> None:
-    """A word, the start of every name, a prefix, the end of every segment: changed and changed back, in two conversions
-    and in one.
+    """A word, the start of every name, a prefix, the end of every segment: changed and
+    changed back, in two conversions and in one.
     """
     there, back = renames
     torch.save(obj, folder / "in.pt")
@@ -344,8 +344,8 @@ def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
 @FEW
 @given(checkpoints(), st.sampled_from(["bf16", "fp64"]), st.sampled_from(OTHERS))
 def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, others: dict[str, Any]) -> None:
-    """Casting and compacting before, after, or in one conversion with names and devices: the same for torch, tags
-    included.
+    """Casting and compacting before, after, or in one conversion with names and
+    devices: the same for torch, tags included.
     """
     zoo.save(obj, folder / "in.pt", ["cuda:0", "cpu"])
     values = {"dtype": dtype, "compact": True}

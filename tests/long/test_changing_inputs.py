@@ -1,5 +1,5 @@
-"""Inputs that somebody changes while they are read: at every call that has to do with them, and at every step of the
-writing.
+"""Inputs that somebody changes while they are read: at every call that has to do with
+them, and at every step of the writing.
 
 strace stops the conversion at a call, the input is changed, and the conversion goes on: so the change is where it is
 said to be. CKPTCONV_CHANGES: where the list of all, with what became of each, is to go.
@@ -72,8 +72,8 @@ HARMLESS = (replaced, deleted)
 
 @dataclass(frozen=True)
 class Change:
-    """HOW the input was changed at the NUMBER-th CALL, which was before all of it was copied or not, and what became of
-    the conversion.
+    """HOW the input was changed at the NUMBER-th CALL, which was before all of it was copied or
+    not, and what became of the conversion.
     """
 
     conversion: str
@@ -150,8 +150,8 @@ class Reading:
         return place, log.read_text().splitlines(), subprocess.CompletedProcess([], process.returncode, "", said)
 
     def _moments(self, lines: list[str], place: Path) -> Iterator[tuple[str, int, bool]]:
-        """(call, its number, whether it is before the last byte is copied), from the first reading of the input to the
-        end.
+        """(call, its number, whether it is before the last byte is copied), from the
+        first reading of the input to the end.
         """
         main = lines[0].split()[0]
         seen: dict[str, int] = {}
@@ -217,8 +217,8 @@ def all_changes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Chang
 
 @pytest.fixture(scope="module", params=["pt to pt", "pt to safetensors", "safetensors to pt", "shards to pt"])
 def reading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reading:
-    """A conversion that lets the kernel copy, one with threads that read beside it, one that reads everything itself,
-    one of several files.
+    """A conversion that lets the kernel copy, one with threads that read beside it, one that reads
+    everything itself, one of several files.
     """
     folder = tmp_path_factory.mktemp("changing")
     weights: dict[str, Content | torch.Tensor] = {f"w{i}": torch.randn(30_000) for i in range(2)}

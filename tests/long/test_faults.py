@@ -1,5 +1,5 @@
-"""A fault at every system call by which a conversion changes a disk, injected by strace: each kind of conversion, each
-kind of fault.
+"""A fault at every system call by which a conversion changes a disk, injected by strace: each
+kind of conversion, each kind of fault.
 
 Every point, with what became of it, goes into a JSON: where CKPTCONV_POINTS says, else beside the run.
 """

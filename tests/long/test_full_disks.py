@@ -131,8 +131,8 @@ def test_every_size_of_a_disk_for_a_folder(src: Path, tmp_path: Path, jobs: str)
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
 def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -> None:
-    """Space that was there when a folder was begun, and is another's after so many of its shards: one line, and the old
-    folder.
+    """Space that was there when a folder was begun, and is another's after so many of its
+    shards: one line, and the old folder.
     """
     flags = ("--format", "safetensors", "--max-shard-size", "70KB")
     slow = [

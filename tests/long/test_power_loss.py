@@ -1,5 +1,5 @@
-"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk that forgets whatever
-was not flushed.
+"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk
+that forgets whatever was not flushed.
 
 The disk is a recorded one (:mod:`recorded_disk`) with a real filesystem on it. At many moments of its history the power
 is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks. Needs root, a loop device
@@ -30,8 +30,8 @@ from tests.support.recorded_disk import History
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
-#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every second: names also reach the
-#: disk unasked.
+#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every
+#: second: names also reach the disk unasked.
 FILESYSTEMS = {
     "ext4": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1", 64 << 20),
     "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
@@ -187,8 +187,8 @@ def judged(
 
 @pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
 def test_a_loss_of_power(filesystem: str, in_shards: bool, tmp_path: Path, memory: Path) -> None:
-    """Whenever the power goes: the old one or the new one, whole; and once a conversion has said that it is done, the
-    new one.
+    """Whenever the power goes: the old one or the new one, whole; and once a conversion
+    has said that it is done, the new one.
     """
     srcs = inputs(tmp_path, in_shards=in_shards)
     command = [sys.executable, "-m", "ckptconv"]

@@ -145,8 +145,8 @@ def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_out", ["optimizer_states", "lr_schedulers", "callbacks", "state_dict"])
 def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, left_out: str) -> None:
-    """With the checkpoint of the first epoch in place of the second's, in one part, the losses differ: the test above
-    sees what is lost.
+    """With the checkpoint of the first epoch in place of the second's, in one part, the losses
+    differ: the test above sees what is lost.
     """
     losses, _ = fit("run")
     checkpoint, earlier = (torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0))
@@ -183,8 +183,8 @@ def transformers() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def train(transformers: ModuleType, tmp_path: Path) -> Fit:
-    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder; the losses of all steps,
-    and the weights.
+    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder;
+    the losses of all steps, and the weights.
     """
 
     def train(folder: str, resume: Path | None = None) -> Any:

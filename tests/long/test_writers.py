@@ -22,8 +22,8 @@ AT_ONCE = 10
 OLD = b"the old output"
 OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
 
-#: Starts a process for each command, all ready before the first goes on; prints what became of each: exit status and
-#: what it said.
+#: Starts a process for each command, all ready before the first goes on; prints what became of
+#: each: exit status and what it said.
 _CROWD = """
 import json, os, sys, tempfile
 from ckptconv.cli.main import main
@@ -85,8 +85,8 @@ def inputs(
 
 
 class Watcher(threading.Thread):
-    """Looks at TARGET, again and again, until it is told to end; what it saw that was not IS_WHOLE, and how often it
-    looked.
+    """Looks at TARGET, again and again, until it is told to end; what it saw that was
+    not IS_WHOLE, and how often it looked.
     """
 
     def __init__(self, target: Path, is_whole: Callable[[Content], bool]) -> None:
@@ -137,8 +137,8 @@ def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Con
 
 
 def test_two_hundred_writers_that_may_not(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
-    """Without --force exactly one of each ten writes the target; the others say in one line that it is there, and leave
-    nothing.
+    """Without --force exactly one of each ten writes the target; the others say in one
+    line that it is there, and leave nothing.
     """
     srcs, outputs = inputs
     said: Counter[str] = Counter()

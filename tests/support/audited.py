@@ -1,5 +1,5 @@
-"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py JOBS``, which prints
-what it saw as JSON.
+"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py
+JOBS``, which prints what it saw as JSON.
 
 JOBS is a JSON file: ``warm`` and ``hostile`` are lists of paths, ``out`` is the folder in which alone files may be
 made. Everything is done to the warm ones first, which say the same as the hostile ones with other names; what that

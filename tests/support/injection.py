@@ -1,5 +1,5 @@
-"""Conversions in processes of their own, with a fault at one of their system calls, which strace puts there; and what
-must be so afterwards.
+"""Conversions in processes of their own, with a fault at one of their system calls, which strace
+puts there; and what must be so afterwards.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Point:
 
 @dataclass
 class Conversion:
-    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the only one in FOLDER that it
-    writes to.
+    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the
+    only one in FOLDER that it writes to.
 
     TARGETS: what is to stand in it, by name, and what stands there BEFORE (nothing, where that is None). DST: by
     default the first target. THREADS: some of the calls are other threads', and the numbers of some differ from run to
@@ -236,8 +236,8 @@ class Conversion:
         return point
 
     def _beside(self, out: Path) -> Iterator[str]:
-        """What stands in OUT and is no target, nor in one, nor a folder with one; what stands in a temporary folder
-        goes with that.
+        """What stands in OUT and is no target, nor in one, nor a folder with one; what
+        stands in a temporary folder goes with that.
         """
         for path in sorted(out.rglob("*")):
             name = str(path.relative_to(out))
@@ -274,8 +274,8 @@ class Conversion:
             yield "another exit status"
 
     def _is_known(self, name: str, *, killed: bool) -> bool:
-        """Whether what is left under NAME is a temporary, or the folder that was made for targets by one who was
-        KILLED.
+        """Whether what is left under NAME is a temporary, or the folder that was
+        made for targets by one who was KILLED.
         """
         return is_temporary(os.path.basename(name)) or (
             killed and any(each.startswith(f"{name}/") for each in self.targets)

@@ -1,5 +1,5 @@
-"""``ckptconv`` in a process of its own that may write no large files: the limit of the process that runs the tests
-stays.
+"""``ckptconv`` in a process of its own that may write no large files: the limit of
+the process that runs the tests stays.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def _loaded(path: str) -> tuple[Any, str | None]:
 
 
 def _facts(obj: Any, path: str) -> list[Any] | None:
-    """Dtype, shape, stride and offset of the tensor at PATH, where that leads through keys and indices alone and ends
-    at a plain one.
+    """Dtype, shape, stride and offset of the tensor at PATH, where that leads through keys and
+    indices alone and ends at a plain one.
     """
     import torch
 

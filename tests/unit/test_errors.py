@@ -1,5 +1,5 @@
-"""Errors are for people: one printable line with what, where, expected, got and what to type; and the tree is what its
-docstring draws.
+"""Errors are for people: one printable line with what, where, expected, got and what to type;
+and the tree is what its docstring draws.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def to_safetensors(path: Path) -> None:
 
 
 def said(what: str) -> Callable[[Path], None]:
-    """What reads a file that is no checkpoint: it is to be said of it that it is WHAT; the error is raised where it
-    says something else.
+    """What reads a file that is no checkpoint: it is to be said of it that it is WHAT; the error
+    is raised where it says something else.
     """
 
     def run(path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Loops over numbers that need torch. Imported only when a conversion casts, gathers, assembles or compares numbers."""
+"""Loops over numbers that need torch. Imported only when numbers are cast, gathered, assembled or compared."""

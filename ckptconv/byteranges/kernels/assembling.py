@@ -22,18 +22,20 @@ def assemble(piece: Assemble) -> Iterator[memoryview]:
     for region in halved(piece.shape, _BLOCK // piece.itemsize):
         out = room[: prod(region[1]) * piece.itemsize]
         block = torch.frombuffer(out, dtype=WORDS[piece.itemsize]).view(region[1])
-        for box in piece.boxes:
-            shared = _shared(region, box)
+        for placement in piece.placements:
+            shared = _shared(region, placement)
             if shared:
-                view = Gather(box.of, piece.itemsize, box.sizes, box.stride, 0, box.of.length)
-                tiles.fill(block[_slices(shared, region[0])], view, box.of, _moved(shared, box.offsets))
+                view = Gather(placement.of, piece.itemsize, placement.sizes, placement.stride, 0, placement.of.length)
+                tiles.fill(block[_slices(shared, region[0])], view, placement.of, _moved(shared, placement.offsets))
         yield out
 
 
-def _shared(region: Region, box: ChunkPlacement) -> Region | None:
-    """What of REGION is in BOX."""
-    starts = tuple(map(max, region[0], box.offsets))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], box.offsets, box.sizes, strict=True))
+def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
+    """What of REGION is in PLACEMENT."""
+    starts = tuple(map(max, region[0], placement.offsets))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], placement.offsets, placement.sizes, strict=True)
+    )
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 

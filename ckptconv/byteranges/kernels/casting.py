@@ -40,8 +40,8 @@ class TorchCastBuffer:
         self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
 
     def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
-        """What the first FILLED bytes of the room become, good until the next call, and how many finite numbers among
-        them were too large.
+        """What the first FILLED bytes of the room become, good until the next call, and how many
+        finite numbers among them were too large.
 
         They stand AT that byte of what the piece is made of, in which those elements count that are SHOWN, or all.
         """
@@ -73,8 +73,8 @@ def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
-    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in it are made the same on all
-    machines.
+    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in
+    it are made the same on all machines.
     """
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
@@ -134,8 +134,8 @@ def _turn_round(data: memoryview, dtype: torch.dtype) -> None:
 
 
 def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) -> None:
-    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some places of a vector and not in
-    others.
+    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some
+    places of a vector and not in others.
     """
     words = torch.frombuffer(data, dtype=_WORDS[_width(dtype)])
     sign = torch.iinfo(words.dtype).min

@@ -148,8 +148,8 @@ class Comparer:
         return far._replace(largest=largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
-        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART by so much, where B's are
-        of this SIZE.
+        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART
+        by so much, where B's are of this SIZE.
         """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)

@@ -18,16 +18,15 @@ from ckptconv.byteranges.spans import ByteRange, Gather
 __all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
 
 _BLOCK = 16 << 20  # bytes of output that are held at once
-# bytes of a storage that are held at once: as many, so that a block of a transposed weight is one tile
-_TILE = 16 << 20
+_TILE = 16 << 20  # bytes of a storage that are held at once: a block of a transposed weight is one tile
 _GAP = 4096  # bytes that are read and thrown away rather than read around
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
 
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
-    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a buffer that the next ones take
-    over.
+    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a
+    buffer that the next ones take over.
     """
     itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
@@ -45,7 +44,7 @@ class Tiles:
         self._room = memoryview(b"")
 
     def fill(self, block: torch.Tensor, view: Gather, storage: ByteRange, region: Region) -> None:
-        """Let _BLOCK have the elements of REGION of VIEW on STORAGE."""
+        """Let BLOCK have the elements of REGION of VIEW on STORAGE."""
         for starts, sizes in _tiles(region, view.stride, view.itemsize):
             need = _packed(sizes, view.stride, view.itemsize)
             if len(self._room) < need:
@@ -79,8 +78,8 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along the dimension that reaches
-    farthest.
+    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along
+    the dimension that reaches farthest.
     """
     todo = [region]
     while todo:
@@ -99,8 +98,8 @@ def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> i
 
 
 def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """The elements of storage that are read at once, and the dimensions along which such stretches lie apart, the
-    nearest first.
+    """The elements of storage that are read at once, and the dimensions along which such
+    stretches lie apart, the nearest first.
     """
     span = 1
     dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])

@@ -23,8 +23,8 @@ class Sum(NamedTuple):
     """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and
     WHY, with the inputs of which that is true, those beside sets among them.
 
-    OTHER and UNENTERED are what was left in their folders, NOTES what else to know. IN_FULL: the report of each was
-    shown.
+    OTHER and UNENTERED are what was left in their folders, NOTES what else to know.
+    IN_FULL: the report of each was shown.
     """
 
     converted: Sequence[Report]

@@ -109,8 +109,8 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
 
 
 def _all_values(difference: Difference) -> str:
-    """Words for the values of all names that both sides have, where none is beyond the tolerance though other things
-    differ.
+    """Words for the values of all names that both sides have, where none is beyond the
+    tolerance though other things differ.
     """
     values = [each.values for each in difference.differing]
     if not difference.tensors or any(found is None or found.differing for found in values):

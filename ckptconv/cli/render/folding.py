@@ -1,10 +1,10 @@
 """Fold repeated blocks: ``layers.0`` to ``layers.31`` are shown once if all of them are alike.
 
-The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch if what is
-below them has the same segments, dtypes, shapes, devices and sizes. So two numbers of a path fold (layers and experts)
-where every layer has every expert, and only the inner one where not. A tied name is like another if both are tied to
-the same tensor. Every branch is compared by a number that stands for all below it, so this costs what sorting the names
-would.
+The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch
+if what is below them has the same segments, dtypes, shapes, devices and sizes. So two numbers of a path fold
+(layers and experts) where every layer has every expert, and only the inner one where not. A tied name is like
+another if both are tied to the same tensor. Every branch is compared by a number that stands for all below
+it, so this costs what sorting the names would.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Branch", "leaves", "tree_of"]
 
 _DEEPEST = 64  # levels; what is below stays one name, so that no name can make the tree deep
 _SHOWN_RUNS = 4
-# A key that is no string, an index with what ends it, or a word up to the dot or slash that ends it; dots at its start
-# belong to it.
+# A key that is no string, an index with what ends it, or a word up to the dot or slash that
+# ends it; dots at its start belong to it.
 _PIECE = re.compile(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)? /?
       | \.* (?: \\. | [^\\/[.] )* (?: [./] | (?=\[) | $ )
@@ -38,8 +38,8 @@ _NUMBER = re.compile(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 @dataclass
 class Branch:
-    """A level of the tree: its segment, the numbers of the siblings that it stands for, and how many paths it stands
-    for in all.
+    """A level of the tree: its segment, the numbers of the siblings that it stands for,
+    and how many paths it stands for in all.
 
     ``tensors`` and ``nbytes`` count all below it, in all it stands for, tied names as tensors and not as bytes.
     ``first`` is its place in the file's order.

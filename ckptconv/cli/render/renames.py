@@ -80,8 +80,8 @@ def _common(a: Iterable[str], b: Iterable[str]) -> int:
 
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """The words that A and B have in common and in the same order, as many as there can be: runs of (where in A, where
-    in B, how many).
+    """The words that A and B have in common and in the same order, as many as there can be:
+    runs of (where in A, where in B, how many).
     """
     if len(a) * len(b) > _LARGEST_TABLE:
         return []

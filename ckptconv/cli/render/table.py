@@ -23,8 +23,8 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class Row(NamedTuple):
-    """A row as drawn: its texts under the headings, how far the first one is indented, its bytes, and how many tensors
-    it stands for.
+    """A row as drawn: its texts under the headings, how far the first one is indented, its
+    bytes, and how many tensors it stands for.
     """
 
     texts: tuple[str, ...]

@@ -49,8 +49,8 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
 class Style(NamedTuple):
-    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in colours or not, in
-    Unicode or in ASCII.
+    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in
+    colours or not, in Unicode or in ASCII.
     """
 
     width: int | None = None
@@ -106,8 +106,8 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths only where a word needs more than
-    a line.
+    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths
+    only where a word needs more than a line.
     """
     lines, line = [], ""
     for word in text.split(" "):
@@ -231,8 +231,8 @@ def _with_values(words: list[str]) -> list[str]:
 
 
 def _pasteable(word: str, style: Style) -> str:
-    """WORD of a shell's command with what cannot be shown, or would do something to the terminal, said in the shell's
-    own escapes.
+    """WORD of a shell's command with what cannot be shown, or would do something to the
+    terminal, said in the shell's own escapes.
     """
     if printable(word) == word and (style.unicode or word.isascii()):
         return word

@@ -19,7 +19,7 @@ from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
 
-__all__ = ["ChunkFile", "ChunkFiles", "in_file"]
+__all__ = ["ChunkFiles", "in_file"]
 
 _ID = ".data/serialization_id"
 _CRC_IN_ENTRY = 16  # APPNOTE 4.3.12
@@ -92,8 +92,8 @@ class ChunkFiles:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, window: SliceSource) -> None:
-    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what it names beside would
-    not be seen there.
+    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what
+    it names beside would not be seen there.
     """
     graph = checkpoint.graph
     unknown = [node for node in graph.globals if not is_allowed(node)]

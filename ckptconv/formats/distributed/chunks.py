@@ -28,8 +28,8 @@ class Chunk(NamedTuple):
 
 
 def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raise MalformedError unless each element of the tensor NAME is in exactly one of CHUNKS, all of which lie inside
-    SHAPE.
+    """Raise MalformedError unless each element of the tensor NAME is in exactly one of
+    CHUNKS, all of which lie inside SHAPE.
 
     A chunk says of each element whether it is in it. The sum of what all say is what the whole would say exactly where
     their differences are the same, and those are 1 or -1 at the corners of each chunk, and 0 elsewhere: terms of a
@@ -68,18 +68,22 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 
 
 def assembled(
-    shape: tuple[int, ...], itemsize: int, boxes: Iterable[ChunkPlacement], path: Path
+    shape: tuple[int, ...], itemsize: int, placements: Iterable[ChunkPlacement], path: Path
 ) -> ByteRange | Concat | Assemble:
-    """The bytes of a tensor of SHAPE, which BOXES cover: their own where they stand in the order of its elements.
+    """The bytes of a tensor of SHAPE, which PLACEMENTS cover: their own where they stand in the order of its elements.
 
     PATH is for messages.
     """
     length = prod(shape) * itemsize
     if not length:
         return ByteRange(BytesSource(b"", path), 0, 0)
-    filled = sorted((box for box in boxes if box.of.length), key=lambda box: box.offsets)
-    cut = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in filled)]
-    if all(box.stride == row_major(box.sizes) for box in filled) and (not cut or prod(shape[: cut[-1]]) == 1):
-        parts = tuple(box.of for box in filled)
+    filled = sorted(
+        (placement for placement in placements if placement.of.length), key=lambda placement: placement.offsets
+    )
+    cut = [d for d in range(len(shape)) if any(placement.sizes[d] != shape[d] for placement in filled)]
+    if all(placement.stride == row_major(placement.sizes) for placement in filled) and (
+        not cut or prod(shape[: cut[-1]]) == 1
+    ):
+        parts = tuple(placement.of for placement in filled)
         return parts[0] if len(parts) == 1 else Concat(parts, None, length)
     return Assemble(tuple(filled), shape, itemsize, length)

@@ -1,14 +1,14 @@
 """Folders of torch.distributed.checkpoint (DCP): the checkpoint of several processes, read without any of them.
 
-Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is; each process wrote files of its
-own:
+Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is;
+each process wrote files of its own:
 
     .metadata               written last, by one process
     __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each
                             chunk of a tensor, one for each object that is no tensor
 
-Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch
-2.13.
+Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and
+``_traverse.py`` (``set_element``) of torch 2.13.
 
 What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved,
 tensors whole and in row-major order, on the CPU. But where torch had put off to conjugate or negate a tensor, that
@@ -35,7 +35,7 @@ from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
-from ckptconv.formats.distributed.metadata import Metadata, Path, Stored, TensorItem, read_metadata
+from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, read_metadata
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Value, set_items
 
@@ -246,7 +246,7 @@ class _Reader:
 
     def tensor(self, name: str, item: TensorItem) -> Value:
         """A tensor, of all its chunks."""
-        boxes = []
+        placements = []
         is_whole = True
         put_off = None
         for chunk in dict.fromkeys(item.chunks):
@@ -254,12 +254,12 @@ class _Reader:
                 self.left.pop((name, chunk.offsets), None)
                 continue
             try:
-                box, info = self.box(name, item, chunk)
+                placement, info = self.placement(name, item, chunk)
             except InputError as error:
                 self.found(error)
                 is_whole = False
                 continue
-            boxes.append(box)
+            placements.append(placement)
             if put_off not in (None, (info.conj, info.neg)):
                 raise UnsupportedError(
                     f"some chunks of {name!r} are still to be conjugated or negated, and others are not",
@@ -269,12 +269,12 @@ class _Reader:
             put_off = info.conj, info.neg
         if not is_whole:
             raise _Said("not all of its chunks can be read")
-        data = assembled(item.shape, item.dtype.itemsize, boxes, self.folder.path)
+        data = assembled(item.shape, item.dtype.itemsize, placements, self.folder.path)
         key = next(self.keys)
         self.merger.records[key] = data
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
-    def box(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
+    def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
         """CHUNK of the tensor NAME, which must be what the metadata says, and no more; and what its file says."""
         window = self.window(name, chunk.offsets)
         with _about(name, window):
@@ -344,7 +344,7 @@ class _Nest:
         self.root: dict[str, _Tree] = {}
         self.holes = 0  # places in lists that nothing belongs to, so far
 
-    def add(self, name: str, path: Path) -> None:
+    def add(self, name: str, path: ItemPath) -> None:
         """Put the item NAME at PATH. Raises MalformedError where it cannot stand there."""
         at: _Tree = self.root
         for key, following in pairwise(path):

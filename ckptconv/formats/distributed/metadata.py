@@ -26,12 +26,11 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
-from ckptconv.checkpoint.rebuild_functions import is_count
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
 from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_global
+from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_count, is_global
 from ckptconv.pickles.parser import parse
 
 __all__ = ["Metadata", "Stored", "TensorItem", "read_metadata"]
@@ -79,7 +78,7 @@ _EXTENSIONS = (
 )
 
 #: Keys of dicts and indices of lists, from the root to an item.
-Path: TypeAlias = "tuple[str | int, ...]"
+ItemPath: TypeAlias = "tuple[str | int, ...]"
 #: The name of an item, and the first index of the chunk; None for what is no tensor.
 _Key: TypeAlias = "tuple[str, tuple[int, ...] | None]"
 
@@ -106,7 +105,7 @@ class Metadata(NamedTuple):
     """
 
     items: dict[str, TensorItem | None]
-    paths: dict[str, Path]
+    paths: dict[str, ItemPath]
     stored: dict[_Key, Stored]
 
 
@@ -132,7 +131,7 @@ class _Reader:
         self.most = most
         # By the id of the node. One node can stand for any number of values.
         self._sizes: dict[int, tuple[int, ...]] = {}
-        self._paths: dict[int, Path] = {}
+        self._paths: dict[int, ItemPath] = {}
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
         raise MalformedError(what, where=self.where, expected=expected, got=got)
@@ -218,7 +217,7 @@ class _Reader:
             self.fail(f"a chunk lies outside of {name!r}", expected=f"inside {shape}", got=f"{sizes} at {offsets}")
         return Chunk(offsets, sizes)
 
-    def paths(self, planner_data: Value) -> Iterator[tuple[str, Path]]:
+    def paths(self, planner_data: Value) -> Iterator[tuple[str, ItemPath]]:
         """The path of each item in nested dicts and lists, where they were flattened."""
         if planner_data is None:
             return
@@ -227,7 +226,7 @@ class _Reader:
                 self._paths[id(node)] = self.path(name, node)
             yield name, self._paths[id(node)]
 
-    def path(self, name: str, node: Value) -> Path:
+    def path(self, name: str, node: Value) -> ItemPath:
         """The path NODE of the item NAME."""
         path = node.items if isinstance(node, Tuple) else []
         if len(path) > LIMITS.nesting:

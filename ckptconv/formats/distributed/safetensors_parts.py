@@ -4,8 +4,10 @@ torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)
 
 Layout: no index and no metadata file; each process wrote files of its own:
 
-    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file, in whose metadata
-        :mod:`ckptconv.formats.distributed.sharding_info` says where each of its tensors belongs in the whole one
+    shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file
+
+Its metadata (:mod:`ckptconv.formats.distributed.sharding_info`) says where each of its tensors
+belongs in the whole one.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several
 files, so they are never merged by their names: parts must fit together without holes and overlaps.
@@ -87,8 +89,8 @@ def read(
         texts.append(header.metadata or {})
         for entry in header.entries:
             of = ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
-            box = ChunkPlacement(of, offsets[entry.name], entry.shape, row_major(entry.shape))
-            parts.setdefault(entry.name, []).append((entry, box))
+            placement = ChunkPlacement(of, offsets[entry.name], entry.shape, row_major(entry.shape))
+            parts.setdefault(entry.name, []).append((entry, placement))
     merger = Merger(folder)
     items: list[Value] = []
     for name, found in parts.items():
@@ -106,7 +108,7 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
     """The tensor NAME, of its PARTS. Raises MalformedError, UnsupportedError."""
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})
-    ranks = {len(box.sizes) for _, box in parts}
+    ranks = {len(placement.sizes) for _, placement in parts}
     if len(words) > 1 or len(ranks) > 1:
         raise MalformedError(
             f"the parts of {name!r} do not fit together",
@@ -119,11 +121,14 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
         raise UnsupportedError(
             f"{name!r} has several elements in a byte, whose parts cannot be put together", where=folder, got=dtype.word
         )
-    boxes = [box for _, box in parts]
-    ends = ([start + size for start, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes)
+    placements = [placement for _, placement in parts]
+    ends = (
+        [start + size for start, size in zip(placement.offsets, placement.sizes, strict=True)]
+        for placement in placements
+    )
     shape = tuple(map(max, zip(*ends, strict=True)))
-    check_cover(folder, name, shape, [Chunk(box.offsets, box.sizes) for box in boxes])
-    data = assembled(shape, dtype.itemsize, boxes, folder)
+    check_cover(folder, name, shape, [Chunk(placement.offsets, placement.sizes) for placement in placements])
+    data = assembled(shape, dtype.itemsize, placements, folder)
     key = str(len(merger.records))
     merger.records[key] = data
     return merger.calls.tensor(dtype, shape, key, prod(shape) * dtype.itemsize)

@@ -1,9 +1,9 @@
 """``DCP_SHARDING_INFO``: the metadata of a safetensors file that says which part of each tensor it holds.
 
-torch's ``HuggingFaceStorageWriter`` writes it into every file, ``{NAME: {"saved_offsets": [n, ...]}}``, also where all
-tensors are whole (``torch/distributed/checkpoint/filesystem.py`` and ``_hf_utils.py`` of 2.13). How large the whole
-tensors are no file says. So one of them alone can be told from a whole model by its name only, or where a tensor in it
-does not begin at 0.
+torch's ``HuggingFaceStorageWriter`` writes it into every file, ``{NAME: {"saved_offsets": [n, ...]}}``, also
+where all tensors are whole (``torch/distributed/checkpoint/filesystem.py`` and ``_hf_utils.py`` of 2.13). How
+large the whole tensors are no file says. So one of them alone can be told from a whole model by its name
+only, or where a tensor in it does not begin at 0.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptconv.checkpoint.rebuild_functions import is_count
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.safetensors_header import Header
 from ckptconv.hints import shell
+from ckptconv.pickles.graph import is_count
 
 __all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
 

@@ -351,8 +351,8 @@ _MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
 def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
-    """The bytes that the value with CODE at AT takes, without what an array or map holds; None where there is no such
-    code.
+    """The bytes that the value with CODE at AT takes, without what an array or map
+    holds; None where there is no such code.
     """
     if code <= 0x9F or code >= 0xE0:  # small numbers, heads of small maps and arrays
         return 1

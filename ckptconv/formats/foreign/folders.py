@@ -98,8 +98,8 @@ def name_like(path: Path) -> Path | None:
 
 
 def distributed_part_error(path: Path) -> InputError | None:
-    """What is to be said of the file PATH if it is a part of a checkpoint of torch.distributed.checkpoint, by what
-    stands beside it.
+    """What is to be said of the file PATH if it is a part of a checkpoint of
+    torch.distributed.checkpoint, by what stands beside it.
     """
     if path.suffix != ".distcp" and path.name != ".metadata":
         return None

@@ -1,6 +1,6 @@
 """Recognise pickles that hold no tensors.
 
-Parsed as every pickle here, which runs nothing.
+They are parsed like every pickle here, which runs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MORE = 4096  # bytes of the start that are searched for joblib's name
 
 
 def storage_sizes(graph: Graph) -> dict[str, int]:
-    """Bytes by key of the storages that GRAPH refers to; what refers to something else, or has no sound size, is left
-    out.
+    """Bytes by key of the storages that GRAPH refers to; what refers to something
+    else, or has no sound size, is left out.
     """
     sizes: dict[str, int] = {}
     for reference in graph.references:
@@ -52,9 +52,6 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
         if dtype and key is not None and type(numel) is int and 0 <= numel < LIMITS.elements:
             sizes[key] = numel * dtype.itemsize
     return sizes
-
-
-# Plain pickles
 
 
 def looks_like_pickle(source: Readable, head: bytes) -> bool:

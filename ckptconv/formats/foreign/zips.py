@@ -36,7 +36,7 @@ from ckptconv.pickles.parser import parse
 
 __all__ = ["cut_short", "displaced", "refuse_foreign_zips"]
 
-AGAIN = "download or copy it again"
+_AGAIN = "download or copy it again"
 _PICKLE = "data.pkl"
 _SHOWN = 3  # member names
 _TAME = re.compile(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
@@ -190,7 +190,7 @@ def cut_short(source: Readable) -> InputError:
     first = first_member(source)
     root, _, record = first.name.rpartition("/") if first else ("", "", "")
     if first is None or record != _PICKLE or first.method != STORED:
-        return MalformedError("a zip archive that was cut short: its end is missing", where=source.path, hint=AGAIN)
+        return MalformedError("a zip archive that was cut short: its end is missing", where=source.path, hint=_AGAIN)
     try:
         with gc_paused():
             graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=first.data_offset)
@@ -201,19 +201,19 @@ def cut_short(source: Readable) -> InputError:
         return MalformedError(
             f"a torch checkpoint that was cut short, or damaged, inside {_PICKLE}, its first record: {error.what}",
             where=source.path,
-            hint=AGAIN,
+            hint=_AGAIN,
         )
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
     whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
     if whole <= source.size or not _only_stored(source, end):
         return MalformedError(
-            "a torch checkpoint that was cut short: the zip archive's end is missing", where=source.path, hint=AGAIN
+            "a torch checkpoint that was cut short: the zip archive's end is missing", where=source.path, hint=_AGAIN
         )
     return MalformedError(
         f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
         where=source.path,
-        hint=AGAIN,
+        hint=_AGAIN,
     )
 
 
@@ -242,10 +242,10 @@ def displaced(source: Readable) -> InputError | None:
     before = start + at - size - offset
     if before < 0:
         return MalformedError(
-            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=AGAIN
+            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=_AGAIN
         )
     if before == 0 or before + 4 > source.size or source.read(before, 4) != LOCAL:
-        return MalformedError("a zip archive whose start is damaged", where=source.path, hint=AGAIN)
+        return MalformedError("a zip archive whose start is damaged", where=source.path, hint=_AGAIN)
     return MalformedError(
         f"a zip archive with {before:,} bytes before it",
         where=source.path,

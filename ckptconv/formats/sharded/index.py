@@ -1,7 +1,7 @@
 """The index of a sharded checkpoint, and the names of its files: a strict reader, and the bytes of a new index.
 
-Layout (huggingface_hub's ``serialization/_torch.py``, transformers' ``modeling_utils.py``), for each set of shards in
-one folder:
+Layout (huggingface_hub's ``serialization/_torch.py``, transformers' ``modeling_utils.py``),
+for each set of shards in one folder:
 
     STEM-00001-of-00003.safetensors      each shard is a checkpoint of its own; .bin is a file of torch.save
     STEM.safetensors.index.json          {"metadata": {"total_size": bytes, ...}, "weight_map": {NAME: SHARD, ...}}
@@ -9,9 +9,9 @@ one folder:
 A variant is a part of the stem, and stands behind the word index: ``model.fp16-00001-of-00002.safetensors`` and
 ``model.safetensors.index.fp16.json``.
 
-Names of shards are checked as texts: a folder of the Hub's cache consists of links to ``../../blobs``, which are meant.
-What is stricter than other readers: a key that stands twice, names with folders in them, shards of two formats in one
-set.
+Names of shards are checked as texts: a folder of the Hub's cache consists of links to
+``../../blobs``, which are meant. What is stricter than other readers: a key that stands twice, names
+with folders in them, shards of two formats in one set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from ckptconv.limits import LIMITS
 __all__ = [
     "TOTAL_SIZE",
     "Index",
-    "ShardSet",
     "family_of",
     "find_set",
     "index_bytes",
@@ -135,7 +134,7 @@ def renumbered(names: list[str]) -> list[str]:
     found = [_SHARD.fullmatch(name) for name in names]
     return (
         [
-            f"{each['stem']}-{number:05d}-of-{len(names):05d}{each['variant'] or ''}{each['suffix']}"
+            shard_name(each["stem"], number, len(names), f"{each['variant'] or ''}{each['suffix']}")
             for number, each in enumerate(found, 1)
             if each
         ]
@@ -145,8 +144,8 @@ def renumbered(names: list[str]) -> list[str]:
 
 
 def family_of(name: str) -> str | None:
-    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats; None where the name
-    says nothing of that.
+    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats;
+    None where the name says nothing of that.
     """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     whole = re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
@@ -209,8 +208,8 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
 
 
 def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError:
-    """The error for a folder in which there are SETS of shards and files that are a WHOLE model, more than one of both
-    together.
+    """The error for a folder in which there are SETS of shards and files that are a WHOLE
+    model, more than one of both together.
     """
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + whole, _SHOWN)
     one = next((name for name in (*(each.index for each in sets), *whole) if name), None)

@@ -1,7 +1,7 @@
 """Deal tensors into shards by size.
 
-The planner is huggingface_hub's, so that a set has the shards that the Hub's own tools would have made; it needs sizes
-alone, and no torch.
+The planner is huggingface_hub's, so that a set has the shards that the Hub's own tools would have
+made; it needs sizes alone, and no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptconv.formats.sharded.index import index_name
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Global, Node, Value, children
 
-__all__ = ["Deal", "Weight", "deal", "parse_size", "weights_of_storages", "weights_of_tensors"]
+__all__ = ["Weight", "deal", "parse_size", "weights_of_storages", "weights_of_tensors"]
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[KMGT]B)?\s*", re.IGNORECASE)
@@ -106,8 +106,8 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
 
 
 def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
-    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied stays together, unless it is
-    copied.
+    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied
+    stays together, unless it is copied.
     """
     weights: dict[str, Weight] = {}
     for name, value in items.items():

@@ -2,7 +2,8 @@
 
 The shards become one graph under one root, a mapping of all names in the order of the files, so edits reach all of them
 at once. Where a tensor is missing, doubled, or in another shard than the index says, a reader that believes the index
-and one that does not would see two checkpoints: that is a fault.
+and one that does not would see two checkpoints: that is a fault. :mod:`ckptconv.formats.sharded.index` has the
+layout of the index.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from ckptconv.formats.sharded.index import (
 from ckptconv.hints import shell
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
 
-__all__ = ["NAME", "Shard", "ShardedContainer", "looks_like", "read"]
+__all__ = ["FORMAT_KEY", "NAME", "ShardedContainer", "looks_like", "names_of", "read"]
 NAME = "sharded"
-_FORMAT = "format"
+FORMAT_KEY = "format"
 _SHOWN = 5  # names in an error
 _ITEMS = ("SETITEM", "SETITEMS")
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has its items in common
-    with the root of all.
+    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has
+    its items in common with the root of all.
     """
 
     name: str
@@ -114,7 +115,7 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
         tuple(shards),
         found.index or index_name(found.stem, found.suffix),
         metadata,
-        len(_names(root)),
+        len(names_of(root)),
         contradictions,
     )
     checkpoint = merger.checkpoint(f"{NAME} {shards[0].part.format}", root, container)
@@ -189,7 +190,7 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
     in_shards: dict[str, Shard] = {}
     doubled: dict[str, str] = {}
     for shard in shards:
-        for name in _names(shard.root):
+        for name in names_of(shard.root):
             first = in_shards.setdefault(name, shard)
             if first is not shard:
                 doubled[name] = f"{name!r} in {first.name} and {shard.name}"
@@ -235,18 +236,18 @@ def _contradiction(
     return MalformedError(f"{len(found):,} {stands} in {what}: {some(found, _SHOWN)}", where=folder.path, hint=hint)
 
 
-def _names(root: Object) -> list[str]:
+def names_of(root: Object) -> list[str]:
     return [key for effect, i in root.pairs() if isinstance(key := effect.values[i], str)]
 
 
 def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
-    """The names that the INDEX alone records, with those of the tensors that they are tied to; the shards of these gain
-    them.
+    """The names that the INDEX alone records, with those of the tensors that they are
+    tied to; the shards of these gain them.
     """
     ties = {
         name: kept
         for name, kept in index.metadata.items()
-        if isinstance(kept, str) and kept in in_shards and name not in in_shards and name != _FORMAT
+        if isinstance(kept, str) and kept in in_shards and name not in in_shards and name != FORMAT_KEY
     }
     tensors = {id(shard): strings_of(shard.root) for shard in {in_shards[kept] for kept in ties.values()}}
     for name, kept in ties.items():

@@ -21,17 +21,18 @@ from ckptconv.formats.layout import Layout
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suffix, renumbered, stem_for
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
-from ckptconv.formats.sharded.reading import _FORMAT, _SHOWN, ShardedContainer, _names
+from ckptconv.formats.sharded.reading import FORMAT_KEY, ShardedContainer, names_of
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
 __all__ = ["format_of", "layout"]
+_SHOWN = 5  # names in an error
 _TOTAL_PARAMETERS = "total_parameters"  # transformers' count, which leaves out buffers
 
 
 class _File(NamedTuple):
-    """A file to be laid out: its name, its root, the part that it stays, if it does, and the texts for its own
-    metadata.
+    """A file to be laid out: its name, its root, the part that it stays, if it does,
+    and the texts for its own metadata.
     """
 
     name: str
@@ -42,8 +43,8 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Set:
-    """The files of a set, the name of its index, if it has one, what that says beside sizes and places, and what to say
-    of all.
+    """The files of a set, the name of its index, if it has one, what that says beside
+    sizes and places, and what to say of all.
     """
 
     files: list[_File]
@@ -84,8 +85,8 @@ def layout(
 
 
 def format_of(checkpoint: Checkpoint) -> str:
-    """The format of shards that are made of CHECKPOINT where nobody says which: what holds names and tensors alone
-    stays safetensors.
+    """The format of shards that are made of CHECKPOINT where nobody says which: what holds
+    names and tensors alone stays safetensors.
     """
     return "safetensors" if checkpoint.is_state_dict else "pt"
 
@@ -106,7 +107,7 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str)
         checkpoint.unused = [each for each in checkpoint.unused if each not in container.contradictions]
     else:
         texts = [{} for _ in shards]
-        metadata = {key: text for key, text in checkpoint.metadata.items() if key != _FORMAT} | metadata
+        metadata = {key: text for key, text in checkpoint.metadata.items() if key != FORMAT_KEY} | metadata
     if len(shards) < len(container.shards):
         names = renumbered(names)
     if len({*names, index}) <= len(names):
@@ -123,7 +124,7 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str)
 def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: dict[str, Any]) -> list[LeftBehind]:
     """Take out of METADATA what would be false by now; what that is."""
     root = checkpoint.graph.root
-    if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(_names(root)) == container.names):
+    if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(names_of(root)) == container.names):
         return []
     del metadata[_TOTAL_PARAMETERS]
     return [LeftBehind(f"{container.index}/metadata/{_TOTAL_PARAMETERS}", 0, "tensors were left out, so it is false")]
@@ -157,7 +158,7 @@ def _dealt(
         mine = {*names, *others} if i == 0 else {*names}
         root = Dict()
         set_items(root, [word for name, value in items.items() if name in mine for word in (name, value)])
-        own = {key: text for key, text in texts.items() if key == _FORMAT} if dealt.index else texts
+        own = {key: text for key, text in texts.items() if key == FORMAT_KEY} if dealt.index else texts
         files.append(_File(file, root, None, own))
     if dealt.index is None:
         left += [
@@ -165,7 +166,7 @@ def _dealt(
             for key, value in metadata.items()
             if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)
         ]
-    metadata.pop(_FORMAT, None)
+    metadata.pop(FORMAT_KEY, None)
     notes = (_about_size(dealt.too_large, max_shard_size),) if dealt.too_large else ()
     return _Set(files, dealt.index, metadata, left, notes)
 
@@ -243,7 +244,7 @@ class _Writer:
 
     def part(self, part: Checkpoint, file: _File) -> Layout:
         """One shard."""
-        names = _names(file.root)
+        names = names_of(file.root)
         mine = {*names}
         part.ties = {name: kept for name, kept in part.ties.items() if name in mine and kept in mine}
         part.metadata = file.metadata

@@ -68,8 +68,8 @@ def diff(
     ``state_dict``, ``select``, ``include`` and ``exclude`` are for both, and where B has nothing such it is compared
     whole; those that change names are for A. Where one of the two is safetensors, the state dict of the other is taken.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be read or an edit cannot be made of
-    A.
+    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be
+    read or an edit cannot be made of A.
     """
     edits = edits_from(
         state_dict=state_dict,
@@ -215,8 +215,8 @@ class _Comparison:
     # Names, and everything but values
 
     def pair(self) -> None:
-        """Find the names that both sides have, and compare everything but values, unless names are all that is asked
-        for.
+        """Find the names that both sides have, and compare everything but values,
+        unless names are all that is asked for.
         """
         self.pairing.run()
         if self.names_only:

@@ -219,9 +219,9 @@ class Pairing:
 
     TENSORS_ALONE: only the tensors that are items of the roots are meant, and nothing that hangs on them.
 
-    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a bare storage;
-    ``others`` is what differs already. ``passed_over``: how many things on each side were not looked at because they
-    are no tensors.
+    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a
+    bare storage; ``others`` is what differs already. ``passed_over``: how many things on each side were
+    not looked at because they are no tensors.
     """
 
     a: Side
@@ -315,8 +315,8 @@ class Pairing:
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
-        """Whether A and B are the same as far as that can be told without looking into them; what nobody looks into is
-        compared whole.
+        """Whether A and B are the same as far as that can be told without looking into them;
+        what nobody looks into is compared whole.
         """
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
@@ -377,8 +377,8 @@ class Pairing:
         return pairs
 
     def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
-        """The places right below PLACE, each with what it is paired by: its segment, or the key as it is meant, where
-        that is no text.
+        """The places right below PLACE, each with what it is paired by: its segment, or the
+        key as it is meant, where that is no text.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
@@ -416,8 +416,8 @@ class Pairing:
         return sorted(found)
 
     def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
-        """VALUE, a key or member, so that it can be compared with others and sorted; None where it is an object, or too
-        large.
+        """VALUE, a key or member, so that it can be compared with others and sorted; None
+        where it is an object, or too large.
         """
         meaning = _Meaning(side)
         meant = meaning.of(value, _KEY_DEPTH)
@@ -439,8 +439,8 @@ class Pairing:
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:
-        """Note what stands at PLACE of SIDE and not in the other: its tensors, each, and what is no tensor as one
-        thing.
+        """Note what stands at PLACE of SIDE and not in the other: its tensors, each,
+        and what is no tensor as one thing.
         """
         self._step(place)
         info = side.tensor(place.node)
@@ -487,8 +487,8 @@ def _only(place: Place, info: TensorInfo) -> OnlyIn:
 
 
 def _parts(node: Node, side: Side) -> list[Value]:
-    """What NODE, in the call of a tensor, is made of, without its device and its attributes, which are compared
-    elsewhere.
+    """What NODE, in the call of a tensor, is made of, without its device and its
+    attributes, which are compared elsewhere.
     """
     if side.data(node) is not None or is_word(node):
         return []

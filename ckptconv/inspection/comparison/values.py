@@ -132,8 +132,8 @@ class Values:
         self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
-        """Ranges of the files which, if they are the same, say that A and B are: the elements, or the whole storages of
-        the same view.
+        """Ranges of the files which, if they are the same, say that A and B are: the elements,
+        or the whole storages of the same view.
         """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
@@ -177,8 +177,8 @@ class Values:
         self.conclude(key, comparer)
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
-        """SLOW without what are the same views of equal storages: those that are deflated are compared once, however
-        many views they have.
+        """SLOW without what are the same views of equal storages: those that are deflated are
+        compared once, however many views they have.
         """
         same: dict[tuple[int, int], bool] = {}
         left = []

@@ -1,7 +1,7 @@
 """Diagnose why a checkpoint would not load on this machine, with a command for each issue.
 
-Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader (``weights_only=True``), and no
-``map_location``.
+Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader
+(``weights_only=True``), and no ``map_location``.
 """
 
 from __future__ import annotations

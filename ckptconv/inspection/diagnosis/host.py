@@ -66,8 +66,8 @@ def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
 
 
 def _nvidia(root: Path) -> int:
-    """In a container, /dev has the GPUs that it was given and /proc has all; outside, /dev has them once the driver was
-    used.
+    """In a container, /dev has the GPUs that it was given and /proc has all; outside,
+    /dev has them once the driver was used.
     """
     files = [path for path in _listed(root / "dev") if re.fullmatch(r"nvidia[0-9]+", path.name)]
     return len(files) or len(_listed(root / "proc/driver/nvidia/gpus"))

@@ -80,8 +80,8 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
 
 
 def _chain(names: list[str]) -> list[str]:
-    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once, since a model can have
-    one of its own.
+    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once,
+    since a model can have one of its own.
     """
     chain: list[str] = []
     while names:

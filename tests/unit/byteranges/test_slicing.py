@@ -1,5 +1,5 @@
-"""Parts of storages and the elements of tensors as pieces: their bytes are what slicing gives, whatever the storage is
-made of.
+"""Parts of storages and the elements of tensors as pieces: their bytes are what slicing
+gives, whatever the storage is made of.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What no checkpoint needs is found wherever a pickle names it, under Python 2's names too, and nothing else is called
-dangerous.
+"""What no checkpoint needs is found wherever a pickle names it, under Python 2's names too,
+and nothing else is called dangerous.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def test_popped_calls_are_found() -> None:
 
 
 def test_python_2_names_are_mapped() -> None:
-    """Below protocol 3, __builtin__ is builtins; from 3 on it is what it says to Python, and builtins to torch's safe
-    loader.
+    """Below protocol 3, __builtin__ is builtins; from 3 on it is what it says to Python,
+    and builtins to torch's safe loader.
     """
     assert dangers(b"\x80\x02c__builtin__\neval\n.") == ["builtins.eval"]
     assert dangers(b"\x80\x04c__builtin__\neval\n.") == ["__builtin__.eval"]
@@ -68,8 +68,8 @@ def test_dotted_names_are_found() -> None:
 
 
 def test_a_module_of_the_user_is_not_dangerous_for_its_name() -> None:
-    """A package called code or trace can be anybody's; what attacks use of those of the standard library is named
-    exactly.
+    """A package called code or trace can be anybody's; what attacks use of those of
+    the standard library is named exactly.
     """
     assert dangers(b"\x80\x02ccode.models\nNet\n.") == []
     assert dangers(b"\x80\x02ccode\ninteract\n.") == ["code.interact"]
@@ -178,8 +178,8 @@ def test_what_scanners_missed(name: str) -> None:
     ],
 )
 def test_what_attributes_lead_to(module: str, name: str) -> None:
-    """A name with dots goes through a harmless module to a dangerous one, or to its innards; STACK_GLOBAL and GLOBAL
-    alike.
+    """A name with dots goes through a harmless module to a dangerous one, or to its
+    innards; STACK_GLOBAL and GLOBAL alike.
     """
     assert dangers(b"\x80\x04V" + f"{module}\nV{name}\n".encode() + b"\x93.") == [f"{module}.{name}"]
     assert dangers(b"\x80\x04c" + f"{module}\n{name}\n.".encode()) == [f"{module}.{name}"]
@@ -229,8 +229,8 @@ def test_what_attributes_lead_to(module: str, name: str) -> None:
     ],
 )
 def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
-    """Modules of the user's that are called like the standard library's, and what trainers save, are unknown and no
-    more.
+    """Modules of the user's that are called like the standard library's, and what
+    trainers save, are unknown and no more.
     """
     module, _, attribute = name.rpartition(".")
     assert dangers(b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()) == []

@@ -51,8 +51,8 @@ def shards_with_texts() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("deflated", [(), (1,), (0, 1, 2)])
 def test_long_texts_come_from_their_own_shard(tmp_path: Path, deflated: tuple[int, ...]) -> None:
-    """Texts that stay in the files are read from the right one, also where a shard is deflated and its pickle in
-    memory.
+    """Texts that stay in the files are read from the right one, also where a shard
+    is deflated and its pickle in memory.
     """
     folder = write_set(tmp_path / "in", shards_with_texts())
     for i in deflated:

@@ -1,5 +1,5 @@
-"""Whole pickled modules: the state dict that they give is what torch's ``state_dict()`` gives, and a fresh model takes
-it.
+"""Whole pickled modules: the state dict that they give is what torch's
+``state_dict()`` gives, and a fresh model takes it.
 """
 
 from __future__ import annotations
@@ -463,8 +463,8 @@ def names_of(path: Path, **options: Any) -> list[str]:
     ],
 )
 def test_the_one_that_is_meant(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
-    """State dicts before modules; a module under a usual name before state dicts that have none; what has no tensors
-    does not count.
+    """State dicts before modules; a module under a usual name before state dicts that have
+    none; what has no tensors does not count.
     """
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     torch.save(obj(a, b), tmp_path / "m.pt")
@@ -503,8 +503,8 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
 def test_a_name_is_answered_with_its_path(
     name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What stands at a path and is asked for by its name: the command of the hint runs, and for a module what the hint
-    says of its weights.
+    """What stands at a path and is asked for by its name: the command of the hint runs, and for a
+    module what the hint says of its weights.
     """
     net = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(2, 2))})
     more = [nn.ModuleDict({"up": nn.Linear(3, 3)})]
@@ -579,8 +579,8 @@ def test_modules_as_deep_as_names_go(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
-    """A lazy parameter without a shape, and a module that is none of torch's: the rest is taken, and the report says
-    what is missing.
+    """A lazy parameter without a shape, and a module that is none of torch's: the rest is
+    taken, and the report says what is missing.
     """
     net = nn.ModuleDict({"lazy": nn.LazyLinear(3), "real": nn.Linear(2, 2)})
     net._modules["odd"] = zoo.Config(weight=torch.ones(3))  # type: ignore[assignment]
@@ -710,8 +710,8 @@ def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_each_name_has_a_tensor_of_its_own(tmp_path: Path) -> None:
-    """Of one parameter under two names ``state_dict()`` gives two tensors on one storage, and so does what is taken
-    out.
+    """Of one parameter under two names ``state_dict()`` gives two tensors on one
+    storage, and so does what is taken out.
     """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight

@@ -42,8 +42,8 @@ W = torch.zeros(2)
     ],
 )
 def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) -> None:
-    """5,056 elements; under a key with one of the words in it; beside one of 5,056 elements; beside ``python`` and
-    ``numpy``.
+    """5,056 elements; under a key with one of the words in it; beside one of 5,056
+    elements; beside ``python`` and ``numpy``.
     """
     detected = read(obj)
     assert rng_states(detected) == paths

@@ -168,8 +168,8 @@ def pickles(draw: st.DrawFn) -> bytes:
 @example(data=b"\x80\x02U\x01\xff.")
 @example(data=b"\x80\x02c__builtin__\nset\n)RK\x01K\x02s.")
 def test_simulation_is_torchs_unpickler(data: bytes) -> None:
-    """Opcodes, what BUILD and SETITEM may be done to, Python 2's names: refused is what torch's unpickler refuses, and
-    what it loads is not.
+    """Opcodes, what BUILD and SETITEM may be done to, Python 2's names: refused is what torch's
+    unpickler refuses, and what it loads is not.
     """
     try:
         graph = graph_of(data)

@@ -1,5 +1,5 @@
-"""The command line as its users meet it: what they type, what they see, the exit status; no process is started where
-none is needed.
+"""The command line as its users meet it: what they type, what they see, the exit status; no
+process is started where none is needed.
 """
 
 from __future__ import annotations

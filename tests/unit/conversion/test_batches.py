@@ -1,5 +1,5 @@
-"""Many conversions at once: what one file is does not touch the others, whatever does them, and however often something
-is killed.
+"""Many conversions at once: what one file is does not touch the others, whatever does them,
+and however often something is killed.
 """
 
 from __future__ import annotations
@@ -389,8 +389,8 @@ def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
 
 
 def test_what_was_done_before_counts(run_folder: Path) -> None:
-    """Where a batch goes on, an edit that means nothing in what is left is no typo if it means something in what is
-    there already.
+    """Where a batch goes on, an edit that means nothing in what is left is no typo if it
+    means something in what is there already.
     """
     assert convert("run", "new", "--strip-prefix", "module.", "-q") == 0
     before = files_in(Path("new"))
@@ -508,8 +508,8 @@ def assert_whole_or_absent(temporaries: bool) -> set[str]:
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_killed_and_begun_again(large: Path, jobs: str) -> None:
-    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next run does the rest and
-    touches nothing else.
+    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next
+    run does the rest and touches nothing else.
     """
     with started("in", "out", "--verify", "-j", jobs) as process:
         process.kill()
@@ -609,8 +609,8 @@ class Losing(Executor):
 
 
 def test_what_was_done_and_not_heard_of_is_done(run_folder: Path) -> None:
-    """An output that was not there when all began, and has the size that is planned, is the job's own; one that was
-    there is in the way.
+    """An output that was not there when all began, and has the size that is planned, is the
+    job's own; one that was there is in the way.
     """
     Path("new/step-3").mkdir(parents=True)
     shutil.copy("run/step-3/model.pt", "new/step-3/model.pt")
@@ -681,8 +681,8 @@ def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
 
 
 def test_a_job_is_checked_when_it_is_made() -> None:
-    """What no conversion could understand is said where it was written; a job, and what becomes of it, can go to
-    another process.
+    """What no conversion could understand is said where it was written; a job, and what
+    becomes of it, can go to another process.
     """
     with pytest.raises(TypeError, match="no keyword of convert is called mao_location"):
         Job("a.pt", "b.pt", {"mao_location": "cpu"})

@@ -103,8 +103,8 @@ def test_chunks_are_one_thing(tmp_path: Path) -> None:
 
 
 def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> None:
-    """They are named if they hold something; links to files are files, wherever they lead; what a killed conversion
-    left is nothing.
+    """They are named if they hold something; links to files are files, wherever they lead;
+    what a killed conversion left is nothing.
     """
     fill(tmp_path, ".cache/a.pt", ".empty/", "b/c.pt", ".d.pt.ckptconv-0a1b2c.tmp", ".e.ckptconv-0a1b2c.tmp/f.pt")
     os.symlink("b", tmp_path / "link")

@@ -1,5 +1,5 @@
-"""A folder with a sharded set in it, as one conversion: what stands beside the set comes along, and the whole appears
-at once.
+"""A folder with a sharded set in it, as one conversion: what stands beside the set comes
+along, and the whole appears at once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def weights(prefix: str = "module.") -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What a run leaves: a model in three shards, its optimizer, a model that was saved whole, texts, and a folder with
-    more.
+    """What a run leaves: a model in three shards, its optimizer, a model that was saved
+    whole, texts, and a folder with more.
     """
     folder = tmp_path / "model"
     (folder / "inner").mkdir(parents=True)
@@ -96,8 +96,8 @@ def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
 
 
 def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None:
-    """Given the index, nothing that stands beside the set is converted; with copy_others, what is no checkpoint is
-    copied.
+    """Given the index, nothing that stands beside the set is converted; with
+    copy_others, what is no checkpoint is copied.
     """
     index = model / "model.safetensors.index.json"
     convert(index, tmp_path / "out")
@@ -148,8 +148,8 @@ def test_in_place_with_other_shards(model: Path) -> None:
 
 
 def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path) -> None:
-    """With force a model by the Hub's names is replaced, in however many shards it was; what is none is not thrown
-    away.
+    """With force a model by the Hub's names is replaced, in however many shards it
+    was; what is none is not thrown away.
     """
     out = tmp_path / "out"
     convert(model, out, max_shard_size="450")
@@ -175,8 +175,8 @@ def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path
 def test_an_edit_that_means_nothing_anywhere_is_a_typo(
     model: Path, tmp_path: Path, edit: dict[str, Any], said: str
 ) -> None:
-    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said, and not that one of
-    them cannot be read.
+    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said,
+    and not that one of them cannot be read.
     """
     (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     with pytest.raises(NoMatchError, match=said):
@@ -366,8 +366,8 @@ def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
-    """transformers casts to what config.json says, so a cast set beside one that says something else is not what is
-    loaded.
+    """transformers casts to what config.json says, so a cast set beside one that says
+    something else is not what is loaded.
     """
     (model / "config.json").write_text('{"dtype": "float32"}')
     said = "config.json says dtype float32"

@@ -38,8 +38,8 @@ from ckptconv.errors import InputError, RefusedError, UsageError
 def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(
     tmp_path: Path, name: str, format: str | None, expected: str
 ) -> None:
-    """`.safetensors` is safetensors, every other suffix pt unless --format says otherwise; all are free where the
-    suffix is unknown.
+    """`.safetensors` is safetensors, every other suffix pt unless --format says otherwise;
+    all are free where the suffix is unknown.
     """
     path, meant = find_target(Path("in.pt"), tmp_path / name, format)
     assert (path, meant or usual_format(name, "torch zip")) == (tmp_path / name, expected)

@@ -1,5 +1,5 @@
-"""Edits, from file to file: names follow wherever they are used, devices change where they are devices; torch is the
-judge.
+"""Edits, from file to file: names follow wherever they are used, devices change where
+they are devices; torch is the judge.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def test_one_level_at_a_time(tmp_path: Path) -> None:
 
 
 def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> None:
-    """DataParallel over ``features`` alone: strip refuses, rename serves, ``_metadata`` too, and the plain net takes
-    it.
+    """DataParallel over ``features`` alone: strip refuses, rename serves,
+    ``_metadata`` too, and the plain net takes it.
     """
     source = fixtures / "dataparallel_features.pt"
     with pytest.raises(NoMatchError, match=r"features. \(4\), classifier. \(2\)"):
@@ -227,8 +227,8 @@ def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> 
 
 
 def test_mixed_names_stay_in_place_and_are_counted(tmp_path: Path) -> None:
-    """Names without the prefix keep their values and their positions, where torch's function moves the others behind
-    them.
+    """Names without the prefix keep their values and their positions, where torch's
+    function moves the others behind them.
     """
     state = nn.DataParallel(nn.Linear(2, 1)).state_dict()
     state = OrderedDict([("step", W), *state.items(), ("ema.w", W)])
@@ -458,8 +458,8 @@ STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Modul
 
 @pytest.mark.parametrize("case", STRICT)
 def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
-    """With ``strict=True``, each value under its name; where the model's own ``state_dict()`` has ``_metadata``, the
-    same versions.
+    """With ``strict=True``, each value under its name; where the model's own
+    ``state_dict()`` has ``_metadata``, the same versions.
     """
     make, edits, model = STRICT[case]
     obj = make()

@@ -88,8 +88,8 @@ def test_a_bare_device_is_the_target_of_all(text: str, tag: str) -> None:
     ],
 )
 def test_refused_targets(text: str) -> None:
-    """What no tensor can be sent to, or what torch's own parser would take for another device, is a usage error, as
-    target and as NEW.
+    """What no tensor can be sent to, or what torch's own parser would take for another device,
+    is a usage error, as target and as NEW.
     """
     with pytest.raises(UsageError):
         parse_target(text)
@@ -127,8 +127,8 @@ def test_refusals_say_why(text: str, why: str) -> None:
     ],
 )
 def test_one_rule(wish: str, expected: dict[str, str]) -> None:
-    """OLD is a tag, a family, gpu (all but cpu and meta, known or not) or any; NEW without an index keeps the old one,
-    else takes 0.
+    """OLD is a tag, a family, gpu (all but cpu and meta, known or not) or any; NEW without an
+    index keeps the old one, else takes 0.
     """
     assert became(wish) == expected
     old, new = wish.split("=")

@@ -571,8 +571,8 @@ def dtypes_of(obj: Any) -> list[str]:
     return [name_of(each.tensor.dtype) for each in tensors_in(obj)]
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
@@ -914,8 +914,8 @@ def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], 
 
 
 def test_arguments_that_are_shared(tmp_path: Path) -> None:
-    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for the other call would see the
-    change.
+    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for
+    the other call would see the change.
     """
     torch.save({"model": {"w": torch.arange(4.0)}, "x": [1]}, tmp_path / "src.pt")
     with Source(tmp_path / "src.pt") as source:

@@ -1,5 +1,5 @@
-"""The grammar of ``--dtype``: words are torch's, safetensors' and people's; what makes no sense is refused before
-anything is read.
+"""The grammar of ``--dtype``: words are torch's, safetensors' and people's; what makes no
+sense is refused before anything is read.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def model() -> nn.Module:
 
 
 def test_stripped_is_what_the_plain_module_gives() -> None:
-    """DataParallel's names without ``module.``: the plain module's own state dict, ``_metadata`` and all; the argument
-    is as it was.
+    """DataParallel's names without ``module.``: the plain module's own state dict,
+    ``_metadata`` and all; the argument is as it was.
     """
     net = model()
     wrapped = nn.DataParallel(net).state_dict()
@@ -89,8 +89,8 @@ def test_memory_and_file_agree(wrap: Callable[[nn.Module], nn.Module], edits: di
 
 
 def test_it_is_anchored_where_torchs_own_helper_is_not() -> None:
-    """``mod`` and ``module.mod.w``: torch's helper cuts both and reorders; here names without the prefix stay, in their
-    places.
+    """``mod`` and ``module.mod.w``: torch's helper cuts both and reorders; here names
+    without the prefix stay, in their places.
     """
     state = {"mod.w": 1, "module.a": 2, "x": 3}
     assert list(ckptconv.strip_prefix(state, "module.").items()) == [("mod.w", 1), ("a", 2), ("x", 3)]
@@ -107,8 +107,8 @@ def test_types_and_other_keys_stay() -> None:
 
 
 def test_errors() -> None:
-    """No name with the prefix, with a hint to where there are some; two names that would become one; what ends no
-    segment.
+    """No name with the prefix, with a hint to where there are some; two names that
+    would become one; what ends no segment.
     """
     with pytest.raises(NoMatchError, match="prefixes net"):
         ckptconv.strip_prefix({"net.w": 1}, "module.")

@@ -58,8 +58,8 @@ numbered = st.builds(lambda segment, again: segment + again, segments, st.sample
     ],
 )
 def test_segments_of_keys(key: Any, segment: str) -> None:
-    """Strings after a slash, other keys by their literal in brackets, by position what has no short one; all of them
-    parse back.
+    """Strings after a slash, other keys by their literal in brackets, by position what has
+    no short one; all of them parse back.
     """
     assert key_segment(key, 7) == segment
     assert parse_path("a" + segment) == ["/a", segment]
@@ -97,8 +97,8 @@ def test_what_is_no_path_ends() -> None:
 
 @given(st.lists(numbered, min_size=1, max_size=5))
 def test_a_path_is_its_segments(made: list[str]) -> None:
-    """Whatever the keys: the joined segments parse back into the same ones, so nothing is lost and two places have two
-    paths.
+    """Whatever the keys: the joined segments parse back into the same ones, so nothing
+    is lost and two places have two paths.
     """
     path = "".join(made).removeprefix("/")
     assert path != "."

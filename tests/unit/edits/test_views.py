@@ -128,8 +128,8 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         assert is_safe(dst) or not is_safe(folder / name)
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def test_two_names_that_would_be_one(tmp_path: Path) -> None:
 
 
 def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
-    """A pickled wrapper's names come off where its state dict is taken out; alone they cannot be changed, which is
-    said.
+    """A pickled wrapper's names come off where its state dict is taken out; alone
+    they cannot be changed, which is said.
     """
     model = net()
     torch.save(nn.DataParallel(model), tmp_path / "src.pt")
@@ -210,8 +210,8 @@ _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a",
 
 @given(st.lists(st.lists(_SEGMENTS, min_size=1, max_size=5).map(".".join), unique=True))
 def test_nothing_else_is_taken(names: list[str]) -> None:
-    """The words that no model uses are gone but at the end; of ``module`` at most one, the first, is missing; all else
-    is there, in order.
+    """The words that no model uses are gone but at the end; of ``module`` at most one, the first,
+    is missing; all else is there, in order.
     """
     words = {"_orig_mod", "_fsdp_wrapped_module"}
     for old, new in unwrapped(names).items():

@@ -173,8 +173,8 @@ def test_what_has_no_tensor_is_no_checkpoint(write: Write, name: str) -> None:
     ],
 )
 def test_any_checkpoint_becomes_a_pickle(tmp_path: Path, name: str, older: bool) -> None:
-    """``--format pickle`` takes torch's formats too: pickle.load gives what torch.load gives, and what shares a storage
-    shares it.
+    """``--format pickle`` takes torch's formats too: pickle.load gives what torch.load
+    gives, and what shares a storage shares it.
     """
     protocol = 4 if name in ("qualified", "set_cycle") else 2
     src, dst = tmp_path / "m.pt", tmp_path / "m.pkl"
@@ -524,8 +524,8 @@ def test_bytes_that_look_like_a_nested_file_are_a_users_own(write: Write, tmp_pa
     ],
 )
 def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[float]) -> None:
-    """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes: so does the reader, and
-    writes bytes.
+    """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes:
+    so does the reader, and writes bytes.
     """
     storage = Call(getattr(torch, cls), numbers)
     path = write(pickle.dumps({"w": Call(torch._utils._rebuild_tensor, storage, 0, (len(numbers),), (1,))}, 2))
@@ -770,8 +770,8 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_one_value_serves_one_storage(write: Write) -> None:
-    """A text, a bytes object or a list that many calls share is refused: torch writes none such, and a small file would
-    become a large one.
+    """A text, a bytes object or a list that many calls share is refused: torch writes none such,
+    and a small file would become a large one.
     """
     whole = nested_file(torch.arange(4.0)._typed_storage())
     text = (

@@ -30,8 +30,8 @@ from ckptconv.errors import CollisionError, MalformedError, NoMatchError, Refuse
 from tests.support import zoo
 from tests.support.judge import assert_same, tags_of
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
@@ -295,8 +295,8 @@ def test_what_the_format_does_not_say_is_a_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", [None, "cuda:1", "mps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str, device: str | None, tmp_path: Path) -> None:
-    """The safe loader gives what the library gives, tagged as asked, ties tied; whatever way it is loaded; checksums
-    right.
+    """The safe loader gives what the library gives, tagged as asked, ties tied;
+    whatever way it is loaded; checksums right.
     """
     state = saved(name, tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
@@ -322,8 +322,8 @@ def test_there_and_back(name: str, device: str | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_time_it_is_the_same_bytes(name: str, tmp_path: Path) -> None:
-    """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same file, but for the order of tied
-    names.
+    """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same
+    file, but for the order of tied names.
     """
     saved(name, tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
@@ -334,8 +334,8 @@ def test_a_second_time_it_is_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_without_edits_blocks_line_up(tmp_path: Path) -> None:
-    """safetensors → safetensors with longer names: the data stands at the same place modulo 4096, where it did at a
-    multiple of 8.
+    """safetensors → safetensors with longer names: the data stands at the same place modulo
+    4096, where it did at a multiple of 8.
     """
     saved("state_dict", tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
@@ -431,8 +431,8 @@ def test_a_tie_named_format(names: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_metadata_that_only_looks_like_a_tie(tmp_path: Path) -> None:
-    """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that is none with a value
-    that is one is a tie.
+    """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that
+    is none with a value that is one is a tie.
     """
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0)}
     metadata = {"a": "b", "format": "a", "note": "c", "tied": "b"}
@@ -692,8 +692,8 @@ def test_the_only_one_is_meant(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("student", "teacher"), ("model", "state_dict"), ("it's [odd]", "b")])
 def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], tmp_path: Path) -> None:
-    """Where it is not clear, each is named with its bytes, and the hint's ``--select`` takes the first; any can be
-    selected.
+    """Where it is not clear, each is named with its bytes, and the hint's ``--select``
+    takes the first; any can be selected.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({names[0]: WEIGHTS, names[1]: averaged()}, src)
@@ -744,8 +744,8 @@ LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
 
 
 def test_what_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each part with its bytes: a storage counts once, one that the model uses as well not at all; in the report and in
-    ``--json``.
+    """Each part with its bytes: a storage counts once, one that the model uses as well not
+    at all; in the report and in ``--json``.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     zoo.save(shared_training(), src)
@@ -1064,8 +1064,8 @@ def test_a_filter_that_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names that become texts are named, in both directions; a device that no one can store is not said to have
-    changed.
+    """Names that become texts are named, in both directions; a device that no one
+    can store is not said to have changed.
     """
     w = torch.ones(2)
     zoo.save({"module.w": w, "module.head": w}, tmp_path / "a.pt", ("cuda:1",))
@@ -1204,8 +1204,8 @@ def test_a_mapping_in_two_places_loses_its_items_in_both(tmp_path: Path) -> None
 
 
 def test_hints_speak_of_the_sources_names(tmp_path: Path) -> None:
-    """Globs see the names before the edits, so that is what the hint says; a tensor at the root has a path with a slash
-    too.
+    """Globs see the names before the edits, so that is what the hint says; a tensor at
+    the root has a path with a slash too.
     """
     torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, tmp_path / "src.pt")
     with pytest.raises(RefusedError) as caught:

@@ -274,8 +274,8 @@ SOUND = {
 
 @pytest.mark.parametrize("row", SOUND)
 def test_a_sound_header_is_read(row: str, tmp_path: Path) -> None:
-    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the entries stand in the header's
-    order.
+    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the
+    entries stand in the header's order.
     """
     path = tmp_path / "m.safetensors"
     seen = seen_by_us(path, SOUND[row])
@@ -501,8 +501,8 @@ kinds = st.tuples(st.sampled_from(WORDS), st.lists(st.sampled_from([0, 1, 2, 8])
 def test_a_written_header_is_read_as_it_was_meant(
     file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
 ) -> None:
-    """By the library and by us, in the order given; the data starts at a multiple of 8, and where LIKE allows it at its
-    place modulo 4096.
+    """By the library and by us, in the order given; the data starts at a multiple of 8, and where
+    LIKE allows it at its place modulo 4096.
     """
     entries = {}
     at = 0

@@ -1,5 +1,5 @@
-"""torch's format from before 1.6, read and written: torch is the judge where it can read, its zip of the same object
-where it cannot.
+"""torch's format from before 1.6, read and written: torch is the judge where it can read, its
+zip of the same object where it cannot.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def saved(name: str, path: Path, protocol: int) -> Any:
 
 
 def readable(name: str, path: Path) -> bool:
-    """Whether torch reads the object NAME back from PATH: of some it reads values before they are there, with whatever
-    memory held.
+    """Whether torch reads the object NAME back from PATH: of some it reads values before
+    they are there, with whatever memory held.
     """
     return name not in ("nested", "generator") and refusal(lambda: tags_of(path)) is None
 
@@ -163,8 +163,8 @@ def test_names_and_parts_as_in_any_other(tmp_path: Path) -> None:
 
 
 def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
-    """A name that the source has as a text alone is a tensor again, tied, which every format of torch's says in its
-    report.
+    """A name that the source has as a text alone is a tensor again, tied, which every
+    format of torch's says in its report.
     """
     tied = torch.ones(2)
     ckptconv.save({"a": tied, "b": tied}, tmp_path / "src.safetensors")
@@ -208,8 +208,8 @@ def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, tmp_path: Path) 
 
 
 def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
-    """A storage that is named under two dtypes is refused: every format knows one for each, and torch refuses to write
-    that too.
+    """A storage that is named under two dtypes is refused: every format knows one for
+    each, and torch refuses to write that too.
     """
     whole = torch.arange(4.0)
     assert "different types" in str(refusal(lambda: legacy([whole, whole.view(torch.int32)], tmp_path / "no.pt")))
@@ -374,8 +374,8 @@ def test_texts_of_python_2_that_are_no_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [torch.FloatTensor, "cuda"])
 def test_tensors_as_class_and_state(cls: Any, tmp_path: Path) -> None:
-    """``torch.FloatTensor()`` and its state is a tensor; of ``torch.cuda.FloatTensor`` no CUDA is needed once it is on
-    the CPU.
+    """``torch.FloatTensor()`` and its state is a tensor; of ``torch.cuda.FloatTensor`` no
+    CUDA is needed once it is on the CPU.
     """
     storage = storage_id(torch.FloatStorage, "1", "cuda:0" if cls == "cuda" else "cpu", 6)
     data = legacy_file({"w": Old(torch.FloatTensor, (), (storage, 2, (2, 2), (2, 1)))}, {"1": (6, FLOATS)})
@@ -396,8 +396,8 @@ def test_tensors_as_class_and_state(cls: Any, tmp_path: Path) -> None:
 
 
 def test_parameters_with_a_state(tmp_path: Path) -> None:
-    """``Parameter(tensor)`` and its state (requires_grad, volatile, hooks) is a parameter, frozen or not, as torch
-    reads it.
+    """``Parameter(tensor)`` and its state (requires_grad, volatile, hooks) is a
+    parameter, frozen or not, as torch reads it.
     """
     made = {}
     for name, grad in (("a", True), ("b", False)):
@@ -507,8 +507,8 @@ class Net(nn.Module):
 
 
 def test_modules_with_their_source(tmp_path: Path) -> None:
-    """A whole module keeps the source text of its classes in the format itself; a zip has no place for it, which is
-    said.
+    """A whole module keeps the source text of its classes in the format itself; a zip
+    has no place for it, which is said.
     """
     src, there, back = tmp_path / "src.pt", tmp_path / "there.pt", tmp_path / "back.pt"
     model = Net()
@@ -576,8 +576,8 @@ def test_keys_must_be_those_of_the_storages(tmp_path: Path) -> None:
 
 
 def test_sizes_must_be_those_of_the_ids(tmp_path: Path) -> None:
-    """The number before a storage's bytes must be the id's, whatever it claims; nothing is allocated for 2**40
-    elements.
+    """The number before a storage's bytes must be the id's, whatever it claims;
+    nothing is allocated for 2**40 elements.
     """
     head, _ = parts_of(1)
     for numel in (5, 7, -1, 1 << 40, -(1 << 63)):
@@ -597,8 +597,8 @@ def test_bytes_behind_the_end(tmp_path: Path) -> None:
 
 
 def test_code_around_the_object(tmp_path: Path) -> None:
-    """The small pickles around the object are unpickled by torch as well: a call in one of them is refused, not dropped
-    in silence.
+    """The small pickles around the object are unpickled by torch as well: a call in one of
+    them is refused, not dropped in silence.
     """
     evil = legacy_file([], {}, sys_info=Old(print, ("pwned",)))
     assert "code in the pickles" in reason(evil, tmp_path)
@@ -624,8 +624,8 @@ def test_a_saved_part_of_a_storage(tmp_path: Path) -> None:
 
 
 def test_ids_that_name_nothing(tmp_path: Path) -> None:
-    """Persistent ids with other words, too few parts, unknown classes, or texts are refused; a storage cannot be
-    called.
+    """Persistent ids with other words, too few parts, unknown classes, or texts are
+    refused; a storage cannot be called.
     """
     good = storage_id(torch.FloatStorage, "0", "cpu", 6)
     for parts, said in (
@@ -651,8 +651,8 @@ def test_one_storage_of_two_classes(tmp_path: Path) -> None:
 
 
 def test_numbers_at_the_start(tmp_path: Path) -> None:
-    """Another magic number or version is named; a big-endian machine is a note, for torch never wrote other than
-    little-endian data.
+    """Another magic number or version is named; a big-endian machine is a note, for torch
+    never wrote other than little-endian data.
     """
     whole = b"".join(parts_of())
     assert "version" in reason(whole.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), tmp_path)
@@ -667,8 +667,8 @@ def test_numbers_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_tar_archive_at_once(tmp_path: Path) -> None:
-    """torch looks for a tar archive first: a file that is one and starts with the magic number can be read in two ways,
-    and is refused.
+    """torch looks for a tar archive first: a file that is one and starts with the magic number
+    can be read in two ways, and is refused.
     """
     whole = b"".join(parts_of())
     stream = io.BytesIO()
@@ -684,8 +684,8 @@ def test_a_tar_archive_at_once(tmp_path: Path) -> None:
 
 
 def test_ids_as_texts(tmp_path: Path) -> None:
-    """What protocol 0 makes of a persistent id is read where it names a storage, though torch cannot; anything else is
-    refused.
+    """What protocol 0 makes of a persistent id is read where it names a storage, though
+    torch cannot; anything else is refused.
     """
     src = tmp_path / "src.pt"
     legacy([torch.arange(3), torch.ones(2, dtype=torch.uint16)], src, pickle_protocol=0)

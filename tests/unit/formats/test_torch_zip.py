@@ -1,5 +1,5 @@
-"""torch's zip format, read and written: what real and hostile archives become, and where every byte of the output comes
-from.
+"""torch's zip format, read and written: what real and hostile archives become, and where
+every byte of the output comes from.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def test_the_copy_is_no_program(save: Save, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_deflated_storages_are_inflated_on_the_way(save: Save, tmp_path: Path, checked: bool) -> None:
-    """A zip that somebody packed again, with checksums and without: data.pkl, constants.pkl and the storages are
-    deflated.
+    """A zip that somebody packed again, with checksums and without: data.pkl,
+    constants.pkl and the storages are deflated.
     """
     path = again(save(nn.Linear(100, 100)), tmp_path / "deflated.pt", method=zipfile.ZIP_DEFLATED)
     if not checked:
@@ -300,8 +300,8 @@ def test_the_refusal_speaks_python_to_python(save: Save, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
 def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: str) -> None:
-    """Its weights are constants without names: inspect says so, and with how many bytes; taking them out is refused for
-    that reason.
+    """Its weights are constants without names: inspect says so, and with how many bytes;
+    taking them out is refused for that reason.
     """
     path = save(torch.jit.freeze(torch.jit.script(nn.Linear(30, 10).eval())))
     assert not state_dict_of(path)
@@ -337,8 +337,8 @@ def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
 
 
 def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
-    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how often and where; for
-    programs as well.
+    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how
+    often and where; for programs as well.
     """
     path = save(OnDevices())
     assert main(["inspect", str(path)]) == 0

@@ -1,5 +1,5 @@
-"""The zip reader against good archives of several writers, and against every way to make one that two readers see
-differently.
+"""The zip reader against good archives of several writers, and against every way to make
+one that two readers see differently.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ GOOD = {"m/data.pkl": b"N.", "m/data/0": bytes(range(64)), "m/data/1": b"xyz" * 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("comment", [b"", b"made by hand", b"x" * 65535])
 def test_archives_of_pythons_writer_are_read(read: Read, method: int, comment: bytes) -> None:
-    """Stored or deflated, with or without a comment: names, sizes, checksums and places of the data are those of
-    zipfile.
+    """Stored or deflated, with or without a comment: names, sizes, checksums and
+    places of the data are those of zipfile.
     """
     data = zip_of(GOOD, method, comment=comment)
     archive = read(data)
@@ -156,8 +156,8 @@ def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
 
 
 def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(tmp_path: Path) -> None:
-    """A record of 5 GiB (a hole on the disk) and one behind it: read back by this reader and by zipfile with the same
-    numbers.
+    """A record of 5 GiB (a hole on the disk) and one behind it: read back by this reader
+    and by zipfile with the same numbers.
     """
     size = 5 << 30
     header = zip_archive.local_header(b"m/a", 0, size, 0)
@@ -342,8 +342,8 @@ def with_extra(extra: bytes, *, local: bool) -> bytes:
 
 @pytest.mark.parametrize("local", [True, False])
 def test_extra_fields_must_be_whole_and_single(read: Read, local: bool) -> None:
-    """A good one is skipped; one cut short, one that is too short for a header, and one that stands there twice are
-    malformed.
+    """A good one is skipped; one cut short, one that is too short for a header, and one
+    that stands there twice are malformed.
     """
     good = struct.pack("<HH", 0x4246, 3) + b"ZZZ"
     assert read(with_extra(good, local=local)).members[0].size == 2
@@ -602,8 +602,8 @@ def test_every_truncation_is_malformed(tmp_path: Path) -> None:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("writer", ["torch", "zipfile"])
 def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
-    """``convert`` refuses, or the output loads like the original; a flip in a storage's bytes goes through with the old
-    checksum, which tells.
+    """``convert`` refuses, or the output loads like the original; a flip in a storage's bytes goes
+    through with the old checksum, which tells.
     """
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of small files
     original = {"w": torch.arange(3, dtype=torch.uint8)}

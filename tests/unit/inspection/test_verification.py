@@ -320,8 +320,8 @@ def test_a_damaged_item_of_a_run_hides_no_other(ranks: Path, tmp_path: Path) -> 
 
 
 def test_a_run_that_is_damaged_needs_no_code(ranks: Path, tmp_path: Path) -> None:
-    """What its metadata names is torch's own, whether a chunk is damaged or not; bytes that belong to nothing are
-    noted.
+    """What its metadata names is torch's own, whether a chunk is damaged or not;
+    bytes that belong to nothing are noted.
     """
     folder = tmp_path / "dcp"
     shutil.copytree(ranks / "rows", folder)
@@ -491,8 +491,8 @@ def test_dangerous(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("container", ["zip", "legacy", "pickle"])
 def test_what_is_damaged_can_be_dangerous(tmp_path: Path, container: str) -> None:
-    """A call before the place at which the pickle breaks runs when the file is loaded, so it is listed, with what is
-    damaged.
+    """A call before the place at which the pickle breaks runs when the file is loaded,
+    so it is listed, with what is damaged.
     """
     bad = dict_of(text("a"), b"cos\nsystem\n(" + text("true") + b"tR", text("b"), b"\xff")
     data = {"zip": torch_zip_of(bad), "legacy": legacy_start() + bad, "pickle": bad}[container]

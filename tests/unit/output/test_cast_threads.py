@@ -277,8 +277,8 @@ def test_a_wrong_checksum_of_the_source(
 
 
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small storages, views and deflated ones are cast where they are written; a conversion without a cast imports none
-    of it.
+    """Small storages, views and deflated ones are cast where they are written; a
+    conversion without a cast imports none of it.
     """
     begun: list[int] = []
     begin = cast_threads.CastThreads.begin

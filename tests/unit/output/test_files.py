@@ -64,8 +64,8 @@ def target(tmp_path: Path) -> Path:
 
 
 def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
-    """Literals and ranges, one whose blocks lie in the target as in the source and one whose do not; and the bytes that
-    they are.
+    """Literals and ranges, one whose blocks lie in the target as in the source and one
+    whose do not; and the bytes that they are.
     """
     data = source.path.read_bytes()
     pieces = (data[:100], ByteRange(source, 100, 15_000), b"between", ByteRange(source, 4096, 8192), b"end")
@@ -193,8 +193,8 @@ def test_other_things_are_refused(source: Source, tmp_path: Path, kind: str) -> 
 
 
 def test_impossible_places(source: Source, target: Path) -> None:
-    """A folder that is missing is a mistake in the command, a file in a folder's place an error of the system; one line
-    each.
+    """A folder that is missing is a mistake in the command, a file in a folder's place
+    an error of the system; one line each.
     """
     with pytest.raises(UsageError, match="folder does not exist") as missing:
         write(source, target.parent / "nowhere" / "dst")
@@ -215,8 +215,8 @@ def checkpoint(tmp_path: Path, fixtures: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["same path", "other spelling", "symlink", "hard link"])
 def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
-    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and a SRC that has a name of its
-    own stays.
+    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and
+    a SRC that has a name of its own stays.
     """
     dst = checkpoint.with_name("other.pt")
     if how == "same path":
@@ -347,8 +347,8 @@ def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, m
 def test_too_little_space_is_said_before_the_first_byte(
     source: Source, target: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free space is checked by reserving it or, where that cannot be done, by asking; both numbers are told and nothing
-    is written.
+    """Free space is checked by reserving it or, where that cannot be done, by asking; both
+    numbers are told and nothing is written.
     """
     counts: list[int] = []
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=2, f_frsize=4096))
@@ -430,8 +430,8 @@ def test_an_input_that_changes_meanwhile(source: Source, target: Path, how: str)
 def test_where_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing gives the same bytes, in
-    small buffers too.
+    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing
+    gives the same bytes, in small buffers too.
     """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
@@ -553,8 +553,8 @@ def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any)
 
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record is inflated right wherever the buffers' ends fall, also when the inflater has eaten all its input and
-    still holds bytes.
+    """A record is inflated right wherever the buffers' ends fall, also when the inflater has
+    eaten all its input and still holds bytes.
     """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     noise = source.path.read_bytes()
@@ -614,8 +614,8 @@ def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch:
 
 
 def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each of the headers that wait for them, when they are written or read back: of 60,000 that took
-    minutes.
+    """And not for each of the headers that wait for them, when they are written or
+    read back: of 60,000 that took minutes.
     """
     calls: list[int] = []
     original = Transfer._sums

@@ -87,8 +87,8 @@ def convert_to(target: Path, source: Source, **options: Any) -> dict[str, bytes]
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("before", ["absent", "empty", "full"])
 def test_a_folder_is_written(tmp_path: Path, source: Source, before: str, jobs: int) -> None:
-    """A new folder, one in the place of an empty one, and one in that of an old one hold the files and no more; beside
-    them nothing is left.
+    """A new folder, one in the place of an empty one, and one in that of an old one hold the files
+    and no more; beside them nothing is left.
     """
     target = tmp_path / "out" / "model"
     (target if before == "empty" else target.parent).mkdir(parents=True)
@@ -179,8 +179,8 @@ def test_a_process_that_ends_anywhere_leaves_the_old_folder_or_the_new_one(
 def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, source: Source, calls: dict[str, Any], code: int
 ) -> None:
-    """Whichever call fails: the old folder and nothing beside it, or the new one; and success is never claimed for
-    less.
+    """Whichever call fails: the old folder and nothing beside it, or the new one;
+    and success is never claimed for less.
     """
     for nth in range(1, counts(tmp_path, source, calls) + 1):
         target = tmp_path / f"fault{nth}" / "model"
@@ -237,8 +237,8 @@ def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path, source: Source) -> None:
-    """A folder that is not empty is replaced with ``replace`` alone, and even then not if it has what the new one would
-    not have.
+    """A folder that is not empty is replaced with ``replace`` alone, and even then not if
+    it has what the new one would not have.
     """
     target = tmp_path / "model"
     fill(target, {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"})
@@ -317,8 +317,8 @@ def test_an_input_that_changes_leaves_the_old_folder(tmp_path: Path, source: Sou
 
 @pytest.mark.parametrize("kind", ["file", "FIFO", "link to a file", "no parent"])
 def test_what_cannot_be_a_folder(tmp_path: Path, source: Source, kind: str) -> None:
-    """A file, a FIFO or a link to a file is never replaced by a folder, and the folder that it is to stand in must be
-    there.
+    """A file, a FIFO or a link to a file is never replaced by a folder, and the folder
+    that it is to stand in must be there.
     """
     target = tmp_path / "model"
     if kind == "file":
@@ -352,8 +352,8 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several threads that write, those that go on after one has failed end at their next step; the error is that of
-    the one that failed.
+    """Of several threads that write, those that go on after one has failed end at their next step;
+    the error is that of the one that failed.
     """
     target = tmp_path / "model"
     ended: list[str] = []

@@ -1,5 +1,5 @@
-"""The calls that Python lacks: each does what it says here, or says that it cannot; elsewhere than on Linux none ever
-does.
+"""The calls that Python lacks: each does what it says here, or says that it cannot;
+elsewhere than on Linux none ever does.
 """
 
 from __future__ import annotations

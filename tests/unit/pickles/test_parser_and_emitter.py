@@ -211,8 +211,8 @@ def programs(draw: Callable[..., Any]) -> bytes:
 
 @given(programs())
 def test_any_program_does_the_same_things_in_the_same_order(data: bytes) -> None:
-    """Every call, BUILD, append, set item, added member and persistent id of a random valid program, on the same
-    operands.
+    """Every call, BUILD, append, set item, added member and persistent id of a random
+    valid program, on the same operands.
     """
     again = written(data)
     assert trace(again) == trace(data)
@@ -354,8 +354,8 @@ def test_long_values_stay_in_the_file() -> None:
 
 
 def test_a_pickle_between_other_bytes() -> None:
-    """It starts at an offset and ends with its STOP: what stands around it is not touched, and a range is one of the
-    file.
+    """It starts at an offset and ends with its STOP: what stands around it is not
+    touched, and a range is one of the file.
     """
     text = "a" * (LIMITS.inline_bytes + 1)
     data = pickle.dumps([text, 1], 4)
@@ -567,8 +567,8 @@ def test_arguments_can_be_what_a_call_makes(cls: type, protocol: int) -> None:
 @pytest.mark.parametrize("args", [b"N", b"K\x01", b"]", b"}", b"\x8f", b"(\x91", b"cm\nf\n", b"K\x01Q", b"\x8c\x02ab"])
 @pytest.mark.parametrize("call", [b"cm\nf\n%bR.", b"cm\nf\n%b\x81.", b"cm\nf\n%b}\x92."])
 def test_arguments_are_a_tuple_or_what_a_call_makes(call: bytes, args: bytes) -> None:
-    """Atoms, containers, globals and persistent ids are none: no pickler writes them, though pickle in Python takes a
-    list.
+    """Atoms, containers, globals and persistent ids are none: no pickler writes them,
+    though pickle in Python takes a list.
     """
     with pytest.raises(MalformedError, match="needs a tuple of arguments"):
         graph_of(P4 + call.replace(b"%b", args))
@@ -590,8 +590,8 @@ def test_arguments_that_torch_makes_are_loadable() -> None:
 @given(objects(LEAVES, (collections.OrderedDict,)), st.integers(0, 5))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of every protocol but 2
 def test_what_nothing_is_in_the_way_of_loads_safely(obj: Any, protocol: int) -> None:
-    """Where no obstacle is found, torch's ``weights_only`` unpickler takes what is written, and gives what pickle gives
-    of the source.
+    """Where no obstacle is found, torch's ``weights_only`` unpickler takes what is written,
+    and gives what pickle gives of the source.
     """
     data = pickle.dumps(obj, protocol)
     graph = graph_of(data)
@@ -701,8 +701,8 @@ def test_malformed(name: str) -> None:
     ],
 )
 def test_text_that_pickles_two_machines_read_differently_is_malformed(program: bytes) -> None:
-    """Octal for C and an error or a decimal for Python, digits in groups, escapes that only warn: no pickler writes
-    them.
+    """Octal for C and an error or a decimal for Python, digits in groups, escapes
+    that only warn: no pickler writes them.
     """
     with pytest.raises(MalformedError, match="here at byte"):
         graph_of(program)
@@ -816,8 +816,8 @@ def test_long_values_are_never_held() -> None:
 
 
 def test_a_long_text_is_checked_across_windows() -> None:
-    """A character cut by the edge of a window is one; a byte that is none, anywhere, or a character cut by the text's
-    end, is an error.
+    """A character cut by the edge of a window is one; a byte that is none, anywhere, or a
+    character cut by the text's end, is an error.
     """
     text = "a" * ((1 << 20) - 1) + "é" + "b" * 100
     data = pickle.dumps(text, 4)
@@ -850,8 +850,8 @@ def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
 
 @pytest.mark.no_cover
 def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
-    """A good pickle of every kind of object, with any bit turned or cut anywhere: an error of ours, or what can be
-    written again.
+    """A good pickle of every kind of object, with any bit turned or cut anywhere: an error
+    of ours, or what can be written again.
     """
     things = [make() for make in CLASSES]
     for thing in things:

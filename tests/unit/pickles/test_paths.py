@@ -154,8 +154,8 @@ def test_leaves_are_reported_and_not_entered() -> None:
 
 
 def test_paths_of_a_long_key_are_bounded() -> None:
-    """A key that the pickle names once stands in the path of everything below it: the paths together are bounded, not
-    the file.
+    """A key that the pickle names once stands in the path of everything below it: the
+    paths together are bounded, not the file.
     """
     key = "k" * 1000
 

@@ -270,8 +270,8 @@ def test_depth(write: Write) -> None:
 
 
 def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle with more opcodes than are looked at, and an archive of pickles that cannot be read, are said, and need
-    code.
+    """A pickle with more opcodes than are looked at, and an archive of pickles that
+    cannot be read, are said, and need code.
     """
     archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
     assert names(write(ways.checkpoint(archive))) == ["an archive that cannot be read at x"]
@@ -294,8 +294,8 @@ def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
-    """It is no damage and no danger that is known: verify fails for it, and convert carries it only if it is told to,
-    or leaves it out.
+    """It is no damage and no danger that is known: verify fails for it, and convert carries it
+    only if it is told to, or leaves it out.
     """
     data = INNER
     for _ in range(9):
@@ -394,8 +394,8 @@ def test_members_of_archives_inside(write: Write) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("method", [0, 8])
 def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) -> None:
-    """Pickles that are other records of the archive are looked into; what carries the records carries none of them
-    unasked.
+    """Pickles that are other records of the archive are looked into; what carries the
+    records carries none of them unasked.
     """
     with zipfile.ZipFile(io.BytesIO(ways.checkpoint(b"N"))) as old:
         members = {each: old.read(each) for each in old.namelist()}
@@ -603,8 +603,8 @@ def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", [*ways.NAMINGS, *ways.PLACES, *ways.NESTS])
 def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> None:
-    """The weights of a hostile file come out as numbers: the state dict's bytes, names and texts, and no byte of the
-    call.
+    """The weights of a hostile file come out as numbers: the state dict's bytes, names
+    and texts, and no byte of the call.
     """
     code = (
         ways.NAMINGS[way]("os", "system", ARGS)
@@ -669,8 +669,8 @@ def test_chunks_of_a_run(tmp_path: Path) -> None:
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
-    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind the others, and .metadata says
-    where.
+    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind
+    the others, and .metadata says where.
     """
     (path,) = folder.glob("*.distcp")
     data = path.read_bytes()

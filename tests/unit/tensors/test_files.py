@@ -43,8 +43,8 @@ from ckptconv.tensors import loading
 from tests.support import zoo
 from tests.support.judge import assert_same, tags_of
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
 
 
@@ -72,8 +72,8 @@ def training(fixtures: Path) -> Path:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_load_gives_what_torchs_safe_loader_gives(name: str, tmp_path: Path) -> None:
-    """Everything that people save: the same object where torch's safe loader takes the file, our own error where it
-    does not.
+    """Everything that people save: the same object where torch's safe loader takes the
+    file, our own error where it does not.
     """
     path = tmp_path / "a.pt"
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
@@ -295,8 +295,8 @@ def with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def test_why_reading_failed_is_not_forgotten(tmp_path: Path) -> None:
-    """torch says only that it could not read: of a file that became shorter, and of a damaged deflate stream, the error
-    is ours.
+    """torch says only that it could not read: of a file that became shorter, and of a
+    damaged deflate stream, the error is ours.
     """
     path = tmp_path / "a.pt"
     torch.save({str(i): torch.ones(1000) for i in range(100)}, path)
@@ -410,8 +410,8 @@ def at_path(value: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_single_tensors_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
-    """Each tensor of each object of the zoo, loaded alone and twice, is what it is in the whole: kind, layout, values,
-    Parameter.
+    """Each tensor of each object of the zoo, loaded alone and twice, is what it is in the
+    whole: kind, layout, values, Parameter.
     """
     path = tmp_path / "a.pt"
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
@@ -441,8 +441,8 @@ def test_single_tensors_are_those_of_the_whole(name: str, tmp_path: Path) -> Non
 
 
 def test_a_tensor_that_was_made_out_of_turn(tmp_path: Path) -> None:
-    """One whose attribute stood in an earlier tensor first, and one beside a call that the pickle throws away: neither
-    is in the way.
+    """One whose attribute stood in an earlier tensor first, and one beside a call that the
+    pickle throws away: neither is in the way.
     """
     first, second = torch.ones(2), torch.zeros(3)
     first.info = second.info = {"k": OrderedDict(a=1)}  # type: ignore[attr-defined]
@@ -500,8 +500,8 @@ def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
 
 
 def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
-    """A path that is nearly right is answered with the right one; after closing there is nothing to load; no file stays
-    open after an error.
+    """A path that is nearly right is answered with the right one; after closing there is nothing to
+    load; no file stays open after an error.
     """
     with ckptconv.open(training) as file:
         assert repr(file) == f"<CheckpointFile {str(training)!r}: torch zip, 37 tensors>"

@@ -202,8 +202,8 @@ def test_what_is_where_it_should_be_is_the_same_object() -> None:
 
 
 def test_a_moved_tensor_is_a_leaf_with_its_gradient(pretended: Pretended) -> None:
-    """What torch would have loaded: class, ``requires_grad`` and attributes; and ``.grad``, the same object as wherever
-    else it is. No graph.
+    """What torch would have loaded: class, ``requires_grad`` and attributes; and ``.grad``, the
+    same object as wherever else it is. No graph.
     """
     parameter = nn.Parameter(torch.ones(3))
     parameter.sum().backward()
@@ -614,8 +614,8 @@ def test_attributes_of_containers(pretended: Pretended) -> None:
 
 
 def test_what_is_no_container_is_the_same_object(pretended: Pretended) -> None:
-    """Objects of other classes, C's mappings, functions, views of dicts, data loaders and generators are not looked
-    into.
+    """Objects of other classes, C's mappings, functions, views of dicts, data loaders
+    and generators are not looked into.
     """
 
     class Other:
@@ -653,8 +653,8 @@ def test_cycles() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, Frozen, lambda x: frozenset({x})])
 def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:
-    """100,000 levels end in no RecursionError; a frozen set's hash is Python's own recursion, so there are fewer of
-    those.
+    """100,000 levels end in no RecursionError; a frozen set's hash is Python's own
+    recursion, so there are fewer of those.
     """
     obj: Any = W
     for _ in range(100 if isinstance(wrap(0), (frozenset, Frozen)) else 10_000):

@@ -1,4 +1,4 @@
-"""Tensors that were saved in boxes are put together as torch would have them, in bounded memory."""
+"""Tensors that were saved in chunks are put together as torch would have them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
     return [each for half in halves for each in cut(chance, half, times - 1)]
 
 
-def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[ChunkPlacement]:
+def placements_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[ChunkPlacement]:
     """CHUNKS of WHOLE, each somewhere in a file of its own; in row-major order if they are to be PLAIN, else in any."""
-    boxes = []
+    placements = []
     for chunk in chunks:
         part = whole[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))]
         order = list(range(whole.dim()))
@@ -67,19 +67,19 @@ def boxes_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain:
         )
         before = chance.randrange(5)
         data = bytes(before) + bytes_of(stored)
-        boxes.append(
+        placements.append(
             ChunkPlacement(
                 ByteRange(BytesSource(data, HERE), before, len(data) - before), chunk.offsets, chunk.sizes, stride
             )
         )
-    chance.shuffle(boxes)
-    return boxes
+    chance.shuffle(placements)
+    return placements
 
 
 @given(st.integers(0, 10**9), st.booleans())
 def test_as_torch_has_it(seed: int, plain: bool) -> None:
-    """However a tensor was cut, and whatever the strides of its parts, its bytes come out in order; at any size of
-    blocks and tiles.
+    """However a tensor was cut, and whatever the strides of its parts, its bytes come out in
+    order; at any size of blocks and tiles.
     """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 9) for _ in range(chance.randrange(5)))
@@ -87,7 +87,7 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
     whole = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
     chunks = cut(chance, Chunk((0,) * len(shape), shape), chance.randrange(5))
     check_cover(HERE, "w", shape, chunks)
-    piece = assembled(shape, dtype.itemsize, boxes_of(chance, whole, chunks, plain=plain), HERE)
+    piece = assembled(shape, dtype.itemsize, placements_of(chance, whole, chunks, plain=plain), HERE)
     assert piece.length == len(bytes_of(whole))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembling, "_BLOCK", chance.choice([16, 64, 1 << 20]))
@@ -111,8 +111,8 @@ def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length:
 
 @given(st.integers(0, 10**9))
 def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
-    """Whatever cuts make covers the whole; with a chunk less, one more, or one moved it is covered only if counting
-    says so.
+    """Whatever cuts make covers the whole; with a chunk less, one more, or one moved it
+    is covered only if counting says so.
     """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 6) for _ in range(1 + chance.randrange(3)))
@@ -143,14 +143,14 @@ def test_rows_stay_where_they_are() -> None:
     """
     whole, chance = torch.arange(24.0).view(4, 6), Random(1)
     rows, columns = [Chunk((0, 0), (3, 6)), Chunk((3, 0), (1, 6))], [Chunk((0, 0), (4, 1)), Chunk((0, 1), (4, 5))]
-    piece = assembled((4, 6), 4, boxes_of(chance, whole, rows, plain=True), HERE)
+    piece = assembled((4, 6), 4, placements_of(chance, whole, rows, plain=True), HERE)
     assert isinstance(piece, Concat) and piece.whole is None and [part.length for part in piece.parts] == [72, 24]
-    assert isinstance(assembled((4, 6), 4, boxes_of(chance, whole, columns, plain=True), HERE), Assemble)
+    assert isinstance(assembled((4, 6), 4, placements_of(chance, whole, columns, plain=True), HERE), Assemble)
     assert isinstance(
         assembled(
             (1, 24),
             4,
-            boxes_of(chance, whole.view(1, 24), [Chunk((0, 0), (1, 9)), Chunk((0, 9), (1, 15))], plain=True),
+            placements_of(chance, whole.view(1, 24), [Chunk((0, 0), (1, 9)), Chunk((0, 9), (1, 15))], plain=True),
             HERE,
         ),
         Concat,
@@ -175,11 +175,11 @@ def test_columns_are_read_in_few_large_pieces() -> None:
     """Of each process's columns all rows that are needed are read at once, and memory does not grow with the tensor."""
     source = _Counted()
     rows, columns = 40_000, 1_000
-    boxes = tuple(
+    placements = tuple(
         ChunkPlacement(ByteRange(source, 0, rows * columns * 4), (0, at), (rows, columns), (columns, 1))
         for at in (0, columns)
     )
-    piece = Assemble(boxes, (rows, 2 * columns), 4, 8 * rows * columns)
+    piece = Assemble(placements, (rows, 2 * columns), 4, 8 * rows * columns)
     tracemalloc.start()
     assert sum(len(chunk) for chunk in assembling.assemble(piece)) == piece.length
     peak = tracemalloc.get_traced_memory()[1]

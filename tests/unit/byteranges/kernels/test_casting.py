@@ -1,5 +1,5 @@
-"""Numbers cast to other dtypes: torch's ``.to()`` says what is right, bit for bit, and what overflows is counted one by
-one.
+"""Numbers cast to other dtypes: torch's ``.to()`` says what is right, bit for bit, and
+what overflows is counted one by one.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def too_large(number: float, new: str) -> bool:
-    """Whether NUMBER is finite and nearer to what would come behind the largest number of NEW; in the middle, whether
-    the largest is odd.
+    """Whether NUMBER is finite and nearer to what would come behind the largest number of NEW;
+    in the middle, whether the largest is odd.
     """
     if not isfinite(number) or new == "float64":
         return False
@@ -117,8 +117,8 @@ def too_large(number: float, new: str) -> bool:
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", sorted(FLOATS))
 def test_every_number_is_what_torch_makes_of_it(old: str, new: str) -> None:
-    """All numbers of the small dtypes, all exponents of the large ones; and as many overflow as a count of one after
-    another finds.
+    """All numbers of the small dtypes, all exponents of the large ones; and as many overflow
+    as a count of one after another finds.
     """
     numbers = patterns(old)
     if old != new:
@@ -168,8 +168,8 @@ def integers(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("new", sorted(INTEGERS))
 @pytest.mark.parametrize("old", [*sorted(INTEGERS), "bool"])
 def test_integers_that_do_not_fit_are_counted(old: str, new: str) -> None:
-    """They become what ``.to()`` makes of them, which is another number; as many as have no place in the new dtype are
-    named.
+    """They become what ``.to()`` makes of them, which is another number; as many as have
+    no place in the new dtype are named.
     """
     numbers = torch.tensor([True, False]) if old == "bool" else integers(old)
     found, overflowed = cast(numbers, new)

@@ -80,8 +80,8 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 
 
 @given(st.data())
 def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
-    """Counts and largest differences of all pairs of floating-point dtypes, with a tolerance and without, whatever the
-    blocks.
+    """Counts and largest differences of all pairs of floating-point dtypes, with a
+    tolerance and without, whatever the blocks.
     """
     a, b = (data.draw(st.sampled_from(FLOATS + FLOAT8).flatmap(bits)) for _ in "ab")
     if data.draw(st.booleans()):
@@ -110,8 +110,8 @@ def test_large_against_small() -> None:
 
 @given(st.data())
 def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
-    """Elements are equal where both parts are, NaN equal to NaN; else they are as far apart as torch says, where that
-    is a number.
+    """Elements are equal where both parts are, NaN equal to NaN; else they are as far apart
+    as torch says, where that is a number.
     """
     a, b = (data.draw(st.sampled_from(COMPLEX).flatmap(bits)) for _ in "ab")
     found = compared(a, b)

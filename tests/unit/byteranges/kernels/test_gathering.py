@@ -152,8 +152,8 @@ def test_a_chunk_is_never_larger_than_a_block(
 
 
 def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, reads: list[int]) -> None:
-    """A column of a narrow matrix is one read; of a wide one, a read for each element; dimensions that overlap are read
-    once.
+    """A column of a narrow matrix is one read; of a wide one, a read for each element;
+    dimensions that overlap are read once.
     """
 
     def reads_of(view: Cast) -> list[int]:

@@ -274,8 +274,8 @@ def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
 
 
 def test_names_are_counted_where_they_are() -> None:
-    """In the root without a place; in each of several if they have as many, else in all of them; one name is itself;
-    with -v each.
+    """In the root without a place; in each of several if they have as many, else in all of
+    them; one name is itself; with -v each.
     """
 
     def said(report: Report, **how: Any) -> list[str]:
@@ -297,8 +297,8 @@ def test_names_are_counted_where_they_are() -> None:
 
 
 def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
-    """However many findings block, the command for all stands above them; each has its own command below its text,
-    notes come last.
+    """However many findings block, the command for all stands above them; each has its own
+    command below its text, notes come last.
     """
     command = "ckptconv convert model.pt out.pt --to cpu"
     some = [finding("device", f"reason {i}", f"{command} --map cuda:{i}=cpu") for i in range(3)]
@@ -408,8 +408,8 @@ def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Pa
 
 
 def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
-    """By the verdict if that is yes, by a finding if something is refused; as a fact only where something else is in
-    the way.
+    """By the verdict if that is yes, by a finding if something is refused; as a fact
+    only where something else is in the way.
     """
     torch.save({"a": frozenset({1})}, tmp_path / "x.pt")
     refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Style(80)))
@@ -476,8 +476,8 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="there is no bash")
 def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
-    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own escapes, and bash makes
-    the path of them.
+    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own
+    escapes, and bash makes the path of them.
     """
     for look in (Style(80), Style(80, unicode=False), Style(None)):
         for path, quoted in itertools.product(
@@ -505,8 +505,8 @@ def rows(tensors: list[TensorSummary]) -> list[tuple[str, int]]:
 
 
 def test_blocks_that_are_alike_fold() -> None:
-    """Same names, shapes and devices below numbers make one row, gaps are said, two numbers fold if the product is
-    full.
+    """Same names, shapes and devices below numbers make one row, gaps are said, two
+    numbers fold if the product is full.
     """
     assert rows([tensor(f"layers.{i}.{n}") for i in range(32) for n in "ab"]) == [
         ("layers.{0…31}.a", 32),
@@ -579,8 +579,8 @@ def unfolded(name: str) -> list[str]:
 
 
 def test_tree_and_table_count_what_they_stand_for() -> None:
-    """A folded branch has the bytes of all, a row the shape of one and the size of all; limits and footers count rows
-    and tensors.
+    """A folded branch has the bytes of all, a row the shape of one and the size of all;
+    limits and footers count rows and tensors.
     """
     tensors = [tensor(f"layers.{i}.{n}", (10,)) for i in range(32) for n in "ab"] + [tensor("z", (1000,))]
     lines = list(table_lines(tensors, Style(80)))
@@ -596,8 +596,8 @@ def test_tree_and_table_count_what_they_stand_for() -> None:
 
 
 def test_deep_names_do_not_make_a_deep_tree() -> None:
-    """A name of thousands of dots is drawn, its middle left out; branches deeper than the terminal is wide stay within
-    it.
+    """A name of thousands of dots is drawn, its middle left out; branches deeper than
+    the terminal is wide stay within it.
     """
     levels = [tensor("a." * i + name) for i in range(60) for name in "bc"]
     assert max(map(cells, tree_lines(levels, Style(80)))) <= 80
@@ -619,8 +619,8 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80) | st.text
 
 @given(st.lists(NAMES, min_size=1, max_size=6, unique=True), st.integers(40, 200), st.booleans(), st.data())
 def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicode: bool, data: st.DataObject) -> None:
-    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width, and to ASCII where that
-    is all there is.
+    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width,
+    and to ASCII where that is all there is.
     """
     long = st.lists(st.integers(0, 10**6), max_size=12).map(tuple)
     tensors = [
@@ -699,8 +699,8 @@ def on_a_terminal(path: Path, **env: str) -> str:
 
 
 def test_colours_are_for_terminals(fixtures: Path) -> None:
-    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them the text is the same,
-    within 80 columns.
+    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them
+    the text is the same, within 80 columns.
     """
     file = fixtures / "two_gpus.pt"
     coloured = on_a_terminal(file)

@@ -43,8 +43,8 @@ def answer(files: ChunkFiles, raw: bytes) -> object:
 
 
 def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of one shape and dtype are parsed once, those of others on their own; each has its own bytes and its own
-    checksum.
+    """Tensors of one shape and dtype are parsed once, those of others on their own; each
+    has its own bytes and its own checksum.
     """
     parsed = []
     read = torch_zip.read
@@ -94,8 +94,8 @@ def test_whatever_there_is(tensor: Any, crc32: bool) -> None:
 
 
 def test_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files of one size some are remembered, so that a folder without two that are alike costs no more than it has
-    to.
+    """Of files of one size some are remembered, so that a folder without two that are
+    alike costs no more than it has to.
     """
     monkeypatch.setattr(chunk_files, "_MOST", 2)
     files = ChunkFiles()

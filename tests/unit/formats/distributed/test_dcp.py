@@ -58,7 +58,13 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
     with SourceFolder(target) as source:
         tensor = dcp.read(source, lambda source: pytest.fail("none")).tensors[name]
         data = tensor.storage.data  # type: ignore[union-attr]
-        first = data.parts[0] if isinstance(data, Concat) else data.boxes[-1].of if isinstance(data, Assemble) else data
+        first = (
+            data.parts[0]
+            if isinstance(data, Concat)
+            else data.placements[-1].of
+            if isinstance(data, Assemble)
+            else data
+        )
         assert isinstance(first, ByteRange)
         path, offset = first.source.path, first.offset
     raw = bytearray(path.read_bytes())
@@ -79,8 +85,8 @@ def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> 
 
 
 def test_values_are_those_of_the_run(ranks: Path, tmp_path: Path) -> None:
-    """Tensors are what they were before they were spread: by rows, unevenly, over two dimensions, out of order; and
-    objects are kept.
+    """Tensors are what they were before they were spread: by rows, unevenly, over two
+    dimensions, out of order; and objects are kept.
     """
     ckptconv.convert(ranks / "rows", tmp_path / "rows.pt")
     rows = torch.load(tmp_path / "rows.pt")
@@ -160,8 +166,8 @@ def test_edits(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_same_folders_differ_in_nothing(ranks: Path) -> None:
-    """diff reads folders: two ways of saving one checkpoint are the same, whether its tensors stand in one piece or
-    not.
+    """diff reads folders: two ways of saving one checkpoint are the same, whether
+    its tensors stand in one piece or not.
     """
     assert ckptconv.diff(ranks / "mesh", ranks / "files").same
     assert ckptconv.diff(ranks / "rows", ranks / "threads").same
@@ -169,8 +175,8 @@ def test_same_folders_differ_in_nothing(ranks: Path) -> None:
 
 
 def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
-    """A tensor in one chunk is a range of its file, one cut into rows several; only what is cut otherwise has to be put
-    together.
+    """A tensor in one chunk is a range of its file, one cut into rows several; only what is
+    cut otherwise has to be put together.
     """
     for checkpoint in opened(ranks / "rows"):
         kinds = {
@@ -206,8 +212,8 @@ def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
-    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is read for; so damage is
-    carried on as damage.
+    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is
+    read for; so damage is carried on as damage.
     """
     folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
     for checkpoint in opened(folder):
@@ -382,8 +388,8 @@ def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_metadata_that_is_no_file(ranks: Path, tmp_path: Path) -> None:
-    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is; with a folder there, there is
-    none.
+    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is;
+    with a folder there, there is none.
     """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     metadata = folder / ".metadata"
@@ -422,8 +428,8 @@ def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) ->
 
 
 def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
-    """Files without .metadata are what is left of a save that did not end; where each process wrote its own, that is
-    said.
+    """Files without .metadata are what is left of a save that did not end; where each
+    process wrote its own, that is said.
     """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     (folder / ".metadata").unlink()
@@ -475,8 +481,8 @@ def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
     ],
 )
 def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
-    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than itself is refused by the
-    name of the tensor.
+    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than
+    itself is refused by the name of the tensor.
     """
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
     torch.save(other, folder / "__0_0.distcp")
@@ -515,8 +521,8 @@ def _write_metadata(folder: Path, metadata: Any) -> None:
 
 
 def test_incomplete_and_overlapping_chunks_are_named(ranks: Path, tmp_path: Path) -> None:
-    """A chunk that is missing leaves a hole, one that stands twice an overlap; both are refused by the name of the
-    tensor.
+    """A chunk that is missing leaves a hole, one that stands twice an overlap; both
+    are refused by the name of the tensor.
     """
     folder = copied(ranks / "mesh", tmp_path / "dcp")
     metadata = _metadata(folder)

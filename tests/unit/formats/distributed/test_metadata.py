@@ -296,8 +296,8 @@ def test_what_is_named_again_is_made_once() -> None:
 
 
 def test_a_great_many_chunks() -> None:
-    """Chunks are not compared with one another: a tensor in a hundred thousand is looked through as quickly as its
-    metadata.
+    """Chunks are not compared with one another: a tensor in a hundred thousand is
+    looked through as quickly as its metadata.
     """
     rows = [Chunk((i, j), (1, 5)) for i in range(50_000) for j in (0, 5)]
     check_cover("here", "w", (50_000, 10), rows)
@@ -338,8 +338,8 @@ def test_any_way_of_covering() -> None:
 
 
 def test_many_dimensions() -> None:
-    """A tensor that is cut along dozens of dimensions, whose chunks have more corners than can be counted, is looked
-    through as any other.
+    """A tensor that is cut along dozens of dimensions, whose chunks have more corners than can be
+    counted, is looked through as any other.
     """
     halves = [Chunk((i, *[0] * 39), (1, *[1] * 39)) for i in range(2)]
     check_cover("here", "w", (2, *[1] * 39), halves)

@@ -1,5 +1,5 @@
-"""Folders of safetensors files with parts of tensors: put together as torch's own reader does, and never taken for a
-model each.
+"""Folders of safetensors files with parts of tensors: put together as torch's own reader
+does, and never taken for a model each.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
 
 
 def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
-    """Where each tensor is whole, and the name says so, the file is a model; what it says of parts is left behind by
-    name.
+    """Where each tensor is whole, and the name says so, the file is a model; what it
+    says of parts is left behind by name.
     """
     writer = HuggingFaceStorageWriter(str(tmp_path / "hf"))
     dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)

@@ -1,5 +1,5 @@
-"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can be counted, and a next
-step that works.
+"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can
+be counted, and a next step that works.
 """
 
 from __future__ import annotations
@@ -442,8 +442,8 @@ def missing_of(error: InputError) -> tuple[int, int]:
 
 
 def test_a_torch_zip_that_was_cut_says_how_much_is_missing(tmp_path: Path) -> None:
-    """Cut anywhere: never more than the truth, at least what the storages lack, and a number wherever a storage lacks
-    something.
+    """Cut anywhere: never more than the truth, at least what the storages lack, and a
+    number wherever a storage lacks something.
     """
     data = torch_bytes()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

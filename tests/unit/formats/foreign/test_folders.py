@@ -401,6 +401,22 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
         assert caught.value.hint is None
 
 
+def test_a_missing_index_gets_a_near_name(folder: Path) -> None:
+    """A path that can only be an index is opened as one; the hint is that of any file."""
+    fill(folder, "model.safetensors.index.json")
+    with open_input(folder / "model.safetensor.index.json") as source:
+        with pytest.raises(InputError, match="No such file") as caught:
+            opening.read(source)
+    assert caught.value.hint == f"is it {shlex.quote(str(folder / 'model.safetensors.index.json'))}?"
+
+
+def test_a_folder_with_the_name_of_a_shard_is_said_to_be_one(folder: Path) -> None:
+    """With what is in it, as for any folder that stands where a file should."""
+    fill(folder, "model-00001-of-00001.safetensors/")
+    with open_input(folder) as source, pytest.raises(InputError, match="a folder and not a file: it is empty"):
+        opening.read(source)
+
+
 def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that everybody knows, and the same name with another suffix."""
     fill(folder, *(f"{i}.txt" for i in range(10)))
@@ -423,8 +439,8 @@ def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[
     "name", ["two\nlines's", os.fsdecode(b"\xff\xfe\\x"), "\x1b[31m ä", "\u202e'$(x)'", "plain", "a 'b'"]
 )
 def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -> None:
-    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is lost between the message and the
-    file.
+    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is
+    lost between the message and the file.
     """
     fill(folder, f"{name}/model.safetensors")
     command = str(error_of(folder / name)).rsplit("give that file: ", 1)[1]

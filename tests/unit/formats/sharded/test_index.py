@@ -1,5 +1,5 @@
-"""The index of a set of shards: a strict reader, and names and bytes as the Hub's libraries have them, which are the
-judges.
+"""The index of a set of shards: a strict reader, and names and bytes as the Hub's
+libraries have them, which are the judges.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_a_shard_stands_beside_its_index(name: str) -> None:
 
 
 def test_a_shard_is_of_the_format_of_its_index() -> None:
-    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index whose name says no
-    format leaves it open.
+    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index
+    whose name says no format leaves it open.
     """
     with pytest.raises(MalformedError, match="another format"):
         read(with_shard("b.bin"))
@@ -309,8 +309,8 @@ def test_sets_by_their_names() -> None:
 
 
 def test_missing_shards(tmp_path: Path) -> None:
-    """What the index names and nobody has fetched is counted and named; a link to a file is there, a link to nowhere is
-    not.
+    """What the index names and nobody has fetched is counted and named; a link to a
+    file is there, a link to nowhere is not.
     """
     (tmp_path / "blob").touch()
     os.symlink("blob", tmp_path / "a.bin")

@@ -141,8 +141,8 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:
-    """Fail unless ``from_pretrained`` finds all of MODEL in FOLDER and nothing else, and computes the same, bit for
-    bit.
+    """Fail unless ``from_pretrained`` finds all of MODEL in FOLDER and nothing else,
+    and computes the same, bit for bit.
     """
     model.config.save_pretrained(folder)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -255,8 +255,8 @@ def test_without_an_index(saved: Path, tmp_path: Path) -> None:
 
 
 def test_retagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shard is what ``torch.load`` with a ``map_location`` makes of it, and stays the file that it was, but for
-    tags.
+    """Each shard is what ``torch.load`` with a ``map_location`` makes of it, and stays
+    the file that it was, but for tags.
     """
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -340,8 +340,8 @@ def index_of_transformers(folder: Path) -> dict[str, Any]:
 
 
 def test_in_the_hubs_cache(saved: Path, tmp_path: Path) -> None:
-    """A snapshot of links to blobs is the set, by the folder and by the index; a link to a blob that is not there is a
-    missing shard.
+    """A snapshot of links to blobs is the set, by the folder and by the index; a link to a
+    blob that is not there is a missing shard.
     """
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -571,8 +571,8 @@ def test_texts_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_text_that_would_be_a_tie(saved: Path, tmp_path: Path) -> None:
-    """A name that a text of the index happens to be, once names are changed, is not written as one: it would be read as
-    a tie.
+    """A name that a text of the index happens to be, once names are changed, is not
+    written as one: it would be read as a tie.
     """
     (path,) = saved.glob("*.json")
     index = json.loads(path.read_bytes())
@@ -584,8 +584,8 @@ def test_a_text_that_would_be_a_tie(saved: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_tensor(tmp_path: Path) -> None:
-    """stays in its shard, goes to the first one where shards are dealt, and is named where the format has no place for
-    it.
+    """stays in its shard, goes to the first one where shards are dealt, and is named
+    where the format has no place for it.
     """
     state = {"a": torch.ones(100), "b": torch.ones(100), "c_extra_state": None, "d": torch.ones(100)}
     saved = tmp_path / "set"
@@ -645,8 +645,8 @@ def test_attributes_of_a_state_dict(tmp_path: Path) -> None:
 
 
 def test_storages_stay_whole_in_torchs_format(tmp_path: Path) -> None:
-    """All views of a flat buffer go into one shard, which is as large as it is; in safetensors each is a tensor of its
-    own.
+    """All views of a flat buffer go into one shard, which is as large as it is; in
+    safetensors each is a tensor of its own.
     """
     flat = torch.arange(100.0)
     state = {"a": flat[:50], "x": torch.ones(10), "b": flat[50:], "y": torch.ones(10)}
@@ -779,8 +779,8 @@ def states(draw: st.DrawFn) -> State:
 def test_dealt_and_dealt_again(
     tmp_path_factory: pytest.TempPathFactory, state: State, format: str, size: int, again: int
 ) -> None:
-    """A file in shards, in other shards, and in one file again: the same values under the same names, and tied what was
-    tied.
+    """A file in shards, in other shards, and in one file again: the same values under
+    the same names, and tied what was tied.
     """
     folder = tmp_path_factory.mktemp("dealt")
     torch.save(state, folder / "whole.pt")

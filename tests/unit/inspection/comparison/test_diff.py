@@ -42,8 +42,8 @@ from tests.support import zoo
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or deprecated, once for each
-# process.
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
@@ -298,8 +298,8 @@ def test_order_does_not_count(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_no_texts(tmp_path: Path) -> None:
-    """Tuples and frozensets, however nested, are one key or member wherever they stand; what is too deep is paired by
-    its place.
+    """Tuples and frozensets, however nested, are one key or member wherever they stand;
+    what is too deep is paired by its place.
     """
     keys = [(1, 2), ((1, 2), 3), frozenset([1, (2, b"x")]), 1, 1.5, b"y", None, tuple(range(12)), (float("nan"),)]
     a = saved(tmp_path / "a.pt", {"d": {key: n for n, key in enumerate(keys)}, "s": {*keys[:-1]}, "w": torch.ones(1)})
@@ -416,8 +416,8 @@ def test_a_scale_alone_is_found(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_s_device_is_one_finding(tmp_path: Path) -> None:
-    """It stands among the arguments that are compared, and is a device all the same; what is wrapped is compared under
-    its own name.
+    """It stands among the arguments that are compared, and is a device all the same; what is
+    wrapped is compared under its own name.
     """
     a, b, c = (
         {"w": zoo.WrapperTensor(torch.full((2,), n), device)}
@@ -562,8 +562,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
-    """Where both files say a storage's checksum, nothing of it is read; where one does not, all of it is, on both
-    sides.
+    """Where both files say a storage's checksum, nothing of it is read; where one
+    does not, all of it is, on both sides.
     """
     obj = {"w": torch.zeros(3_000_000, dtype=torch.uint8), "small": torch.zeros(70_000, dtype=torch.uint8)}
     a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
@@ -709,8 +709,8 @@ def changed_run(**parts: Any) -> dict[str, Any]:
 
 
 def test_parts_are_taken_of_both(tmp_path: Path) -> None:
-    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the same on both sides, and
-    nothing is said.
+    """Of two training runs ``select``, ``state_dict``, ``include`` and ``exclude`` leave the
+    same on both sides, and nothing is said.
     """
     a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", changed_run(more=torch.ones(1)))
     bias = [("1.bias", "values")]
@@ -769,8 +769,8 @@ def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
 def test_an_edit_that_only_b_can_have(
     flags: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the command with the files the other way round, which runs as it is typed; in Python it says so
-    in words.
+    """The error names the command with the files the other way round, which runs as it is
+    typed; in Python it says so in words.
     """
     plain = saved(tmp_path / "a plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
@@ -828,8 +828,8 @@ def test_a_header_whose_length_starts_like_a_pickle(tmp_path: Path) -> None:
 
 
 def test_exit_status_of_trouble_is_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line that says why, whatever
-    the other flags.
+    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line
+    that says why, whatever the other flags.
     """
     good = saved(tmp_path / "good.pt", run())
     cut = tmp_path / "cut.pt"
@@ -895,8 +895,8 @@ def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deflated", [False, True])
 @pytest.mark.parametrize("step", [1, 2])
 def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal storages are compared once, whatever their views; where they differ, all views together may read so much
-    and no more.
+    """Equal storages are compared once, whatever their views; where they differ, all views
+    together may read so much and no more.
     """
     numbers, files = torch.arange(3000.0), {}
     for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
@@ -1043,8 +1043,8 @@ def example(tmp_path: Path) -> Difference:
     ("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))]
 )
 def test_text(name: str, look: Style, tmp_path: Path) -> None:
-    """The answer first, then group after group; on a terminal no line is too long, and nothing from the file moves its
-    cursor.
+    """The answer first, then group after group; on a terminal no line is too long, and
+    nothing from the file moves its cursor.
     """
     lines = list(difference_lines(example(tmp_path), look))
     assert "\n".join([*lines, ""]) == (GOLDEN / f"diff_{name}.txt").read_text()

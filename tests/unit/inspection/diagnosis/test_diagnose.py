@@ -214,8 +214,8 @@ def test_module_comes_off_once() -> None:
 
 
 def test_a_command_that_would_do_harm_is_not_printed() -> None:
-    """Where two names would become one, or another state dict has a module of that name, there is a line and no
-    command.
+    """Where two names would become one, or another state dict has a module of that
+    name, there is a line and no command.
     """
     torch.save({"_orig_mod.a": torch.ones(1), "a": torch.ones(2)}, "m.pt")
     assert only(look("m.pt"), "prefix")["command"] is None
@@ -418,8 +418,8 @@ def test_a_module_whose_tensors_need_code_has_no_command() -> None:
 
 
 def test_nothing_mends_it_all_where_something_stays() -> None:
-    """A whole model beside wrappers' names, and modules that give nothing: no command is said to mend more than it
-    does.
+    """A whole model beside wrappers' names, and modules that give nothing: no
+    command is said to mend more than it does.
     """
     zoo.save({"model": zoo.module(), "ema": linear("module.")}, "m.pt", ["cuda:0"])
     assert look("m.pt")["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
@@ -451,8 +451,8 @@ def test_tags_that_torch_does_not_restore() -> None:
 
 
 def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
-    """Five thousand unknown classes, each inside the next one's tuple, in an argument of a tensor: each is climbed from
-    once.
+    """Five thousand unknown classes, each inside the next one's tuple, in an argument of
+    a tensor: each is climbed from once.
     """
     torch.save([torch.ones(1)], "m.pt")
     reader, writer = torch._C.PyTorchFileReader("m.pt"), torch._C.PyTorchFileWriter("n.pt")

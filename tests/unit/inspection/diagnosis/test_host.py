@@ -56,8 +56,8 @@ def test_driver_files_are_counted(tmp_path: Path) -> None:
 
 
 def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
-    """Nodes with an id; processors have 0; what may not be read is not this container's; without /dev/kfd there are
-    none.
+    """Nodes with an id; processors have 0; what may not be read is not this
+    container's; without /dev/kfd there are none.
     """
     root = amd(tmp_path / "amd", 2)
     assert cuda(root) == 2
@@ -74,8 +74,8 @@ def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
 
 
 def test_other_systems(tmp_path: Path) -> None:
-    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can tell, unless the variable
-    hides all.
+    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can
+    tell, unless the variable hides all.
     """
     assert this_host(tmp_path, {}, "darwin", "arm64") == Host(0, mps=True)
     assert this_host(tmp_path, {}, "darwin", "x86_64") == Host(0, mps=False)
