@@ -2,8 +2,8 @@
 
 On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:`open` (single tensors), :func:`load`,
 :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`,
-:func:`devices`, :func:`strip_prefix`,
-:func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
+:func:`devices`, :func:`strip_prefix`, :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are
+drawn in :mod:`ckptconv.errors`.
 """
 
 from typing import TYPE_CHECKING, Any

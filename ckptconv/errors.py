@@ -1,4 +1,4 @@
-"""The exception tree: one base class; each error is one line for a person and data for a program.
+"""The exception tree, each error one line for a person and data for a program; and helpers for such lines.
 
 CkptconvError
 ├── UsageError          the request contradicts itself or cannot be understood

@@ -1,7 +1,4 @@
-"""The limits on input, each with its reason, in one frozen dataclass: :data:`LIMITS`.
-
-One frozen dataclass, one instance: :data:`LIMITS`.
-"""
+"""The limits on input, each with its reason, in one frozen dataclass: :data:`LIMITS`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Shared by all tests: generated cases are few here and many in ``.ci/long``; the
-corpus are wherever CKPTCONV_CORPUS says.
-"""
+"""Shared by all tests: generated cases are few here and many in ``.ci/long``; CKPTCONV_CORPUS names the corpus."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, args_of, children, walk
 from ckptconv.pickles.python2_names import imported_as, imported_name
 
-__all__ = ["dangerous_globals", "is_dangerous", "reaches"]
+__all__ = ["DANGEROUS_MODULES", "DANGEROUS_NAMES", "dangerous_globals", "is_dangerous", "reaches"]
 
 _LONGEST_SHOWN = 40  # characters of an attribute's name
 _DEEPEST = 20  # attributes of attributes
 
 #: Nothing in these, nor below them, belongs into a checkpoint.
-_MODULES = frozenset(
+DANGEROUS_MODULES = frozenset(
     [
         # processes, the system
         "asyncio", "commands", "multiprocessing", "nt", "os", "pexpect", "posix", "psutil", "pty", "shutil",
@@ -50,7 +50,7 @@ _MODULES = frozenset(
 
 #: Functions and classes elsewhere, and all below them. Modules stand here in full where
 #: their name alone can be anybody's.
-_NAMES = frozenset(
+DANGEROUS_NAMES = frozenset(
     [
         "__builtin__.apply",
         *(
@@ -120,7 +120,7 @@ _NAMES = frozenset(
 )  # a table  # fmt: skip
 #: Whose modules lend what they import.
 _LENDERS = sys.stdlib_module_names | {"numpy", "torch"}
-_MOST_PARTS = max(name.count(".") for name in _NAMES) + 1
+_MOST_PARTS = max(name.count(".") for name in DANGEROUS_NAMES) + 1
 
 #: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there,
 #: or are elsewhere.
@@ -213,8 +213,8 @@ def _is_listed(words: list[str], package: int) -> bool:
     """
     starts = (0, *range(package, len(words)))
     return any(
-        words[i] in _MODULES
-        or any(".".join(words[i:end]) in _NAMES for end in range(i + 2, min(i + _MOST_PARTS, len(words)) + 1))
+        words[i] in DANGEROUS_MODULES
+        or any(".".join(words[i:end]) in DANGEROUS_NAMES for end in range(i + 2, min(i + _MOST_PARTS, len(words)) + 1))
         for i in starts
     )
 
@@ -290,4 +290,4 @@ def _name_of(value: Value) -> str | None:
 
 
 def _is_way_out(words: Iterable[str]) -> bool:
-    return any(word in _INNARDS or word.lstrip("_") in _MODULES or word.lstrip("_") in _LENT for word in words)
+    return any(word in _INNARDS or word.lstrip("_") in DANGEROUS_MODULES or word.lstrip("_") in _LENT for word in words)

@@ -1,8 +1,6 @@
 """Run many conversions, each by itself: one that fails stops no other, and a lost one is run again.
 
-One that fails stops none, and one that is lost is done again.
-
-The engine is :mod:`concurrent.futures`' and nothing else: whatever has ``submit`` (Dask, mpi4py, ...) does.
+An executor of :mod:`concurrent.futures` is all that it needs: whatever has ``submit`` (Dask, mpi4py, ...) does.
 ``docs/scale.md`` shows how.
 """
 
@@ -133,20 +131,20 @@ def _say_in_python(outcome: Outcome) -> None:
 
 
 def run_jobs(
-    jobs: Sequence[Job], engine: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
+    jobs: Sequence[Job], executor: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
     """What became of JOBS, in their order.
 
     DONE is called with each outcome, and gives what is kept of it; TICK with each
-    number of bytes written. ENGINE is closed.
+    number of bytes written. EXECUTOR is closed.
     """
     made: list[Path] = []
     failed = True
     try:
-        outcomes = _all(jobs, engine, done, tick, made)
+        outcomes = _all(jobs, executor, done, tick, made)
         failed = False
     finally:
-        engine.close(failed=failed)
+        executor.close(failed=failed)
         for folder in sorted(set(made), reverse=True):  # those in which nothing came to stand
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -155,7 +153,7 @@ def run_jobs(
 
 def _all(
     jobs: Sequence[Job],
-    engine: JobExecutor,
+    executor: JobExecutor,
     done: Callable[[Outcome], Outcome],
     tick: Progress | None,
     made: list[Path],
@@ -164,7 +162,7 @@ def _all(
     outcomes: dict[int, Outcome] = {}
     put_off: dict[int, Outcome] = {}
     known: set[tuple[str, object]] = set()  # the edits that mean something somewhere
-    with closing(_each(dict(enumerate(_tasks(jobs, made))), engine, tick)) as each:
+    with closing(_each(dict(enumerate(_tasks(jobs, made))), executor, tick)) as each:
         for i, outcome in each:
             known |= _matched(outcome)
             if outcome.unmatched:
@@ -172,14 +170,14 @@ def _all(
             else:
                 outcomes[i] = done(outcome)
     if any(not known.issuperset(outcome.unmatched) for outcome in put_off.values()):
-        known |= _matched_in([outcome.job for outcome in outcomes.values() if outcome.skipped], engine)
+        known |= _matched_in([outcome.job for outcome in outcomes.values() if outcome.skipped], executor)
     again: dict[int, Task] = {}
     for i, outcome in sorted(put_off.items()):
         if known.issuperset(outcome.unmatched):
             again[i] = next(_tasks([jobs[i]], made))._replace(dropped=outcome.unmatched)
         else:
             outcomes[i] = done(outcome)
-    with closing(_each(again, engine, tick)) as each:
+    with closing(_each(again, executor, tick)) as each:
         for i, outcome in each:
             outcomes[i] = done(replace(outcome, unmatched=again[i].dropped))
     return outcomes
@@ -220,33 +218,33 @@ def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
             yield from ((each.name, one) for one in value)
 
 
-def _matched_in(jobs: Iterable[Job], engine: JobExecutor) -> set[tuple[str, object]]:
+def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, object]]:
     """The edits that mean something in one of the inputs of JOBS, which were done
     before, so that nothing of them is known.
     """
     look = {"dry_run": True, "force": True, "skip_existing": False}
     tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}
-    with closing(_each(tasks, engine, None)) as each:
+    with closing(_each(tasks, executor, None)) as each:
         return {pair for _, outcome in each for pair in _matched(outcome)}
 
 
 def _each(
-    tasks: Mapping[int, Task], engine: JobExecutor, tick: Progress | None
+    tasks: Mapping[int, Task], executor: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
-    """The outcomes of TASKS as they come. What ENGINE loses is submitted again."""
+    """The outcomes of TASKS as they come. What EXECUTOR loses is submitted again."""
     waiting = deque(tasks)
     suspects: deque[int] = deque()  # what was lost together, one of which may be why
     running: dict[Future[Outcome], int] = {}
     finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
     lost: Counter[int] = Counter()
     suspected = False  # what is running
-    before = engine.written()
+    before = executor.written()
     try:
         while waiting or suspects or running:
-            while not suspected and (waiting or suspects) and len(running) < (1 if suspects else engine.most):
+            while not suspected and (waiting or suspects) and len(running) < (1 if suspects else executor.most):
                 suspected = bool(suspects)
                 i = (suspects or waiting).popleft()
-                future = _submitted(engine, tasks[i]._replace(lost=engine.repeats or lost[i] > 0))
+                future = _submitted(executor, tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
                 running[future] = i
                 future.add_done_callback(finished.put)
             with contextlib.suppress(Empty):
@@ -258,10 +256,10 @@ def _each(
                 else:
                     lost[i] += 1
                     if lost[i] < _ATTEMPTS:
-                        (suspects if engine.alone else waiting).append(i)
+                        (suspects if executor.alone else waiting).append(i)
                     else:
                         yield i, Outcome(tasks[i].job, error=_lost(tasks[i].job, error))
-            if tick is not None and (now := engine.written()) > before:
+            if tick is not None and (now := executor.written()) > before:
                 tick(now - before)
                 before = now
     finally:
@@ -269,9 +267,9 @@ def _each(
             future.cancel()
 
 
-def _submitted(engine: JobExecutor, task: Task) -> Future[Outcome]:
+def _submitted(executor: JobExecutor, task: Task) -> Future[Outcome]:
     try:
-        return engine.submit(task)
+        return executor.submit(task)
     except Exception as error:  # an executor that is broken, or shut down
         future: Future[Outcome] = Future()
         future.set_exception(error)

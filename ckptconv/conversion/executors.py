@@ -34,7 +34,7 @@ class JobExecutor(Protocol):
         """The bytes that were written, so far as it is known here."""
 
     def close(self, *, failed: bool) -> None:
-        """End what the engine has started; at once if FAILED."""
+        """End what the executor has started; at once if FAILED."""
 
 
 class _Here:

@@ -29,7 +29,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
 
-__all__ = ["FolderPlan", "PlanOne", "plan_folder", "successor"]
+__all__ = ["FolderPlan", "plan_folder", "successor"]
 
 _SHOWN = 3  # names in a note
 

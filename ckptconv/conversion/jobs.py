@@ -1,6 +1,6 @@
 """One conversion as a picklable job, and its outcome.
 
-Raises nothing, so that one that fails stops no other.
+:func:`work` raises nothing, so that one that fails stops no other.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow
-from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.edits.apply import apply
+from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, some
@@ -20,12 +20,6 @@ from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.output.other_files import OtherFile
 from ckptconv.safety.scan import dangers_carried
-
-if TYPE_CHECKING:
-    from ckptconv.byteranges.sources import Readable
-    from ckptconv.errors import CkptconvError
-from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.edits.changes import Changes
 
 __all__ = ["Plan", "Report", "make_plan", "report_of"]
 

@@ -32,6 +32,7 @@ from ckptconv.limits import LIMITS
 __all__ = [
     "CENTRAL",
     "CENTRAL_SIZE",
+    "DEFLATED",
     "DESCRIPTOR",
     "END",
     "END_SIZE",

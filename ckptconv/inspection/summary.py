@@ -1,7 +1,4 @@
-"""Summarise a checkpoint as a plain, versioned dict. All sizes in bytes.
-
-All sizes in bytes.
-"""
+"""Summarise a checkpoint as a plain, versioned dict. All sizes in bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 
-__all__ = ["SCHEMA_VERSION", "Summary", "inspect", "summarize"]
+__all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize"]
 
 SCHEMA_VERSION = 1
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -164,7 +161,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
 
 def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
-    """The summary of CHECKPOINT, to be loaded on MACHINE."""
+    """The summary of CHECKPOINT, to be loaded on HOST."""
     detected = detect(checkpoint)
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]

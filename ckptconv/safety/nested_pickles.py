@@ -36,7 +36,6 @@ from ckptconv.pickles.python2_names import imported_name
 
 __all__ = [
     "Encoded",
-    "Inner",
     "Undecidable",
     "byte_strings",
     "is_pickle",
@@ -156,7 +155,7 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
     """The pickles in VALUE, which if it is long is a range of BLOBS, and before each the number of bytes that were
-    looked at, MOST in all; less than none, where an archive has more. Raises Unjudged.
+    looked at, MOST in all; less than none, where an archive has more. Raises Undecidable.
     """
     held = _readable(value, blobs)
     head = held.read(0, min(_HEAD, held.size)) if held else b""
@@ -258,7 +257,7 @@ def _counts(seen: LenientScan) -> bool:
 
 
 def _members(held: Readable) -> Iterator[tuple[str, Readable]]:
-    """The members of the archive HELD that are pickles by their names. Raises Unjudged."""
+    """The members of the archive HELD that are pickles by their names. Raises Undecidable."""
     try:
         members = read_archive(held, _want_pickles).members
         for member in members:
@@ -287,7 +286,7 @@ def _want_pickles(names: list[str]) -> None:
 
 
 def opened(held: Readable, member: Member) -> Readable:
-    """MEMBER of the archive HELD; where it is deflated, in memory. Raises Unjudged, InputError."""
+    """MEMBER of the archive HELD; where it is deflated, in memory. Raises Undecidable, InputError."""
     if member.method == STORED:
         return SliceSource(held, member.data_offset, member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):

@@ -1,5 +1,5 @@
-"""Strangers' checkpoints: every file of the corpus is converted, or refused for what it is; torch is the judge where
-its safe loader takes the source.
+"""Other people's checkpoints: every file of the corpus is converted, or refused for what it is; torch is the judge
+where its safe loader takes the source.
 
 State dicts go to safetensors and back, the corpus's safetensors files to torch's format and back, with the safetensors
 library as the second judge.

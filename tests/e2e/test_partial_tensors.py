@@ -20,7 +20,7 @@ from ckptconv.errors import LimitError, RefusedError
 from ckptconv.formats import opening
 from tests.support import zoo
 from tests.support.judge import assert_same, tags_of
-from tests.support.paths import SUPPORT
+from tests.support.paths import ROOT
 from tests.support.two_ranks import parts
 
 
@@ -30,9 +30,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     load after a retag is what they saved.
     """
     folder = tmp_path_factory.mktemp("run")
-    script = SUPPORT / "two_ranks.py"
-    command = [sys.executable, "-W", "ignore", str(script)]
-    ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.two_ranks"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for rank in (0, 1)
+    ]
     errors = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(errors)
     return folder

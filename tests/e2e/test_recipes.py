@@ -423,8 +423,8 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "Are these two checkpoints the same?": (saved_again, the_same_is_said),
     "Names and shapes without loading": (training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
-        lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),
-        lambda: None,  # type: ignore[attr-defined]
+        lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),  # type: ignore[attr-defined]
+        lambda: None,
     ),
     "No space left on device, and the old checkpoint is gone": (lambda: None, lambda: load("last.pt")),
     "Not read by this version": (of_export, lambda: None),

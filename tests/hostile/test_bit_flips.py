@@ -3,7 +3,7 @@
 The two formats without checksums are here as well, with what can be seen there.
 
 What stands where in a file is told apart by :func:`fields_of`, so that a flip which nobody finds is known by the field
-that it is in. All bits, and how many were what: ``HYPOTHESIS_PROFILE=long pytest -s tests/test_bit_flips.py``.
+that it is in. All bits, and how many were what: ``HYPOTHESIS_PROFILE=long pytest -s tests/hostile/test_bit_flips.py``.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ ONLY_WE = {
         rf" (?!.*({BOUNDS}))"
     ),
 }
-#: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones; tests/test_torch_legacy.py
-#: compares those.
+#: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones;
+#: tests/unit/formats/test_torch_legacy.py compares those.
 BEFORE_0_4 = ("view", "python2")
 
 

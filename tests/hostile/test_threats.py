@@ -1,43 +1,73 @@
 """What bad files become: one table, and each row on ``inspect``, ``convert`` and ``verify``.
 
-The readers' own tests have the many ways of each.
+The readers' own tests have the many ways of each. Under what happens stands the test.
 
-what is in it                                               what happens
-the test a call of an unknown global, by each opcode                 needs code: kept inert, every global listed
-test_calls_of_unknown_globals the same, thrown away                                       needs code, all the same
-test_calls_of_unknown_globals a call of what no checkpoint needs                          dangerous: not carried over
-unless asked for                     test_calls_of_what_no_checkpoint_needs EXT1, EXT2, EXT4
-needs code; malformed where the code is none                     test_extensions STACK_GLOBAL
-a known name is sound, a path needs code, no text is malformed   test_stack_global REDUCE of what is no global
-malformed; of what a call makes it needs code                    test_reduce an item, member or state for what cannot
-take it            malformed                                                        test_effects_on_the_wrong_thing
-slots of the memo                                           any is sound, a missing or negative one malformed
-test_memo_slots a value that doubles itself                                 sound, in a few megabytes
-test_doubling nesting 100,000 deep                                        a limit
-test_nesting a length that lies                                          malformed, nothing allocated
-test_lengths_that_lie frames, protocols, bytes behind the end                     malformed
-test_frames_and_ends keys that are no names                                      kept by torch's format, escaped on a
-screen, refused by others   test_odd_keys names that a safetensors file cannot have                   refused
-test_names_that_safetensors_cannot_have persistent ids                                              malformed
-test_persistent_ids sizes of storages                                           malformed
-test_sizes_of_storages a storage under two dtypes                                  sound where torch writes it so
-test_a_storage_under_two_dtypes tensors outside of their storage                            malformed
-test_tensors_outside_of_their_storage a tensor of terabytes on 16 bytes                           shown; a limit where
-it would be written out                     test_a_tensor_of_terabytes views, lazy bits, rare dtypes
-the right values                                                 test_right_values zips that can be read in two ways, or
-not at all            malformed                                                        test_zips zips that others read
-unsupported, or read within limits                               test_rare_zips checksums
-malformed where they are read, and for verify                    test_checksums an argument beyond all measure
-sound: nothing is called                                         test_an_absurd_argument devices, FIFOs, sockets
-refused                                                          test_no_regular_files a file as torch writes it
-sound                                                            test_a_real_file the order of bytes
-kept, turned round for safetensors; malformed if unknown         test_byte_order the format before torch 1.6
-malformed; big-endian is a note                                  test_older_format safetensors
-malformed                                                        test_safetensors the index of shards
-refused, named                                                   test_shards what is no checkpoint
-said in plain words, with the next step                          test_no_checkpoints, test_a_folder, test_programs an
-integer of more digits than Python prints                said without them
-test_integers_that_nobody_prints
+what is in it                                     what happens
+                                                  the test
+a call of an unknown global, by each opcode       needs code: kept inert, every global listed
+                                                  test_calls_of_unknown_globals
+the same, thrown away                             needs code, all the same
+                                                  test_calls_of_unknown_globals
+a call of what no checkpoint needs                dangerous: not carried over unless asked for
+                                                  test_calls_of_what_no_checkpoint_needs
+EXT1, EXT2, EXT4                                  needs code; malformed where the code is none
+                                                  test_extensions
+STACK_GLOBAL                                      a known name is sound, a path needs code, no text is malformed
+                                                  test_stack_global
+REDUCE of what is no global                       malformed; of what a call makes it needs code
+                                                  test_reduce
+an item, member or state for what cannot take it  malformed
+                                                  test_effects_on_the_wrong_thing
+slots of the memo                                 any is sound, a missing or negative one malformed
+                                                  test_memo_slots
+a value that doubles itself                       sound, in a few megabytes
+                                                  test_doubling
+nesting 100,000 deep                              a limit
+                                                  test_nesting
+a length that lies                                malformed, nothing allocated
+                                                  test_lengths_that_lie
+frames, protocols, bytes behind the end           malformed
+                                                  test_frames_and_ends
+keys that are no names                            kept by torch's format, escaped on a screen, refused by others
+                                                  test_odd_keys
+names that a safetensors file cannot have         refused
+                                                  test_names_that_safetensors_cannot_have
+persistent ids                                    malformed
+                                                  test_persistent_ids
+sizes of storages                                 malformed
+                                                  test_sizes_of_storages
+a storage under two dtypes                        sound where torch writes it so
+                                                  test_a_storage_under_two_dtypes
+tensors outside of their storage                  malformed
+                                                  test_tensors_outside_of_their_storage
+a tensor of terabytes on 16 bytes                 shown; a limit where it would be written out
+                                                  test_a_tensor_of_terabytes
+views, lazy bits, rare dtypes                     the right values
+                                                  test_right_values
+zips that can be read in two ways, or not at all  malformed
+                                                  test_zips
+zips that others read                             unsupported, or read within limits
+                                                  test_rare_zips
+checksums                                         malformed where they are read, and for verify
+                                                  test_checksums
+an argument beyond all measure                    sound: nothing is called
+                                                  test_an_absurd_argument
+devices, FIFOs, sockets                           refused
+                                                  test_no_regular_files
+a file as torch writes it                         sound
+                                                  test_a_real_file
+the order of bytes                                kept, turned round for safetensors; malformed if unknown
+                                                  test_byte_order
+the format before torch 1.6                       malformed; big-endian is a note
+                                                  test_older_format
+safetensors                                       malformed
+                                                  test_safetensors
+the index of shards                               refused, named
+                                                  test_shards
+what is no checkpoint                             said in plain words, with the next step
+                                                  test_no_checkpoints, test_a_folder, test_programs
+an integer of more digits than Python prints      said without them
+                                                  test_integers_that_nobody_prints
 """
 
 from __future__ import annotations

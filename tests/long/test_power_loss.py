@@ -1,9 +1,9 @@
 """Power that is lost while conversions replace a file, or a folder, again and again: on a disk
 that forgets whatever was not flushed.
 
-The disk is a recorded one (:mod:`recorded_disk`) with a real filesystem on it. At many moments of its history the power
-is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks. Needs root, a loop device
-and FUSE. CKPTCONV_CUTS: at how many moments.
+The disk is a recorded one (:mod:`tests.support.recorded_disk`) with a real filesystem on it. At many moments of its
+history the power is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks. Needs
+root, a loop device and FUSE. CKPTCONV_CUTS: at how many moments.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.
 _CROWD = """
 import json, os, sys, tempfile
 from ckptconv.cli.main import main
-from ckptconv import conversion, output_folders, formats
+import ckptconv.conversion.convert, ckptconv.formats.opening, ckptconv.output.folders
 reader, writer = os.pipe()
 children = []
 for command in json.load(sys.stdin):

@@ -1,5 +1,6 @@
-"""A run of two processes that save tensors spread over them, retag the files and load them again: ``python two_ranks.py
-RANK FOLDER``, once for each rank.
+"""A run of two processes that save tensors spread over them, retag the files and load them again.
+
+``python -m tests.support.two_ranks RANK FOLDER``, once for each rank.
 """
 
 from __future__ import annotations

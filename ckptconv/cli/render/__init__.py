@@ -2,17 +2,18 @@
 
 Names are escaped before they get out.
 
-==========  =============================================================================
-``text``    widths, breaks, colours, numbers: what all drawings share
-``facts``   the first screen: does it load here, what to type, what is in it
-``folding`` the tree of the tensors' paths, repeated blocks as one
-``table``   the tensors in columns
-``tree``    the tensors as a tree
-``report``  what a conversion did
-``batch``   what many of them did
+==============  ==========================================================================
+``text``        widths, breaks, colours, numbers: what all renderers share
+``facts``       the first screen: does it load here, what to type, what is in it
+``folding``     the tree of the tensors' paths, repeated blocks as one
+``table``       the tensors in columns
+``tree``        the tensors as a tree
+``report``      what a conversion did
+``renames``     renamed tensors, grouped by what changed in their names
+``batch``       what many conversions did
 ``difference``  what two checkpoints do not have in common
-``verdict`` what is wrong with a checkpoint, or that nothing is
-==========  =============================================================================
+``verdict``     what is wrong with a checkpoint, or that nothing is
+==============  ==========================================================================
 """
 
 from ckptconv.cli.render.batch import Sum, item_line, skipped_line, sum_lines

@@ -33,7 +33,7 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterat
     yield from headline(style, summary["path"], f"{summary['format']}, {size(summary['size'])}")
     yield from _verdict(summary, style)
     yield from _contents(summary, style)
-    yield from _customs(summary, style)
+    yield from _special_tensors(summary, style)
     yield from _safety(summary, style)
     modules = {found["path"] for found in summary["modules"]}  # each has a line of its own
     for key in ("metadata", "others"):
@@ -239,7 +239,7 @@ def _prefix(prefixes: dict[str, int], names: int) -> str:
     return ""
 
 
-def _customs(summary: Summary, style: Style) -> Iterator[str]:
+def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
     ties = [" = ".join(tie[:_SHOWN]) + (" …" if len(tie) > _SHOWN else "") for tie in summary["ties"]]
     if ties:
         yield from fact(style, "tied", first_of(ties, _SHOWN_LONG))

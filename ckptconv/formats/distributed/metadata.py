@@ -33,7 +33,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_count, is_global
 from ckptconv.pickles.parser import parse
 
-__all__ = ["Metadata", "Stored", "TensorItem", "read_metadata"]
+__all__ = ["ItemPath", "Metadata", "Stored", "TensorItem", "read_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -37,7 +37,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
         yield Issue(
             "device",
             f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
-            _cure_of(scope, missing, shown),
+            _fix_of(scope, missing, shown),
             blocks=True,
         )
     unknown = [tag for tag in tags if shown[tag] is None and tag not in odd]
@@ -72,7 +72,7 @@ def _there_is(scope: Scope) -> str:
     return f"only {' and '.join(found)}" if found else "no GPU"
 
 
-def _cure_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
+def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
     """To a GPU that there is, else to the CPU; only the MISSING tags where others can stay."""
     gpu_here = bool(scope.host.cuda)
     others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)

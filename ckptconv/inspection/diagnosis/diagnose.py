@@ -24,14 +24,14 @@ from ckptconv.inspection.diagnosis.findings import (
     together,
     with_names_apart,
 )
-from ckptconv.inspection.diagnosis.host import Host, this_host
+from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.diagnosis.prefixes import inner_prefixes, prefixes
 from ckptconv.inspection.diagnosis.refusals import LoadablePart, containers, opcodes, refusals
 from ckptconv.inspection.diagnosis.storages import shared, unused_bytes
 from ckptconv.pickles.graph import Value, walk
 from ckptconv.safety.scan import Concern
 
-__all__ = ["Advice", "Diagnosis", "Host", "diagnose", "this_host"]
+__all__ = ["diagnose"]
 
 
 def diagnose(
@@ -41,7 +41,7 @@ def diagnose(
     refused: Sequence[tuple[str, Value]],
     concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """What a person should know who loads CHECKPOINT on MACHINE.
+    """What a person should know who loads CHECKPOINT on HOST.
 
     REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, CONCERNS
     :func:`ckptconv.safety.scan.concerns`.
@@ -63,7 +63,7 @@ def diagnose(
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]
     issues.sort(key=lambda issue: not issue.blocks)
-    if part is not None:  # then what stands elsewhere needs no cure
+    if part is not None:  # then what stands elsewhere needs no fix
         reach = {id(node) for node in walk([*part.nodes])}
         within = Scope(checkpoint, detected, host, reach, module)
         combined = _combined(within, code, within)
@@ -79,22 +79,22 @@ def diagnose(
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:
-    """The complaints that one command can cure, CODE among them; those about names are of the scope NAMES."""
+    """The issues that one command can fix, CODE among them; those about names are of the scope NAMES."""
     about_names = _of_module(names, prefixes(names), code)
     return [*missing_devices(scope), *code, *about_names, *optimizers(scope), *rng_states(scope)]
 
 
 def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
-    """CURE for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
+    """FIX for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
     if fix is None or part is None:
         return None
     return fix if fix.format == "safetensors" else replace(fix, part=("--state-dict",))
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:
-    """COMPLAINTS about names.
+    """ISSUES about names.
 
-    Those of a module can be changed where its state dict is taken, as CODE's cure does it.
+    Those of a module can be changed where its state dict is taken, as CODE's fix does it.
     """
     found = list(issues)
     taking = next((each.fix.part for each in code if each.fix), ()) if scope.module else ()

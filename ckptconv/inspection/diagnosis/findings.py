@@ -9,13 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
-from ckptconv import errors
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.conversion.targets import suffix_of, usual_format
-from ckptconv.errors import printable
+from ckptconv.errors import printable, some
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.hints import shell
 from ckptconv.inspection.diagnosis.host import Host
@@ -157,7 +156,7 @@ def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
 
 
 def with_names_apart(issues: list[Issue]) -> list[Issue]:
-    """COMPLAINTS whose cures write files of different names, where they are different cures."""
+    """ISSUES whose fixes write files of different names, where they are different fixes."""
     names: dict[tuple[str, ...], str] = {}
     apart = []
     for issue in issues:
@@ -175,7 +174,7 @@ def with_names_apart(issues: list[Issue]) -> list[Issue]:
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """All of CURES at once; of two that send one tag somewhere the later is heard."""
+    """All of FIXES at once; of two that send one tag somewhere the later is heard."""
     return Fix(
         "-fixed",
         part=tuple(word for part in dict.fromkeys(fix.part for fix in fixes) for word in part),
@@ -205,4 +204,4 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str | None:
 
 def first_few(words: Sequence[str]) -> str:
     """WORDS, or the first of them and how many more."""
-    return errors.some(words, SHOWN)
+    return some(words, SHOWN)

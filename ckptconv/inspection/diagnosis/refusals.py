@@ -34,7 +34,7 @@ class LoadablePart:
 
 
 def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
-    """A complaint for each thing REFUSED, the cure with the last, and what the cure takes."""
+    """An issue for each thing REFUSED, the fix with the last, and what the fix takes."""
     found = Refused(scope.checkpoint, refused)
     part = found.loadable_part(scope.detected)
     texts = []

@@ -14,7 +14,7 @@ import types
 
 import pytest
 
-from ckptconv.checkpoint.dangerous_globals import _MODULES, _NAMES, dangerous_globals, is_dangerous
+from ckptconv.checkpoint.dangerous_globals import DANGEROUS_MODULES, DANGEROUS_NAMES, dangerous_globals, is_dangerous
 from ckptconv.pickles.graph import Global
 from ckptconv.pickles.parser import parse
 
@@ -311,9 +311,9 @@ def test_what_modules_lend() -> None:
     code = f"import sys, {', '.join(LENDERS)}; print(*sys.modules)"  # others depend on the tests before this one
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     lent = {id(sys.modules[name]): name for name in sys.modules if _is_dangerous_module(name)}
-    lent |= {id(function): name for name in _NAMES if (function := _loaded(name)) is not None}
+    lent |= {id(function): name for name in DANGEROUS_NAMES if (function := _loaded(name)) is not None}
     for name in [*sys.modules]:
-        if name.split(".")[0] in _MODULES:
+        if name.split(".")[0] in DANGEROUS_MODULES:
             for attribute, value in vars(sys.modules[name]).items():
                 if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and _is_dangerous_module(
                     value.__module__ or ""
@@ -335,7 +335,7 @@ def test_what_modules_lend() -> None:
 
 
 def _is_dangerous_module(name: str) -> bool:
-    return name.split(".")[0] in _MODULES or name in ("builtins", "pickle")
+    return name.split(".")[0] in DANGEROUS_MODULES or name in ("builtins", "pickle")
 
 
 def _loaded(name: str) -> object:

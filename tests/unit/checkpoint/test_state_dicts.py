@@ -1,6 +1,4 @@
-"""What is recognised: state dicts, optimizers with names, states of random
-generators, and the state dict that is meant.
-"""
+"""What is recognised: state dicts, optimizers with names, and the state dict that is meant."""
 
 from __future__ import annotations
 

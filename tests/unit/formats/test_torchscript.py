@@ -439,7 +439,7 @@ def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
     assert "it has no state dict" in found["findings"][0]["text"]
 
 
-# Strangers' files
+# The corpus
 
 
 def test_every_archive_of_the_corpus(corpus: Path, tmp_path: Path) -> None:

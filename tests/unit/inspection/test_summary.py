@@ -9,15 +9,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-import ckptconv
-from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.cli.render import Style, report_lines, size, tree_lines
-from ckptconv.conversion.plan import Report
-from ckptconv.edits.changes import Changes
-from ckptconv.inspection import summary
 from ckptconv.inspection.summary import inspect
 
 
@@ -158,74 +151,6 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
 def test_metadata_is_not_listed(fixtures: Path) -> None:
     """``_metadata`` has an entry for each module and answers nobody's question."""
     assert not any("_metadata" in path for path in inspect(fixtures / "dataparallel.pt")["others"])
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1 MB"),
-        (2_147_483_648, "2.15 GB"),
-        (5 * 10**15, "5e+03 TB"),
-    ],
-)
-def test_sizes_are_decimal(nbytes: int, text: str) -> None:
-    """Three digits and the units of disks and of the Hub."""
-    assert size(nbytes) == text
-
-
-def test_report_lines_group_names() -> None:
-    """A report shows one example of each pattern, with -v every name."""
-    changes = Changes()
-    changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
-    changes.unprefixed = 2
-    changes.rng_states = ["rng"]
-    report = Report("a", "b", ("x", "x"), 10, changes, (), (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
-    short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
-    assert sum("→" in line for line in short) == 1
-    assert sum("→" in line for line in long) == 3
-    for words in (
-        "module.* → *: 3 names in m, such as module.0 → 0",
-        "2 names without",
-        "1 state of",
-        "unused: data/3 (5 B)",
-        "a note",
-        "0.50 s",
-    ):
-        assert any(words in line for line in short)
-    assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
-
-
-def summary_change(path: str, old: str, new: str) -> Any:
-    from ckptconv.edits.changes import NameChange
-
-    return NameChange(path, old, new)
-
-
-def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
-    """A root that is a tensor; nesting and module names become levels, tied bytes count once."""
-    assert list(tree_lines(inspect(saved(tmp_path / "t.pt", torch.ones(3)))["tensors"], Style())) == [
-        ".  float32 3 cpu 12 B"
-    ]
-    w = torch.ones(2)
-    tree = list(
-        tree_lines(
-            inspect(saved(tmp_path / "x.pt", {"m": {"a.w": w, "a.b": w, "c": w}, "l": [w, w]}))["tensors"], Style()
-        )
-    )
-    assert tree[0] == "m/  3 tensors, 8 B"
-    assert tree[1] == "  a.  2 tensors, 8 B"
-    assert tree[2].strip() == "w  float32 2 cpu 8 B"
-
-
-def test_public_names() -> None:
-    """Every name in ``__all__`` is there, and inspect is the summary's."""
-    for name in ckptconv.__all__:
-        assert hasattr(ckptconv, name)
-    assert ckptconv.inspect is summary.inspect
 
 
 def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:

@@ -546,7 +546,7 @@ def test_levels(tmp_path: Path) -> None:
     assert judged(tmp_path / "m.safetensors") == ([], "holds no code")
 
 
-def test_strangers(corpus: Path) -> None:
+def test_the_corpus(corpus: Path) -> None:
     """Nothing in the corpus is dangerous, nothing is taken for a pickle inside, and each needs code only if
     torch's safe loader refused it.
     """

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import threading
@@ -22,8 +21,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptconv
-from ckptconv.byteranges import reading
-from ckptconv.byteranges.sources import Source
 from ckptconv.errors import (
     DeviceUnavailable,
     InputChangedError,
@@ -36,8 +33,6 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptconv.formats import opening, torch_zip
-from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.paths import parse_path
 from ckptconv.tensors import loading
 from tests.support import zoo
@@ -670,37 +665,3 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
 
 
 # the stream
-
-
-def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
-    """Seek and read at every place give what the file made of the same pieces has."""
-    with Source(fixtures / "two_gpus.pt") as source:
-        stream = VirtualFile(torch_zip.archived(opening.read(source)))
-        whole = stream.read()
-        assert stream.read() == b""
-        assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
-        with zipfile.ZipFile(stream) as archive:  # type: ignore[arg-type]
-            assert any(name.endswith("data.pkl") for name in archive.namelist())
-        assert stream.failure is None
-        for at in range(0, len(whole), 7):
-            for length in (0, 1, 64, 5000):
-                stream.seek(at)
-                assert stream.read(length) == whole[at : at + length]
-                assert stream.seek(0, io.SEEK_CUR) == min(at + length, len(whole))
-
-
-def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
-    path = tmp_path / "a.pt"
-    torch.save({"a": torch.randn(10_000)}, tmp_path / "stored.pt")
-    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    monkeypatch.setattr(reading, "BUFFER", 1000)
-    with Source(path) as source:
-        stream = VirtualFile(torch_zip.archived(opening.read(source)))
-        whole = stream.read()
-        for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
-            stream.seek(at)
-            assert stream.read(3000) == whole[at : at + 3000]
-            assert len(stream._streaming[2]) <= 1000

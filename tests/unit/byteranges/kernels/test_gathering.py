@@ -4,10 +4,8 @@ tiles and gaps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -165,17 +163,6 @@ def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, re
     assert reads_of(view_of("float32", (10,), (1500,))) == [4] * 10
     assert reads_of(view_of("float32", (4, 2, 3), (1, 3000, 4))) == [12 * 4] * 2
     assert reads_of(view_of("uint8", (8, 7), (4900, 4800))) == [7 * 4900 + 6 * 4800 + 1]
-
-
-def test_only_two_packages_import_torch() -> None:
-    """No module outside of them names torch in an import."""
-    package = Path(gathering.__file__).parents[2]
-    importing = set()
-    for path in package.rglob("*.py"):
-        code = path.read_text().replace("if TYPE_CHECKING:\n    import torch\n", "")
-        if re.search(r"^ *(import|from) torch\b", code, re.MULTILINE):
-            importing.add(path.parent.name)
-    assert importing == {"kernels", "tensors"}
 
 
 def test_overlapping_rows_are_read_a_few_times_and_not_a_million(

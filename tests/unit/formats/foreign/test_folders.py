@@ -404,9 +404,9 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
 def test_a_missing_index_gets_a_near_name(folder: Path) -> None:
     """A path that can only be an index is opened as one; the hint is that of any file."""
     fill(folder, "model.safetensors.index.json")
-    with open_input(folder / "model.safetensor.index.json") as source:
-        with pytest.raises(InputError, match="No such file") as caught:
-            opening.read(source)
+    source = open_input(folder / "model.safetensor.index.json")
+    with source, pytest.raises(InputError, match="No such file") as caught:
+        opening.read(source)
     assert caught.value.hint == f"is it {shlex.quote(str(folder / 'model.safetensors.index.json'))}?"
 
 

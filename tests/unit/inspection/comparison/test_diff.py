@@ -47,7 +47,7 @@ from tests.support.paths import GOLDEN
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
-    "ignore::UserWarning:test_diff",
+    "ignore::UserWarning:tests.unit.inspection.comparison.test_diff",
     "ignore::DeprecationWarning:torch",
 )
 

@@ -719,7 +719,7 @@ def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> Non
         check_every_command("zoo.pt")
 
 
-def test_every_command_mends_strangers_files(corpus: Path) -> None:
+def test_every_command_mends_the_corpus(corpus: Path) -> None:
     """All zips and safetensors files of the corpus: commands run, complaints go, and the verdict is torch's."""
     with (corpus / "manifest.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["container"] in ("zip-pt", "safetensors")]

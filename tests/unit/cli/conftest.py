@@ -1,0 +1,14 @@
+"""A checkpoint of DataParallel for the tests of commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def ddp(tmp_path: Path, fixtures: Path) -> Path:
+    """A copy of the DataParallel fixture."""
+    return Path(shutil.copy(fixtures / "dataparallel.pt", tmp_path / "ddp.pt"))

@@ -1,0 +1,38 @@
+"""The lines of a report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.cli.render import report_lines
+from ckptconv.conversion.plan import Report
+from ckptconv.edits.changes import Changes
+
+
+def test_report_lines_group_names() -> None:
+    """A report shows one example of each pattern, with -v every name."""
+    changes = Changes()
+    changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
+    changes.unprefixed = 2
+    changes.rng_states = ["rng"]
+    report = Report("a", "b", ("x", "x"), 10, changes, (), (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
+    short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
+    assert sum("→" in line for line in short) == 1
+    assert sum("→" in line for line in long) == 3
+    for words in (
+        "module.* → *: 3 names in m, such as module.0 → 0",
+        "2 names without",
+        "1 state of",
+        "unused: data/3 (5 B)",
+        "a note",
+        "0.50 s",
+    ):
+        assert any(words in line for line in short)
+    assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
+
+
+def summary_change(path: str, old: str, new: str) -> Any:
+    from ckptconv.edits.changes import NameChange
+
+    return NameChange(path, old, new)

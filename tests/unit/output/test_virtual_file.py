@@ -1,0 +1,77 @@
+"""A planned file as a stream: it reads like the file."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.sources import Source
+from ckptconv.formats import opening, torch_zip
+from ckptconv.output.virtual_file import VirtualFile
+
+# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
+# deprecated, once for each process.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+
+
+# load
+
+
+LOCATIONS: dict[str, Any] = {
+    "device": "cpu",
+    "torch.device": torch.device("cpu"),
+    "meta": "meta",
+    "mapping": {"cuda:0": "cpu", "cuda:1": "cpu", "mps": "cpu", "xpu:1": "cpu"},
+    "storage and tag": lambda storage, tag: storage,
+    "storage and tag, or nothing": lambda storage, tag: None if tag == "cpu" else storage,
+    "any arguments": lambda *args: args[0],
+}
+
+
+# open
+
+
+# save
+
+
+# the stream
+
+
+def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
+    """Seek and read at every place give what the file made of the same pieces has."""
+    with Source(fixtures / "two_gpus.pt") as source:
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
+        whole = stream.read()
+        assert stream.read() == b""
+        assert stream.seek(0, io.SEEK_END) == len(whole) == stream.tell()
+        with zipfile.ZipFile(stream) as archive:  # type: ignore[arg-type]
+            assert any(name.endswith("data.pkl") for name in archive.namelist())
+        assert stream.failure is None
+        for at in range(0, len(whole), 7):
+            for length in (0, 1, 64, 5000):
+                stream.seek(at)
+                assert stream.read(length) == whole[at : at + length]
+                assert stream.seek(0, io.SEEK_CUR) == min(at + length, len(whole))
+
+
+def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.randn(10_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    monkeypatch.setattr(reading, "BUFFER", 1000)
+    with Source(path) as source:
+        stream = VirtualFile(torch_zip.archived(opening.read(source)))
+        whole = stream.read()
+        for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
+            stream.seek(at)
+            assert stream.read(3000) == whole[at : at + 3000]
+            assert len(stream._streaming[2]) <= 1000
