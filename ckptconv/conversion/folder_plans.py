@@ -17,7 +17,7 @@ from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import Found, find, find_in
 from ckptconv.conversion.plan import Plan
-from ckptconv.conversion.targets import name_in_folder
+from ckptconv.conversion.targets import name_in_folder, name_of_dcp
 from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, RefusedError, count, some
@@ -124,7 +124,7 @@ def _place(found: Found, folder: Path, format: str | None) -> Path:
     if found.kind == "shards":
         return place if found.path.is_dir() else place.parent
     if found.kind == "dcp":
-        return place.with_name(f"{place.name}.safetensors" if format == "safetensors" else f"{place.name}.pt")
+        return place.with_name(name_of_dcp(found, format))
     return place.with_name(name_in_folder(place.name, format))
 
 

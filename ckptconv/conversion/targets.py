@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptconv.conversion.discovery import Found, Kind, find, find_in
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.sharded.index import is_index, sets_in
+from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.hints import shell
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "is_there",
     "list_items",
     "name_in_folder",
+    "name_of_dcp",
     "size_of",
     "suffix_of",
     "usual_format",
@@ -118,7 +119,7 @@ def list_items(
     path = _checked(dst, format)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
-    if copy_others and all(os.path.isfile(src) and not is_index(Path(src).name) for src in srcs):
+    if copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
         raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
     if len(srcs) == 1:
         listing = _of_one(Path(srcs[0]), path, dst, format, in_shards=in_shards, copy_others=copy_others)
@@ -212,7 +213,7 @@ def _of_one(
 ) -> Listing:
     """What SRC alone means, which goes to PATH, as DST says it."""
     to_folder = _will_be_folder(path, dst)
-    index = is_index(src.name) and not os.path.isdir(src)
+    index = not os.path.isdir(src) and is_index_file(src)
     for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
         if not to_folder:
             raise UsageError(
@@ -263,7 +264,7 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
     """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors``
     gives them: their index stays behind.
     """
-    shards = [src for src in srcs if sets_in([src.name]) and not is_index(src.name)]
+    shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
     if not shards:
         return ()
     whole = shell("ckptconv", "convert", shards[0].parent, "OUT_FOLDER")
@@ -278,7 +279,7 @@ def _of_several(src: Path, path: Path, format: str | None, *, in_shards: bool, c
         if _kind_of(src) == "shards":
             return Listing((Item(src, path / name, "shards", is_folder=True),))
         return _of_tree(src, path / name, path, format, in_shards=in_shards, copy_others=copy_others)
-    if is_index(name):
+    if is_index_file(src):
         return Listing((Item(src, path / name.split(".")[0], "shards", is_folder=True),))
     return Listing((_file_item(src, path, format, in_shards=in_shards),))
 
@@ -318,12 +319,10 @@ def _tree_item(found: Found, folder: Path, format: str | None, *, in_shards: boo
     """What becomes of FOUND, in FOLDER."""
     if found.kind == "other":
         return Item(found.path, folder / found.path.name, "other")
+    if found.kind == "dcp" and in_shards:
+        return Item(found.path, folder / os.path.basename(os.path.abspath(found.path)), "dcp", is_folder=True)
     if found.kind == "dcp":
-        name = os.path.basename(os.path.abspath(found.path))
-        if in_shards:
-            return Item(found.path, folder / name, "dcp", is_folder=True)
-        usual = "safetensors" if all(part.suffix == ".safetensors" for part in found.parts) else "pt"
-        return Item(found.path, folder / f"{name}{_NEW_SUFFIX.get(format or usual, '.pt')}", "dcp")
+        return Item(found.path, folder / name_of_dcp(found, format), "dcp")
     return _file_item(found.path, folder, format, in_shards=in_shards)
 
 
@@ -407,6 +406,17 @@ def suffix_of(name: str) -> str:
     """The suffix of NAME that stands for a format, as it is spelled there; empty if there is none."""
     known = next((suffix for suffix in _SUFFIXES if name.lower().endswith(suffix)), "")
     return name[len(name) - len(known) :]
+
+
+def name_of_dcp(found: Found, format: str | None) -> str:
+    """The name of the one file that a folder of torch.distributed.checkpoint becomes in a folder.
+
+    Args:
+        found: The folder, with its files.
+        format: What the user asked for; without it, safetensors parts become safetensors, everything else torch's zip.
+    """
+    usual = "safetensors" if all(part.suffix == ".safetensors" for part in found.parts) else "pt"
+    return os.path.basename(os.path.abspath(found.path)) + _NEW_SUFFIX.get(format or usual, ".pt")
 
 
 def name_in_folder(name: str, format: str | None) -> str:

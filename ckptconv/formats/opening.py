@@ -21,7 +21,7 @@ from ckptconv.formats.foreign.folders import distributed_part_error, folder_erro
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.sharded import reading as sharded
-from ckptconv.formats.sharded.index import is_index
+from ckptconv.formats.sharded.index import is_index_file
 from ckptconv.hints import shell
 
 __all__ = ["WRITERS", "open_file", "open_input", "read"]
@@ -73,7 +73,7 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
     A context manager; FAULTS takes what readers find wrong with it. Raises InputError.
     """
     name = os.fsdecode(path)
-    if name and "\0" not in name and (os.path.isdir(name) or is_index(Path(name).name)):
+    if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name))):
         return SourceFolder(name, faults, open_file)
     return open_file(path, faults)
 

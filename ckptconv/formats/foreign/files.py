@@ -182,11 +182,9 @@ def _index(file: _File) -> _Answer | None:
     shards = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         return None
-    names = sorted(set(shards.values()))
-    first = file.path.with_name(Path(names[0]).name or "SHARD") if "\0" not in names[0] else file.path
     return _Answer(
-        f"the index of a checkpoint in {len(names):,} shards, which this version does not read as one",
-        f"convert the shards one by one: {shell('ckptconv', 'convert', first, 'OUT')}",
+        f"the index of a checkpoint in {len({*shards.values()}):,} shards, but its name does not end in .json",
+        f"rename it: {shell('mv', file.path, file.path.with_name('model.index.json'))}",
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.hints import shell
@@ -40,7 +40,7 @@ __all__ = [
     "find_set",
     "index_bytes",
     "index_name",
-    "is_index",
+    "is_index_file",
     "of_other_suffix",
     "read_index",
     "refuse_missing",
@@ -86,6 +86,28 @@ class ShardSet:
 def is_index(name: str) -> bool:
     """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
     return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
+
+
+def is_index_file(path: Path) -> bool:
+    """Whether the file at `path` is the index of a sharded set: by its name, or a JSON file by its content.
+
+    Args:
+        path: A path that may be missing, or no regular file.
+
+    Returns:
+        False too where the file cannot be read: whoever opens it says why.
+    """
+    if is_index(path.name):
+        return True
+    if path.suffix.lower() != ".json":
+        return False
+    try:
+        with Source(path) as source:
+            data = source.read(0, source.size) if source.size <= LIMITS.foreign_index else b""
+            found = json.loads(data) if b'"weight_map"' in data else None
+    except (InputError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("weight_map"), dict)
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from ckptconv import convert
 from ckptconv.cli.main import cli
 from ckptconv.conversion.plan import Report
+from ckptconv.conversion.targets import list_items
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
 
 SET = [
@@ -397,3 +399,21 @@ def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:
     report = convert(tmp_path / "weights.safetensors", tmp_path / "out", max_shard_size="5GB")
     assert tree(tmp_path / "out") == ["model.safetensors"]
     assert report.formats == ("safetensors", "safetensors")
+
+
+@pytest.mark.parametrize("format", [None, "pt", "safetensors"])
+def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
+    model: Path, ranks: Path, tmp_path: Path, format: str | None
+) -> None:
+    """What it is called does not depend on what else stands in the folder."""
+    for name in ("mesh", "hf"):
+        shutil.copytree(ranks / name, model / name)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("mesh", "hf"):
+        shutil.copytree(ranks / name, alone / name)
+    report = convert(model, tmp_path / "out", format=format, dry_run=True)  # type: ignore[arg-type]
+    beside = {name for name, _ in report.files if name.split(".")[0] in ("mesh", "hf")}
+    listing = list_items([alone], tmp_path / "out", format=format)
+    assert beside == {item.dst.name for item in listing.items}
+    assert len(beside) == 2
