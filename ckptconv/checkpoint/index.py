@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word, partial_notes
@@ -62,14 +61,13 @@ def checkpoint_of(
 
 
 def restrict(checkpoint: Checkpoint, root: Place) -> None:
-    """Make what stands at ROOT the whole checkpoint. Paths stay those of the source."""
+    """Make what stands at ROOT the whole checkpoint. Paths, and the order of effects, stay those of the source."""
     graph = checkpoint.graph
     graph.root = root.node
     reached = {id(node) for node in walk([*graph.discarded, root.node])}
     graph.globals = [node for node in graph.globals if id(node) in reached]
     graph.calls = [node for node in graph.calls if id(node) in reached]
     graph.references = [node for node in graph.references if id(node) in reached]
-    drop_effect_order(graph)
     checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
     checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
     checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]

@@ -103,7 +103,7 @@ def make_plan(
         if edits.compact:
             notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
         edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
-    changes = apply(checkpoint, edits)
+    changes = apply(checkpoint, edits, is_emitted=format != "safetensors")
     if format != "safetensors":
         if not allow_unsafe:
             _refuse_dangers(checkpoint, as_archive=format == "pt")

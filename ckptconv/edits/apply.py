@@ -18,12 +18,21 @@ from ckptconv.edits.views import compact
 __all__ = ["apply"]
 
 
-def apply(checkpoint: Checkpoint, edits: Edits) -> Changes:
-    """Edit CHECKPOINT's graph.
+def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> Changes:
+    """Edit the graph of a checkpoint, in place.
 
-    Raises UsageError, NoMatchError, CollisionError, RefusedError, before or after touching it: use it no more then.
+    Args:
+        checkpoint: After an error it may be half edited: use it no more.
+        edits: What is asked for.
+        is_emitted: Whether a pickle will be made of it; not for safetensors, nor to compare it.
+
+    Returns:
+        What changed.
+
+    Raises:
+        UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or none here.
     """
-    changes = Changes(left_behind=select(checkpoint, edits))
+    changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
     detected = detect(checkpoint)
     NameEditor(checkpoint, detected, changes).run(edits)
     if edits.dtypes:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 
 from ckptconv.byteranges.sources import BytesSource
+from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import attribute_places, places_in, restrict
 from ckptconv.checkpoint.left_behind import left_behind_at, storages_below
@@ -27,12 +28,23 @@ __all__ = ["select"]
 _LISTED = 20  # candidates in an error
 
 
-def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
-    """Reduce CHECKPOINT to what EDITS ask for; what is left behind. Paths stay those of the source.
+def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> list[LeftBehind]:
+    """Reduce a checkpoint to the part that is asked for. Paths stay those of the source.
 
-    Raises NoMatchError where a path or glob means nothing, RefusedError where it is
-    not clear which state dict is meant.
+    Args:
+        checkpoint: It is changed in place.
+        edits: Those of them that name a part: ``select``, ``state_dict``, ``include``, ``exclude``.
+        is_emitted: Whether a pickle will be made of it. Only then its order of effects has to be looked at, which takes
+            longer than everything else here.
+
+    Returns:
+        What is left behind.
+
+    Raises:
+        NoMatchError: A path or glob matches nothing.
+        RefusedError: Several state dicts could be meant.
     """
+    before = checkpoint.places
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
     if edits.select is not None:
@@ -46,6 +58,8 @@ def select(checkpoint: Checkpoint, edits: Edits) -> list[LeftBehind]:
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude, paths)
+    if is_emitted and checkpoint.places is not before:
+        drop_effect_order(checkpoint.graph)
     return left
 
 

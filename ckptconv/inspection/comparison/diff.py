@@ -157,7 +157,7 @@ class _Comparison:
         alone = bool(self.weights_alone)
         edits = replace(self.edits, state_dict=True) if alone else self.edits
         try:
-            left = apply(self.a, edits)
+            left = apply(self.a, edits, is_emitted=False)
         except NoMatchError as error:
             self.ask_for_other_order(error, edits)
             raise
@@ -177,7 +177,7 @@ class _Comparison:
     def ask_for_other_order(self, error: NoMatchError, edits: Edits) -> None:
         """Have ERROR, by which EDITS cannot be made of A, say so if they can of B, which is not needed any more."""
         try:
-            apply(self.b, edits)
+            apply(self.b, edits, is_emitted=False)
         except CkptconvError:
             return
         names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
@@ -190,11 +190,11 @@ class _Comparison:
         path = self.edits.select
         if path is not None:
             try:
-                return select(self.b, Edits(select=path, state_dict=alone or self.edits.state_dict))
+                return select(self.b, Edits(select=path, state_dict=alone or self.edits.state_dict), is_emitted=False)
             except NoMatchError:
                 self.notes.append(f"B has nothing at {path}: compared whole")
         try:
-            return select(self.b, Edits(state_dict=alone or self.edits.state_dict))
+            return select(self.b, Edits(state_dict=alone or self.edits.state_dict), is_emitted=False)
         except RefusedError as error:
             if not alone and not detect(self.b).main():
                 self.notes.append("B has no state dict: compared whole")
@@ -210,7 +210,7 @@ class _Comparison:
             if glob not in include and glob not in exclude:
                 whole = "" if include or exclude else ": compared whole"
                 self.notes.append(f"no name in B matches {glob!r}{whole}")
-        return select(self.b, Edits(include=include, exclude=exclude))
+        return select(self.b, Edits(include=include, exclude=exclude), is_emitted=False)
 
     # Names, and everything but values
 

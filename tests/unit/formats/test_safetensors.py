@@ -1258,3 +1258,16 @@ def test_a_mapping_is_looked_through_once_for_all_that_is_left_out(
     state = {f"layer.{i}": torch.zeros(1) for i in range(40)}
     assert len(converted(state, tmp_path, exclude="layer.1*")[1]) == 11
     assert len(calls) <= 2
+
+
+def test_no_order_of_effects_is_computed_for_a_format_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part goes to torch's format with its order looked at once, and to safetensors without."""
+    calls: list[object] = []
+    monkeypatch.setattr(selection, "drop_effect_order", calls.append)
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "epoch": 1}, tmp_path / "m.pt")
+    ckptconv.convert(tmp_path / "m.pt", tmp_path / "m.safetensors", exclude="b")
+    assert not calls
+    ckptconv.convert(tmp_path / "m.pt", tmp_path / "part.pt", state_dict=True, exclude="b")
+    assert len(calls) == 1
