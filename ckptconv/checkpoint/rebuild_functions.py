@@ -13,7 +13,8 @@ from math import prod
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
-from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
+from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -22,7 +23,6 @@ from ckptconv.pickles.graph import (
     Global,
     List,
     Node,
-    PersistentId,
     Tuple,
     Value,
     args_of,
@@ -246,11 +246,9 @@ class TensorReader:
         """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
         node = _at(args, 0)
         storage = self.storages.get(id(node))
-        if storage is None or not isinstance(node, PersistentId):
+        if storage is None:
             return None
-        assert isinstance(node.id, Tuple) and isinstance(node.id.items[1], Global)
-        dtype = BY_STORAGE_CLASS[node.id.items[1].name]
-        metadata = _at(args, 6)
+        dtype, metadata = storage_id(node).dtype, _at(args, 6)
         if function.endswith("_v3"):
             dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
         offset = _count(_at(args, 1))
