@@ -11,17 +11,15 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word, partial_notes
-from ckptconv.dtypes import BY_STORAGE_CLASS, DType
+from ckptconv.checkpoint.storage_ids import checked_storage_id
+from ckptconv.dtypes import DType
 from ckptconv.errors import InputError, MalformedError
-from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Tuple, Value, args_of, is_count, walk
+from ckptconv.pickles.graph import Call, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
 
 __all__ = ["attribute_places", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
-
-_STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 
 
 def checkpoint_of(
@@ -156,26 +154,10 @@ def _storage(
     where: str,
 ) -> Storage:
     """The storage that NODE names; STORAGES gains it, and CLASSES what its class says."""
-    expected = "('storage', class, key, location, elements)"
-    items = node.id.items if isinstance(node.id, Tuple) else []
-    if len(items) != 5 or text_of(items[0]) != "storage":
-        raise MalformedError(
-            "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
-        )
-    cls, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
-    if not isinstance(cls, Global) or cls.module not in _STORAGE_MODULES or cls.name not in BY_STORAGE_CLASS:
-        raise MalformedError(
-            "a persistent id names no storage class",
-            where=where,
-            expected=expected,
-            got=cls if isinstance(cls, Global) else type(cls).__name__,
-        )
-    if key is None or not tag or not is_count(numel):
-        raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
-    dtype = BY_STORAGE_CLASS[cls.name]
-    nbytes = numel * dtype.itemsize
-    first = classes.setdefault(key, dtype)
-    if first.name != dtype.name and nbytes:  # torch has one for each storage: that of the first reference
+    cls, key, tag, numel = said = checked_storage_id(node, where)
+    nbytes = numel * said.dtype.itemsize
+    first = classes.setdefault(key, said.dtype)
+    if first.name != said.dtype.name and nbytes:  # torch has one for each storage: that of the first reference
         raise MalformedError(
             f"storage {key} is described in two ways", where=where, expected=first.storage_class, got=cls.name
         )

@@ -11,6 +11,7 @@ from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.index import checkpoint_of, index_again
 from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
+from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.errors import UnsupportedError
 from ckptconv.pickles.graph import (
     Blob,
@@ -18,7 +19,6 @@ from ckptconv.pickles.graph import (
     FrozenSet,
     Object,
     PersistentId,
-    Tuple,
     Value,
     subgraph,
     walk,
@@ -55,9 +55,7 @@ class Merger:
         prefix = f"{len(self._parts)}/"
         self._parts.append(part)
         for reference in part.references:
-            assert isinstance(reference.node.id, Tuple)
-            kind, cls, _, tag, numel = reference.node.id.items
-            reference.node.id = Tuple([kind, cls, prefix + reference.storage.key, tag, numel])
+            reference.node.id = changed_id(reference.node, key=prefix + reference.storage.key)
         self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
             if not in_order:
@@ -142,9 +140,5 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
 def _own_keys(references: list[Reference]) -> None:
     """Give storages the keys that they had in the part that they came in."""
     for reference in references:
-        storage, node = reference.storage, reference.node
-        assert isinstance(node.id, Tuple)
-        kind, cls, key, tag, numel = node.id.items
-        assert isinstance(key, str)
-        storage.key = key.partition("/")[2]
-        node.id = Tuple([kind, cls, storage.key, tag, numel])
+        reference.storage.key = storage_id(reference.node).key.partition("/")[2]
+        reference.node.id = changed_id(reference.node, key=reference.storage.key)

@@ -56,8 +56,9 @@ class TensorInfo:
     ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
     ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around
     other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
-    ``storage`` is None where the tensor has none of its own. ``name`` is its key where it stands in a mapping.
-    ``tied_to`` is the path of an earlier tensor that is the same.
+    ``storage`` is None where the tensor has none of its own; only then ``own_device`` says where it is, if that is
+    known. ``name`` is its key where it stands in a mapping. ``tied_to`` is the path of an earlier tensor that is the
+    same.
     """
 
     path: str
@@ -67,7 +68,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    device: str
+    own_device: str | None
     nbytes: int
     storage: Storage | None
     requires_grad: bool
@@ -76,6 +77,11 @@ class TensorInfo:
     tied_to: str | None = None
     conj: bool = False
     neg: bool = False
+
+    @property
+    def device(self) -> str:
+        """Where it is: where its storage is, also when an edit has moved that."""
+        return self.storage.device if self.storage else self.own_device or "unknown"
 
     @property
     def view(self) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from math import prod
 from operator import mul
 
 from ckptconv.checkpoint.rebuild_functions import OtherDType
+from ckptconv.checkpoint.storage_ids import new_id
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.pickles.graph import Call, Dict, Global, Graph, PersistentId, Tuple, Value, set_items
 
@@ -47,7 +48,7 @@ class TensorCalls:
             if dtype.storage_class
             else self._word("torch.storage", "UntypedStorage")
         )
-        storage = PersistentId(Tuple(["storage", storage_class, key, "cpu", prod(shape) if typed else nbytes]))
+        storage = PersistentId(new_id(storage_class, key, "cpu", prod(shape) if typed else nbytes))
         self._graph.references.append(storage)
         stride = row_major(shape)
         hooks = Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))

@@ -13,7 +13,8 @@ from math import prod
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
-from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, BY_WORD, DType
+from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -22,7 +23,6 @@ from ckptconv.pickles.graph import (
     Global,
     List,
     Node,
-    PersistentId,
     Tuple,
     Value,
     args_of,
@@ -225,7 +225,7 @@ class TensorReader:
             return self.described("meta", args, 0, 1, 2, "meta", 3)
         if function == "torch._utils._rebuild_wrapper_subclass":
             kind = "partial" if _is_partial(_at(args, 0)) else "wrapper"
-            return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)) or "unknown", 7)
+            return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)), 7)
         if function == "torch._utils._rebuild_sparse_tensor":
             return self.sparse(args)
         inner = self.inner(args, 0)
@@ -246,11 +246,9 @@ class TensorReader:
         """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
         node = _at(args, 0)
         storage = self.storages.get(id(node))
-        if storage is None or not isinstance(node, PersistentId):
+        if storage is None:
             return None
-        assert isinstance(node.id, Tuple) and isinstance(node.id.items[1], Global)
-        dtype = BY_STORAGE_CLASS[node.id.items[1].name]
-        metadata = _at(args, 6)
+        dtype, metadata = storage_id(node).dtype, _at(args, 6)
         if function.endswith("_v3"):
             dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
         offset = _count(_at(args, 1))
@@ -265,7 +263,7 @@ class TensorReader:
             shape,
             stride,
             offset,
-            storage.device,
+            None,
             dtype.bytes_of(prod(shape)),
             storage,
             _at(args, 5 if quantized else 4) is True,
@@ -283,7 +281,7 @@ class TensorReader:
             return None
 
     def described(
-        self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str, requires_grad: int
+        self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str | None, requires_grad: int
     ) -> TensorInfo:
         """A tensor without a storage of its own, which its arguments describe."""
         shape, strides = _sizes(_at(args, size), _at(args, stride))
@@ -320,6 +318,7 @@ class TensorReader:
             shape=shape,
             stride=(),
             offset=0,
+            own_device=inner[-1].device,
             storage=None,
             contiguous=False,
             nbytes=sum(tensor.nbytes for tensor in inner),
@@ -343,7 +342,7 @@ class TensorReader:
 
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
         """``(data, dtype, device, requires_grad)``, where data is a CPU tensor or a numpy array."""
-        device = torch_device(_at(args, 2)) or "unknown"
+        device = torch_device(_at(args, 2))
         shape, nbytes = (inner.shape, inner.nbytes) if inner else ((), 0)
         name = _dtype(_at(args, 1)).name
         return TensorInfo(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Container
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
+from ckptconv.checkpoint.storage_ids import changed_id
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
@@ -28,9 +29,8 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             new_tags[storage] = tags.setdefault(new, new)
             _count(changes, storage.device, new, counts[storage], storage.nbytes)
     for reference in checkpoint.references:
-        if reference.storage in new_tags and isinstance(reference.node.id, Tuple):
-            kind, cls, key, _, numel = reference.node.id.items
-            reference.node.id = Tuple([kind, cls, key, new_tags[reference.storage], numel])
+        if reference.storage in new_tags:
+            reference.node.id = changed_id(reference.node, tag=new_tags[reference.storage])
     for storage, new in new_tags.items():
         storage.device = new
     for argument in checkpoint.device_arguments:

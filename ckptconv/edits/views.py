@@ -15,6 +15,7 @@ from ckptconv.byteranges.slicing import part_of
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Inflate
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
+from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
@@ -133,12 +134,10 @@ class Views:
         dtype, changed = get_dtype(view.info.dtype), view.info.dtype != before.dtype
         known = self._nodes.setdefault(id(view.reference), {})
         if view.storage not in known:
-            assert isinstance(view.reference.id, Tuple)
-            kind, cls, _, tag, _ = view.reference.id.items
-            new = self._storage_class(dtype) if changed else cls
-            assert isinstance(new, Global)
-            numel = view.storage.nbytes // BY_STORAGE_CLASS[new.name].itemsize
-            known[view.storage] = PersistentId(Tuple([kind, new, view.storage.key, tag, numel]), view.reference.order)
+            cls = self._storage_class(dtype) if changed else storage_id(view.reference).cls
+            numel = view.storage.nbytes // BY_STORAGE_CLASS[cls.name].itemsize
+            id_ = changed_id(view.reference, cls=cls, key=view.storage.key, numel=numel)
+            known[view.storage] = PersistentId(id_, view.reference.order)
         else:
             self._checkpoint.graph.shared.add(known[view.storage])
         part = strided_part(view.call)
@@ -148,8 +147,8 @@ class Views:
         if changed:
             function, args = self._of_dtype(part.function, args, dtype)
         if view.nested:
-            _, cls, _, *rest = args_of(view.call)
-            view.call.args = Tuple([function, cls, Tuple(args), *rest])
+            _, kept, _, *rest = args_of(view.call)
+            view.call.args = Tuple([function, kept, Tuple(args), *rest])
         else:
             view.call.callable, view.call.args = function, Tuple(args)
 
@@ -249,7 +248,7 @@ def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
 
 def _reach(views: list[View], length: int) -> list[_Range]:
     """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
-    unit = max(max(get_dtype(view.info.dtype).itemsize, _itemsize(view.reference)) for view in views)
+    unit = max(max(get_dtype(view.info.dtype).itemsize, storage_id(view.reference).dtype.itemsize) for view in views)
     ranges: list[_Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
         start, stop = start // unit * unit, min(-(-stop // unit) * unit, length)
@@ -258,12 +257,6 @@ def _reach(views: list[View], length: int) -> list[_Range]:
         else:
             ranges.append((start, stop))
     return ranges
-
-
-def _itemsize(reference: PersistentId) -> int:
-    """The bytes of what REFERENCE counts."""
-    cls = reference.id.items[1] if isinstance(reference.id, Tuple) else None
-    return BY_STORAGE_CLASS[cls.name].itemsize if isinstance(cls, Global) else 1
 
 
 def _packed(data: Data, ranges: list[_Range]) -> Data:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptconv.byteranges.spans import ByteRange, Cast, Data
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Reference, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage, TensorInfo
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
+from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Blob, Global, Py2String, Tuple
+from ckptconv.pickles.graph import Blob, Py2String, Tuple
 from ckptconv.pickles.paths import Place
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "renumber",
     "say_for_older_loaders",
     "sources_left_behind",
-    "storage_class",
     "storage_classes",
     "texts_left_behind",
 ]
@@ -33,9 +33,7 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     """Give storages keys from 0 on, in the order of first use, in the graph too; old key → new key."""
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
-        assert isinstance(reference.node.id, Tuple)
-        kind, cls, _, tag, numel = reference.node.id.items
-        reference.node.id = Tuple([kind, cls, keys[reference.storage.key], tag, numel])
+        reference.node.id = changed_id(reference.node, key=keys[reference.storage.key])
     return keys
 
 
@@ -110,7 +108,7 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     refused: set[Storage] = set()
     what = f"{what} that torch can read back"
     for reference in checkpoint.references:
-        name = storage_class(reference)
+        name = storage_id(reference.node).cls.name
         classes[reference.storage] = name
         if name == UNTYPED.storage_class:
             refused.add(reference.storage)
@@ -124,12 +122,6 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     raise RefusedError(
         f"{what} cannot hold a storage without a dtype", where=checkpoint.source.path, hint="--format pt writes it"
     )
-
-
-def storage_class(reference: Reference) -> str:
-    """The name of the storage class that REFERENCE says."""
-    assert isinstance(reference.node.id, Tuple) and isinstance(reference.node.id.items[1], Global)
-    return reference.node.id.items[1].name
 
 
 def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:

@@ -29,8 +29,9 @@ from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Sour
 from ckptconv.byteranges.spans import ByteRange, Piece
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.index import checkpoint_of
-from ckptconv.checkpoint.legacy_python import modernize, text_of
+from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
     DangerousError,
@@ -165,7 +166,7 @@ class _Reader:
         self.source = source
         self.graph = graph
         self.spans: dict[str, ByteRange] = {}
-        self.words: dict[str, str] = {"storage": "storage"}
+        self.words: dict[str, str] = {}
         self.classes: dict[str, Global] = {}
         self.used: set[int] = set()
         self.decoded = _Piece(-1, -1, b"")
@@ -204,7 +205,7 @@ class _Reader:
         module = "torch.storage" if cls.name == "UntypedStorage" else "torch"
         cls = self.classes.setdefault(cls.name, Global(module, cls.name))
         tag = self.words.setdefault(tag, tag)
-        return PersistentId(Tuple([self.words["storage"], cls, key, tag, numel]), call.order)
+        return PersistentId(new_id(cls, key, tag, numel), call.order)
 
     def packed(self, numbers: List, cls: Global, key: str) -> ByteRange:
         self.use(numbers, key)
@@ -236,10 +237,8 @@ class _Reader:
         made = [*graph.calls, *graph.discarded, *graph.globals]
         if not isinstance(root, PersistentId) or len(made) != 1 or len(spans) != 1:  # the class alone
             self.refuse(key, "its file holds something else than one storage")
-        assert isinstance(root.id, Tuple)
-        _, cls, _, tag, numel = root.id.items
-        assert isinstance(cls, Global) and isinstance(numel, int)
-        return cls, text_of(tag) or "", numel, next(iter(spans.values()))
+        cls, _, tag, numel = storage_id(root)
+        return cls, tag, numel, next(iter(spans.values()))
 
     def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
@@ -417,9 +416,7 @@ def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
     new: dict[Node, Node] = {}
     for i, reference in enumerate(checkpoint.references):
         storage = reference.storage
-        assert isinstance(reference.node.id, Tuple)
-        _, cls, _, _, numel = reference.node.id.items
-        assert isinstance(cls, Global) and isinstance(numel, int)
+        cls, _, _, numel = storage_id(reference.node)
         call = calls.get((storage.key, cls.name))
         if call is None:
             head = torch_legacy.storage_file_head(cls, str(i), storage.device, numel)

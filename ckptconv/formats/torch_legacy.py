@@ -36,6 +36,7 @@ from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
+from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.layout import Layout, file_of
@@ -45,7 +46,6 @@ from ckptconv.formats.pickle_writing import (
     refuse_unknown_dtypes,
     renumber,
     say_for_older_loaders,
-    storage_class,
     storage_classes,
     texts_left_behind,
 )
@@ -235,18 +235,8 @@ class _Id:
     """What one persistent id says: a storage, and which part of it is meant, where that is not the whole."""
 
     node: PersistentId
-    cls: Global
-    key: str
-    numel: int
+    whole: StorageId
     view: _View | None
-
-    @property
-    def dtype(self) -> str:
-        return BY_STORAGE_CLASS[self.cls.name].name
-
-    @property
-    def itemsize(self) -> int:
-        return BY_STORAGE_CLASS[self.cls.name].itemsize
 
 
 def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
@@ -266,7 +256,7 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
             cls = classes[node] = Global(items[1].module, items[1].name)
             class_ids[cls] = node
             named.add(items[1])
-        elif kind == "storage" and len(items) == 6:
+        elif kind == STORAGE and len(items) == 6:
             ids.append(_read_id(node, items, texts, where))
         else:
             raise MalformedError(
@@ -296,7 +286,7 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
     if key_text is None or tag_text is None or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where)
     node.id = Tuple([text(kind), cls, key_text, tag_text, numel])
-    return _Id(node, cls, key_text, numel, _view(view, numel, where))
+    return _Id(node, storage_id(node), _view(view, numel, where))
 
 
 def _view(view: Value, numel: int, where: str) -> _View | None:
@@ -320,7 +310,13 @@ def _from_text(text: str, where: str) -> Tuple:
         )
     cls, key, tag, numel = found.groups()
     module = "torch.storage" if cls == "UntypedStorage" else "torch"
-    return Tuple(["storage", Global(module, cls), key, tag, int(numel), None])
+    return _as_a_whole(new_id(Global(module, cls), key, tag, int(numel)))
+
+
+def _as_a_whole(five: Value) -> Tuple:
+    """The id of a storage in six parts, the last of which says that all of it is meant."""
+    assert isinstance(five, Tuple)
+    return Tuple([*five.items, None])
 
 
 # Storages
@@ -330,10 +326,10 @@ def _read_sizes(
     source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
 ) -> dict[str, ByteRange]:
     """The bytes of the storages, which must fill the file from AT to END."""
-    first: dict[str, _Id] = {}
-    for each in ids:
+    first: dict[str, StorageId] = {}
+    for each in (id_.whole for id_ in ids):
         other = first.setdefault(each.key, each)
-        if other.dtype != each.dtype and each.numel:
+        if other.dtype.name != each.dtype.name and each.numel:
             source.faults.found(
                 MalformedError(
                     f"storage {each.key} is described in two ways", where=where, expected=other.cls, got=each.cls
@@ -347,7 +343,7 @@ def _read_sizes(
             expected=f"{len(first)} keys",
             got=f"{len(missing)} missing, {len(extra)} of nothing",
         )
-    whole = at + sum(_SIZE + first[key].numel * first[key].itemsize for key in keys)
+    whole = at + sum(_SIZE + first[key].numel * first[key].dtype.itemsize for key in keys)
     if whole > end:
         raise MalformedError(
             f"{_KIND} that was cut short: {whole - end:,} of {whole:,} bytes are missing", where=where, hint=_AGAIN
@@ -362,7 +358,7 @@ def _read_sizes(
                 expected=f"{first[key].numel:,} elements",
                 got=f"{numel:,}",
             )
-        spans[key] = ByteRange(source, at + _SIZE, numel * first[key].itemsize)
+        spans[key] = ByteRange(source, at + _SIZE, numel * first[key].dtype.itemsize)
         at += _SIZE + spans[key].length
     if at != end:
         source.faults.found(
@@ -408,13 +404,13 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], wh
 
 def _check_keys(ids: list[_Id], where: str) -> None:
     """No part has the key of a storage, for torch has one table for both, and none is described in two ways."""
-    storages = {each.key for each in ids}
+    storages = {each.whole.key for each in ids}
     known: dict[str, tuple[str, _View]] = {}
     for each in ids:
         view = each.view
         if view and view.key in storages:
             raise MalformedError(f"{view.key} is the key of a storage and of a part of one", where=where)
-        if view and known.setdefault(view.key, (each.key, view)) != (each.key, view):
+        if view and known.setdefault(view.key, (each.whole.key, view)) != (each.whole.key, view):
             raise MalformedError(f"the part {view.key} of a storage is described in two ways", where=where)
 
 
@@ -427,12 +423,11 @@ def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[
 
 def _stand_alone(part: _Id, spans: dict[str, ByteRange]) -> None:
     """Make a storage of PART."""
-    assert part.view and isinstance(part.node.id, Tuple)
-    kind, cls, _, tag, _ = part.node.id.items
+    assert part.view
     key, offset, elements = part.view
-    whole = spans[part.key]
-    part.node.id = Tuple([kind, cls, key, tag, elements])
-    spans[key] = ByteRange(whole.source, whole.offset + offset * part.itemsize, elements * part.itemsize)
+    whole, itemsize = spans[part.whole.key], part.whole.dtype.itemsize
+    part.node.id = changed_id(part.node, key=key, numel=elements)
+    spans[key] = ByteRange(whole.source, whole.offset + offset * itemsize, elements * itemsize)
 
 
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
@@ -502,7 +497,7 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
     """All that stands before the bytes of the one storage that a file holds and nothing else, as
     :func:`torch.storage._load_from_bytes` takes it.
     """
-    reference = PersistentId(Tuple(["storage", cls, key, tag, numel, None]))
+    reference = PersistentId(_as_a_whole(new_id(cls, key, tag, numel)))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
 
@@ -510,7 +505,7 @@ def unreadable(checkpoint: Checkpoint) -> str | None:
     """What of CHECKPOINT torch cannot read back from this format, in words."""
     if _early_readers(checkpoint):
         return "nested tensors, generators and packed weights of quantized modules"
-    untyped = {each.storage for each in checkpoint.references if storage_class(each) == UNTYPED.storage_class}
+    untyped = {each.storage for each in checkpoint.references if storage_id(each.node).dtype is UNTYPED}
     dtypes = {info.dtype for info in checkpoint.tensors.values() if info.storage in untyped}
     return some(sorted(dtypes), _SHOWN) or "storages without a dtype" if untyped else None
 
@@ -536,8 +531,7 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
 def _respell(checkpoint: Checkpoint) -> None:
     """Say ids and classes as this format does."""
     for reference in checkpoint.references:
-        assert isinstance(reference.node.id, Tuple)
-        reference.node.id = Tuple([*reference.node.id.items, None])
+        reference.node.id = _as_a_whole(reference.node.id)
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
 

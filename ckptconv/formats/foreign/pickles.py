@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
-from ckptconv.checkpoint.legacy_python import text_of
-from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.checkpoint.storage_ids import storage_sizes
 from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -25,7 +24,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["LOADER", "looks_like_pickle", "pickle_error", "storage_sizes"]
+__all__ = ["LOADER", "looks_like_pickle", "pickle_error"]
 
 LOADER = "torch.storage._load_from_bytes"  #: by which a plain pickle holds a storage, and nothing else does
 _AGAIN = "download or copy it again"
@@ -36,22 +35,6 @@ _SHOWN = 3  # packages
 _JOBLIB = b"joblib.numpy_pickle"
 _PLAIN = ("builtins", "__builtin__", "collections", "copy_reg", "copyreg", "_codecs", "numpy")
 _MORE = 4096  # bytes of the start that are searched for joblib's name
-
-
-def storage_sizes(graph: Graph) -> dict[str, int]:
-    """Bytes by key of the storages that GRAPH refers to; what refers to something
-    else, or has no sound size, is left out.
-    """
-    sizes: dict[str, int] = {}
-    for reference in graph.references:
-        items = reference.id.items if isinstance(reference.id, Tuple) else []
-        if len(items) < 5 or text_of(items[0]) != "storage":
-            continue
-        cls, key, numel = items[1], text_of(items[2]), items[4]
-        dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
-        if dtype and key is not None and type(numel) is int and 0 <= numel < LIMITS.elements:
-            sizes[key] = numel * dtype.itemsize
-    return sizes
 
 
 def looks_like_pickle(source: Readable, head: bytes) -> bool:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.storage_ids import storage_sizes
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
-from ckptconv.formats.foreign.pickles import storage_sizes
 from ckptconv.formats.zip_archive import (
     CENTRAL_SIZE,
     END,

@@ -15,6 +15,7 @@ from ckptconv.checkpoint.index import index_again
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.state_dicts import detect
+from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.edits.selection import select
@@ -31,7 +32,7 @@ from ckptconv.inspection.comparison.differences import (
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
-from ckptconv.pickles.graph import Call, Global, PersistentId, Tuple, Value, args_of, gc_paused
+from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 
 __all__ = ["compare", "diff"]
@@ -264,7 +265,7 @@ class _Comparison:
         """Two bare storages, which are compared as bytes."""
         a, b = self.pairing.a.storages[id(place_a.node)], self.pairing.b.storages[id(place_b.node)]
         words = self.pairing.a.words(place_a.node), self.pairing.b.words(place_b.node)
-        classes = _storage_class(place_a.node), _storage_class(place_b.node)
+        classes = storage_id(place_a.node).cls.name, storage_id(place_b.node).cls.name
         if classes[0] != classes[1]:
             words = f"{classes[0]}, {words[0]}", f"{classes[1]}, {words[1]}"
         key = None
@@ -409,11 +410,6 @@ def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
     if isinstance(cls, Global) and not info.is_parameter:
         return side.name(cls)
     return "Parameter" if info.is_parameter else "Tensor"
-
-
-def _storage_class(node: Value) -> str:
-    cls = node.id.items[1] if isinstance(node, PersistentId) and isinstance(node.id, Tuple) else None
-    return cls.name if isinstance(cls, Global) else "storage"
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:

@@ -267,7 +267,7 @@ def bytes_of(storage: Storage) -> TensorInfo:
         (storage.nbytes,),
         (1,),
         0,
-        storage.device,
+        None,
         storage.nbytes,
         storage,
         False,

@@ -34,7 +34,7 @@ def info_of(
         shape,
         stride,
         offset,
-        "cpu",
+        None,
         nbytes,
         Storage("0", "cpu", data.length, data),
         False,

@@ -1,0 +1,143 @@
+"""The persistent id by which a pickle mentions a storage: ``('storage', class, key, location, elements)``.
+
+Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. In an id that is changed, what stays is the same
+object as before, as is the word that an id begins with: what a pickle shares is written once. Python 2's texts stay
+what they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.dtypes import BY_STORAGE_CLASS, DType
+from ckptconv.errors import MalformedError
+from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
+
+__all__ = ["STORAGE", "StorageId", "changed_id", "checked_storage_id", "new_id", "storage_id", "storage_sizes"]
+
+STORAGE = "storage"
+_MODULES = ("torch", "torch.storage", "torch.cuda")
+
+
+class StorageId(NamedTuple):
+    """What a persistent id says of a storage: ``tag`` is its location, ``numel`` counts elements of its class."""
+
+    cls: Global
+    key: str
+    tag: str
+    numel: int
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype that the class stands for."""
+        return BY_STORAGE_CLASS[self.cls.name]
+
+
+def storage_id(node: Value) -> StorageId:
+    """Read what a mention of a storage says.
+
+    Args:
+        node: A persistent id that a reader has checked.
+
+    Returns:
+        Its parts, the texts as Python 3's.
+    """
+    assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
+    cls, key, tag, numel = node.id.items[1:5]
+    return StorageId(cast("Global", cls), text_of(key) or "", text_of(tag) or "", cast("int", numel))
+
+
+def checked_storage_id(node: PersistentId, where: str) -> StorageId:
+    """Read what a persistent id of a file says, which can be anything.
+
+    Args:
+        node: The persistent id.
+        where: For errors, where it stands.
+
+    Returns:
+        Its parts, the texts as Python 3's.
+
+    Raises:
+        MalformedError: It names no storage.
+    """
+    expected = "('storage', class, key, location, elements)"
+    items = node.id.items if isinstance(node.id, Tuple) else []
+    if len(items) != 5 or text_of(items[0]) != STORAGE:
+        raise MalformedError(
+            "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
+        )
+    cls, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
+    if not isinstance(cls, Global) or cls.module not in _MODULES or cls.name not in BY_STORAGE_CLASS:
+        raise MalformedError(
+            "a persistent id names no storage class",
+            where=where,
+            expected=expected,
+            got=cls if isinstance(cls, Global) else type(cls).__name__,
+        )
+    if key is None or not tag or not is_count(numel):
+        raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
+    return StorageId(cls, key, tag, numel)
+
+
+def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:
+    """Make the id of a storage.
+
+    Args:
+        cls: The storage's class.
+        key: What the file knows the storage by.
+        tag: The location.
+        numel: The number of elements of the class.
+
+    Returns:
+        What a :class:`PersistentId` has for its id.
+    """
+    return Tuple([STORAGE, cls, key, tag, numel])
+
+
+def changed_id(
+    node: PersistentId,
+    *,
+    cls: Global | None = None,
+    key: str | None = None,
+    tag: str | None = None,
+    numel: int | None = None,
+) -> Tuple:
+    """Make a new id that says what another one says, except for the parts that are given.
+
+    Args:
+        node: The mention of a storage that has the other one, which stays as it is.
+        cls: The storage's new class.
+        key: What the file will know the storage by.
+        tag: The new location.
+        numel: The new number of elements of the class.
+
+    Returns:
+        What a :class:`PersistentId` has for its id.
+    """
+    assert isinstance(node.id, Tuple)
+    word, *old = node.id.items
+    new = (cls, key, tag, numel)
+    return Tuple([word, *(before if part is None else part for before, part in zip(old, new, strict=True))])
+
+
+def storage_sizes(graph: Graph) -> dict[str, int]:
+    """Find the sizes of storages in a pickle of any origin.
+
+    Args:
+        graph: The pickle, of which nothing has been checked.
+
+    Returns:
+        Bytes by key of the storages that it refers to. What refers to something else, or has no sound size, is left
+        out.
+    """
+    sizes: dict[str, int] = {}
+    for reference in graph.references:
+        items = reference.id.items if isinstance(reference.id, Tuple) else []
+        if len(items) < 5 or text_of(items[0]) != STORAGE:
+            continue
+        cls, key, numel = items[1], text_of(items[2]), items[4]
+        dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
+        if dtype and key is not None and is_count(numel):
+            sizes[key] = numel * dtype.itemsize
+    return sizes
