@@ -15,12 +15,13 @@ from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import JobExecutor, others, processes
 from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
+from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Item, list_items
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
@@ -30,6 +31,9 @@ from ckptconv.formats.sharded.index import find_set
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import gc_paused
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
 
@@ -66,7 +70,9 @@ def convert_many(
 
 @for_python
 def jobs_in(
-    src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], dst: str | os.PathLike[str], **edits: Any
+    src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    **edits: Unpack[JobOptions],
 ) -> list[Job]:
     """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with
     EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
@@ -78,13 +84,7 @@ def jobs_in(
     there is no checkpoint.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    listing = list_items(
-        srcs,
-        dst,
-        format=edits.get("format"),
-        in_shards=edits.get("max_shard_size") is not None,
-        copy_others=edits.get("copy_others", False),
-    )
+    listing = list_items(srcs, dst, OutputOptions.of(edits))
     return [job_of(item, edits) for item in listing.items]
 
 
