@@ -74,14 +74,23 @@ def jobs_in(
     dst: str | os.PathLike[str],
     **edits: Unpack[JobOptions],
 ) -> list[Job]:
-    """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with
-    EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
+    """The jobs that convert the checkpoints in a folder, and in all folders below it, into another folder.
 
-    SRC can be several files and folders, which go to DST under their own names. Sharded sets and folders of
-    torch.distributed.checkpoint are one job each; ``copy_others``: what is no checkpoint is copied.
+    Sharded sets and folders of torch.distributed.checkpoint are one job each.
 
-    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where
-    there is no checkpoint.
+    Args:
+        src: The folder; or several files and folders, which go to `dst` under their own names.
+        dst: The folder of the outputs.
+        **edits: Keywords of :func:`ckptconv.convert`, and ``skip_existing``, which is one of a :class:`Job`.
+
+    Returns:
+        A job for each checkpoint, and with ``copy_others`` one for each other file.
+
+    Raises:
+        UsageError: Something makes no sense.
+        RefusedError: Two outputs would have one name.
+        InputError: There is no checkpoint.
+        TypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     listing = list_items(srcs, dst, OutputOptions.of(edits))

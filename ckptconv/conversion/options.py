@@ -71,7 +71,7 @@ class OutputOptions:
     jobs: int = 1
 
     def __post_init__(self) -> None:
-        """Raise TypeError where a flag is none."""
+        """Raise TypeError where a flag is neither True nor False."""
         check_flags(self)
 
     @classmethod
@@ -94,8 +94,8 @@ def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Call
     shows each option in its signature, and in its docstring in place of the entry ``**options``.
 
     Args:
-        options: what declares the keywords.
-        **defaults: those that are others here than for :func:`ckptconv.convert`.
+        options: What declares the keywords.
+        **defaults: Those that are others here than for :func:`ckptconv.convert`.
     """
     declared: dict[str, tuple[Any, str]] = {name: get_args(each) for name, each in options.__annotations__.items()}
 

@@ -74,7 +74,7 @@ class Edits:
     compact: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError where a flag is none."""
+        """Raise TypeError where a flag is neither True nor False."""
         check_flags(self)
 
     def without(self, field: str, what: object) -> "Edits":
