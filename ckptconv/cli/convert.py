@@ -14,9 +14,10 @@ import click
 from ckptconv.cli import render
 from ckptconv.cli.convert_batch import convert_batch
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
-from ckptconv.cli.options import CONVERSION_OPTIONS, PATH, debug_option, edit_options
+from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import TARGET_FORMATS, is_there, list_items
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
@@ -96,16 +97,11 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
     """
     srcs, dst = _sources_and_target(paths)
-    edits = _edits(flags)
-    listing = list_items(
-        srcs,
-        dst,
-        format=flags["format"],
-        in_shards=flags["max_shard_size"] is not None,
-        copy_others=flags["copy_others"],
-    )
+    flags["map_location"] = _devices(flags)
+    output = OutputOptions.of(flags)
+    listing = list_items(srcs, dst, output)
     if listing.is_batch:
-        return convert_batch(listing, edits, flags, as_json=as_json, quiet=quiet, verbose=verbose)
+        return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
     (item,) = listing.items
     if flags["skip_existing"] and is_there(item):
         if as_json:
@@ -116,10 +112,10 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     report = run(
         item.src,
         item.dst,
-        edits_from(**edits),
+        edits_from(flags),
+        output,
         is_folder=item.is_folder,
         progress=partial(progress_bar, quiet=quiet),
-        **{name: flags[name] for name in CONVERSION_OPTIONS},
     )
     report = replace(report, notes=(*report.notes, *item.notes))
     if as_json:
@@ -129,15 +125,6 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     for _, error in report.failed:
         show_error(error)
     return 3 if report.failed else 0
-
-
-def _edits(flags: dict[str, Any]) -> dict[str, Any]:
-    """What FLAGS change in a checkpoint, as keywords of the function."""
-    names = (
-        "select", "state_dict", "include", "exclude", "strip_prefix", "rename", "add_prefix", "unwrap", "dtype",
-        "compact",
-    )  # a table  # fmt: skip
-    return {"map_location": _devices(flags), **{name: flags[name] for name in names}}
 
 
 def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

@@ -17,11 +17,11 @@ import click
 from ckptconv.byteranges.spans import Progress
 from ckptconv.cli import render
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
-from ckptconv.cli.options import CONVERSION_OPTIONS
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
 from ckptconv.conversion.executors import processes
 from ckptconv.conversion.jobs import Outcome
+from ckptconv.conversion.options import JobOptions
 from ckptconv.conversion.targets import Listing, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.inspection.summary import SCHEMA_VERSION
@@ -29,15 +29,13 @@ from ckptconv.inspection.summary import SCHEMA_VERSION
 __all__ = ["convert_batch"]
 
 
-def convert_batch(
-    listing: Listing, edits: dict[str, Any], flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool
-) -> int:
+def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Convert all of LISTING, say what became of each as soon as it is known, and of all in the end."""
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
     style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
-    options = {name: flags[name] for name in (*CONVERSION_OPTIONS, "skip_existing") if name != "jobs"}
-    jobs = [job_of(item, {**edits, **options}) for item in listing.items]
+    options = {name: flags[name] for name in JobOptions.__annotations__ if name in flags and name != "jobs"}
+    jobs = [job_of(item, options) for item in listing.items]
     why: dict[str, list[str]] = {}
     n = 0
     with (

@@ -13,7 +13,7 @@ from ckptconv.cli import render
 from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.terminal import progress_bar, style_of
-from ckptconv.edits.options import Edits
+from ckptconv.edits.options import edits_from
 from ckptconv.inspection.comparison.diff import compare
 
 __all__ = ["diff_command"]
@@ -54,22 +54,12 @@ def diff_command(
     order that convert has.
     """
     names_only = flags["names_only"]
-    edits = Edits(
-        select=flags["select"],
-        state_dict=flags["state_dict"],
-        include=flags["include"],
-        exclude=flags["exclude"],
-        strip_prefix=flags["strip_prefix"],
-        rename=flags["rename"],
-        add_prefix=flags["add_prefix"],
-        unwrap=flags["unwrap"],
-    )
     style = style_of(sys.stdout)
     brief = style.width is not None and not (verbose or as_json)
     found = compare(
         a,
         b,
-        edits,
+        edits_from(flags),
         rtol=flags["rtol"],
         atol=flags["atol"],
         names_only=names_only,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-__all__ = ["CONVERSION_OPTIONS", "PATH", "debug_option", "edit_options"]
+__all__ = ["PATH", "debug_option", "edit_options"]
 PATH = click.Path(path_type=str)
 
 
@@ -72,17 +72,3 @@ def edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_EDITS):
         command = option(command)
     return command
-
-
-#: The options of convert that a conversion takes beside the edits.
-CONVERSION_OPTIONS = (
-    "format",
-    "copy_tied",
-    "force",
-    "dry_run",
-    "verify",
-    "allow_unsafe",
-    "max_shard_size",
-    "copy_others",
-    "jobs",
-)

@@ -15,12 +15,13 @@ from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import JobExecutor, others, processes
 from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
+from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Item, list_items
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
@@ -30,6 +31,9 @@ from ckptconv.formats.sharded.index import find_set
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import gc_paused
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
 
@@ -66,25 +70,30 @@ def convert_many(
 
 @for_python
 def jobs_in(
-    src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], dst: str | os.PathLike[str], **edits: Any
+    src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    **edits: Unpack[JobOptions],
 ) -> list[Job]:
-    """The jobs that convert the checkpoints in the folder SRC, and in all folders below it, into the folder DST, with
-    EDITS, which are keywords of :func:`ckptconv.convert` and those of :class:`Job`.
+    """The jobs that convert the checkpoints in a folder, and in all folders below it, into another folder.
 
-    SRC can be several files and folders, which go to DST under their own names. Sharded sets and folders of
-    torch.distributed.checkpoint are one job each; ``copy_others``: what is no checkpoint is copied.
+    Sharded sets and folders of torch.distributed.checkpoint are one job each.
 
-    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where
-    there is no checkpoint.
+    Args:
+        src: The folder; or several files and folders, which go to `dst` under their own names.
+        dst: The folder of the outputs.
+        **edits: Keywords of :func:`ckptconv.convert`, and ``skip_existing``, which is one of a :class:`Job`.
+
+    Returns:
+        A job for each checkpoint, and with ``copy_others`` one for each other file.
+
+    Raises:
+        UsageError: Something makes no sense.
+        RefusedError: Two outputs would have one name.
+        InputError: There is no checkpoint.
+        TypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    listing = list_items(
-        srcs,
-        dst,
-        format=edits.get("format"),
-        in_shards=edits.get("max_shard_size") is not None,
-        copy_others=edits.get("copy_others", False),
-    )
+    listing = list_items(srcs, dst, OutputOptions.of(edits))
     return [job_of(item, edits) for item in listing.items]
 
 

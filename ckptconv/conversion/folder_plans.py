@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import Found, find, find_in
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan
 from ckptconv.conversion.targets import name_in_folder, name_of_dcp
 from ckptconv.edits.changes import CastCount, Changes, Dropped
@@ -67,9 +68,7 @@ def plan_folder(
     target: Path,
     edits: Edits,
     plan_one: PlanOne,
-    *,
-    format: str | None,
-    copy_others: bool,
+    output: OutputOptions,
     opened: ExitStack,
 ) -> FolderPlan:
     """What the folder SOURCE becomes at TARGET; of an index that set alone.
@@ -86,7 +85,7 @@ def plan_folder(
     if not is_whole:
         named = Found(source.path, "shards", (source.path,))  # whatever it is called
         chosen = [each for each in chosen if each.path == source.path] or [named]
-    parts = [_Part(each, target / _place(each, folder, format)) for each in chosen]
+    parts = [_Part(each, target / _place(each, folder, output.format)) for each in chosen]
     for part in parts:
         _plan(part, source, edits, plan_one, opened)
     typos = _typos(parts)
@@ -103,7 +102,7 @@ def plan_folder(
         others = rest_of(folder, target, converted)
         may_go: Callable[[str], bool] = converted.__contains__
     else:
-        others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=copy_others)
+        others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=output.copy_others)
         may_go = successor(plan)
     plan = replace(plan, others=tuple(others), notes=(*plan.notes, *notes, *_about_config(folder, plan)))
     plan = replace(plan, notes=(*plan.notes, *_about_old(plan, may_go)))

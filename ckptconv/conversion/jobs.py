@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from ckptconv.byteranges.checksums import crc32_of
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Item, find_item, is_there
 from ckptconv.edits.changes import Changes
@@ -29,10 +29,6 @@ from ckptconv.hints import edit_flag
 from ckptconv.output import files as output_files
 
 __all__ = ["Job", "Outcome", "Task", "stamp_of", "work"]
-
-_EDITS = inspect.signature(edits_from).parameters.keys()
-_OPTIONS = inspect.signature(run).parameters.keys() - {"src", "dst", "edits", "progress", "is_folder"}
-_KEYWORDS = _EDITS | _OPTIONS | {"copy", "skip_existing"}
 
 
 @dataclass(frozen=True)
@@ -49,15 +45,20 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raise TypeError or UsageError for keywords that nobody knows, or that make no sense."""
-        unknown = sorted(self.edits.keys() - _KEYWORDS)
+        unknown = sorted(self.edits.keys() - JobOptions.__annotations__.keys())
         if unknown:
             raise TypeError(f"no keyword of convert is called {', '.join(unknown)}")
         object.__setattr__(self, "edits", dict(self.edits))  # a view of somebody's dict, which no process could get
         self.as_edits()
+        self.as_output()
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""
-        return edits_from(**{name: value for name, value in self.edits.items() if name in _EDITS})
+        return edits_from(self.edits)
+
+    def as_output(self) -> OutputOptions:
+        """Those of the keywords that say something about the output."""
+        return OutputOptions.of(self.edits)
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,8 @@ def work(task: Task, tick: Progress | None = None) -> Outcome:
 
 def _converted(task: Task, tick: Progress | None) -> Outcome:
     job = task.job
-    options = job.edits
-    item = find_item(
-        job.src,
-        job.dst,
-        format=options.get("format"),
-        in_shards=options.get("max_shard_size") is not None,
-        copy_others=options.get("copy_others", False),
-    )
-    if options.get("skip_existing") and is_there(item):
+    item = find_item(job.src, job.dst, job.as_output())
+    if job.edits.get("skip_existing") and is_there(item):
         return Outcome(job, skipped=True)
     if task.stamp is not None and stamp_of(item.src) != task.stamp:
         raise InputChangedError(
@@ -137,8 +131,7 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
 
 def _run(item: Item, task: Task, tick: Progress | None) -> Report:
     """Convert ITEM, without the edits that mean nothing in it, and make the folders above its output."""
-    options = task.job.edits
-    if not options.get("dry_run"):
+    if not task.job.as_output().dry_run:
         output_files.make_folder(item.dst.parent)
         return _run_to(item, item.dst, task, tick)
     if item.dst.parent.is_dir():
@@ -151,25 +144,23 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
     job = task.job
     if job.edits.get("copy"):
         return _copy(item.src, dst, job, tick)
-    options = {name: value for name, value in job.edits.items() if name in _OPTIONS}
     edits = job.as_edits()
     for dropped in task.dropped:
         edits = edits.without(*dropped)
-    report = run(item.src, dst, edits, is_folder=item.is_folder, progress=lambda _: nullcontext(tick), **options)
+    report = run(item.src, dst, edits, job.as_output(), is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
     notes = [f"{edit_flag(*each)} means nothing here" for each in task.dropped]
     return replace(report, notes=(*report.notes, *item.notes, *notes))
 
 
 def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
     """Copy SRC to DST as it is."""
-    options = job.edits
+    output = job.as_output()
     with Source(src) as source:
-        force, dry_run = options.get("force", False), options.get("dry_run", False)
-        output_files.check_target(dst, replace=force)
-        if not dry_run:
+        output_files.check_target(dst, replace=output.force)
+        if not output.dry_run:
             file = OutFile(dst, (ByteRange(source, 0, source.size),) if source.size else (), source.size)
-            output_files.write(file, source, replace=force, verify=options.get("verify", False), progress=tick)
-        return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not dry_run)
+            output_files.write(file, source, replace=output.force, verify=output.verify, progress=tick)
+        return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not output.dry_run)
 
 
 def _done_before(item: Item, task: Task) -> Report | None:

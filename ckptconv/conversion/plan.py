@@ -9,6 +9,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.safe_globals import is_allowed
+from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
@@ -81,22 +82,20 @@ def make_plan(
     checkpoint: Checkpoint,
     path: Path,
     edits: Edits,
+    output: OutputOptions = USUAL,
     *,
-    format: str = "pt",
-    copy_tied: bool = False,
-    allow_unsafe: bool = False,
     is_folder: bool = False,
-    max_shard_size: int | str | None = None,
 ) -> Plan:
     """Everything about the output, before a byte of it is written.
 
-    CHECKPOINT is edited. IS_FOLDER: PATH is one, for shards of at most MAX_SHARD_SIZE, or those that the source has.
+    `checkpoint` is edited. `is_folder`: `path` is one, for new shards, or for those that the source has.
     """
-    if copy_tied and format != "safetensors":
+    format = output.format or "pt"
+    if output.copy_tied and format != "safetensors":
         raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
     torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
     notes: list[str] = []
-    if max_shard_size is not None:
+    if is_folder and output.in_shards:
         edits = replace(edits, state_dict=True)
     if format == "safetensors":
         notes = _about_devices(checkpoint, edits)
@@ -105,13 +104,15 @@ def make_plan(
         edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
     changes = apply(checkpoint, edits, is_emitted=format != "safetensors")
     if format != "safetensors":
-        if not allow_unsafe:
+        if not output.allow_unsafe:
             _refuse_dangers(checkpoint, as_archive=format == "pt")
         notes = _about_code(checkpoint) if format != "pickle" else []
     if is_folder:
-        layout = shards_layout(checkpoint, path, format, copy_tied=copy_tied, max_shard_size=max_shard_size)
+        layout = shards_layout(
+            checkpoint, path, format, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size
+        )
     elif format == "safetensors":
-        layout = safetensors.layout(checkpoint, path, copy_tied=copy_tied)
+        layout = safetensors.layout(checkpoint, path, copy_tied=output.copy_tied)
     else:
         layout = WRITERS[format].layout(checkpoint, path)
     name = safetensors.NAME if format == "safetensors" else WRITERS[format].NAME

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.conversion.discovery import Found, Kind, find, find_in
+from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.index import is_index_file, sets_in
@@ -104,31 +105,26 @@ def format_of(path: Path, format: str | None) -> str | None:
 def list_items(
     srcs: Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
-    *,
-    format: str | None = None,
-    in_shards: bool = False,
-    copy_others: bool = False,
+    output: OutputOptions = USUAL,
 ) -> Listing:
     """What SRCS and DST mean, each path of the output once; nothing is read but folders.
-
-    IN_SHARDS: checkpoints are to be dealt into shards, a folder for each.
 
     Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
     folder holds no checkpoint.
     """
-    path = _checked(dst, format)
+    path = _checked(dst, output.format)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
-    if copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
+    if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
         raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
     if len(srcs) == 1:
-        listing = _of_one(Path(srcs[0]), path, dst, format, in_shards=in_shards, copy_others=copy_others)
+        listing = _of_one(Path(srcs[0]), path, dst, output)
     elif not _will_be_folder(path, dst):
         raise UsageError(
             "several inputs need a folder to go to", where=path, expected="a folder, or a path without a suffix"
         )
     else:
-        parts = [_of_several(Path(src), path, format, in_shards=in_shards, copy_others=copy_others) for src in srcs]
+        parts = [_of_several(Path(src), path, output) for src in srcs]
         listing = Listing(
             tuple(item for part in parts for item in part.items),
             True,
@@ -144,16 +140,13 @@ def list_items(
 def find_item(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    *,
-    format: str | None = None,
-    in_shards: bool = False,
-    copy_others: bool = False,
+    output: OutputOptions = USUAL,
 ) -> Item:
     """The one conversion that SRC and DST mean.
 
     Raises as :func:`list_items` does, and UsageError where they mean several.
     """
-    listing = list_items([src], dst, format=format, in_shards=in_shards, copy_others=copy_others)
+    listing = list_items([src], dst, output)
     if len(listing.items) != 1:
         raise UsageError(
             f"{len(listing.items):,} checkpoints are in it",
@@ -208,13 +201,11 @@ def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
     return not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
 
 
-def _of_one(
-    src: Path, path: Path, dst: str | os.PathLike[str], format: str | None, *, in_shards: bool, copy_others: bool
-) -> Listing:
+def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOptions) -> Listing:
     """What SRC alone means, which goes to PATH, as DST says it."""
     to_folder = _will_be_folder(path, dst)
     index = not os.path.isdir(src) and is_index_file(src)
-    for flag in ("--max-shard-size",) * in_shards + ("--copy-others",) * copy_others:
+    for flag in ("--max-shard-size",) * output.in_shards + ("--copy-others",) * output.copy_others:
         if not to_folder:
             raise UsageError(
                 f"{flag} writes a folder",
@@ -222,24 +213,24 @@ def _of_one(
                 expected="a folder, or a path without a suffix",
             )
     if not (index or os.path.isdir(src)):
-        if in_shards:
+        if output.in_shards:
             return Listing((Item(src, path, "file", is_folder=True),))
-        return Listing((Item(src, find_target(src, dst, format)[0], "file"),))
+        return Listing((Item(src, find_target(src, dst, output.format)[0], "file"),))
     if index:
         if not to_folder:
-            format_of(path, format)
+            format_of(path, output.format)
         return Listing((Item(src, path, "shards", is_folder=to_folder),))
     kind = _kind_of(src)
     if not to_folder:
         if kind is None:
             raise folder_error(src)
-        format_of(path, format)
+        format_of(path, output.format)
         other = _beside(src, kind)
         return Listing((Item(src, path, kind, notes=_about_others(src, other)),), other=other)
     _refuse_inside(path, src)
-    if kind == "shards" or (kind == "dcp" and in_shards):
+    if kind == "shards" or (kind == "dcp" and output.in_shards):
         return Listing((Item(src, path, kind, is_folder=True),))
-    return _of_tree(src, path, path, format, in_shards=in_shards, copy_others=copy_others)
+    return _of_tree(src, path, path, output)
 
 
 def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
@@ -271,17 +262,17 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
     return (f"{count(len(shards), 'shard')} by themselves get no index: {whole} converts the set",)
 
 
-def _of_several(src: Path, path: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
+def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
     """What SRC means among several inputs: it goes to the folder PATH under its own name, as ``cp -r`` has it."""
     name = os.path.basename(os.path.abspath(src))
     if os.path.isdir(src):
         _refuse_inside(path / name, src)
         if _kind_of(src) == "shards":
             return Listing((Item(src, path / name, "shards", is_folder=True),))
-        return _of_tree(src, path / name, path, format, in_shards=in_shards, copy_others=copy_others)
+        return _of_tree(src, path / name, path, output)
     if is_index_file(src):
         return Listing((Item(src, path / name.split(".")[0], "shards", is_folder=True),))
-    return Listing((_file_item(src, path, format, in_shards=in_shards),))
+    return Listing((_file_item(src, path, output),))
 
 
 def _kind_of(folder: Path) -> Kind | None:
@@ -290,7 +281,7 @@ def _kind_of(folder: Path) -> Kind | None:
     return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
 
 
-def _of_tree(src: Path, path: Path, beside: Path, format: str | None, *, in_shards: bool, copy_others: bool) -> Listing:
+def _of_tree(src: Path, path: Path, beside: Path, output: OutputOptions) -> Listing:
     """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder
     BESIDE. A folder that directly holds a sharded set is one item, with all that is below it.
     """
@@ -304,33 +295,33 @@ def _of_tree(src: Path, path: Path, beside: Path, format: str | None, *, in_shar
             unentered.append(each.path)
         elif whole and not whole.isdisjoint((each.path, *each.path.parents)):
             continue
-        elif each.kind == "other" and not copy_others:
+        elif each.kind == "other" and not output.copy_others:
             other.append(each.path)
         else:
             place = beside if each.path == src else path / each.path.parent.relative_to(src)
-            items.append(_tree_item(each, place, format, in_shards=in_shards))
+            items.append(_tree_item(each, place, output))
     if all(item.kind == "other" for item in items):
         raise folder_error(src)
     items.sort(key=lambda item: item.src.parts)
     return Listing(tuple(items), True, tuple(other), tuple(unentered))
 
 
-def _tree_item(found: Found, folder: Path, format: str | None, *, in_shards: bool) -> Item:
+def _tree_item(found: Found, folder: Path, output: OutputOptions) -> Item:
     """What becomes of FOUND, in FOLDER."""
     if found.kind == "other":
         return Item(found.path, folder / found.path.name, "other")
-    if found.kind == "dcp" and in_shards:
+    if found.kind == "dcp" and output.in_shards:
         return Item(found.path, folder / os.path.basename(os.path.abspath(found.path)), "dcp", is_folder=True)
     if found.kind == "dcp":
-        return Item(found.path, folder / name_of_dcp(found, format), "dcp")
-    return _file_item(found.path, folder, format, in_shards=in_shards)
+        return Item(found.path, folder / name_of_dcp(found, output.format), "dcp")
+    return _file_item(found.path, folder, output)
 
 
-def _file_item(src: Path, folder: Path, format: str | None, *, in_shards: bool) -> Item:
+def _file_item(src: Path, folder: Path, output: OutputOptions) -> Item:
     """The file SRC, in FOLDER: under its name, or in a folder that has its stem."""
-    if in_shards:
+    if output.in_shards:
         return Item(src, folder / (src.name.removesuffix(suffix_of(src.name)) or src.name), "file", is_folder=True)
-    return Item(src, folder / name_in_folder(src.name, format), "file")
+    return Item(src, folder / name_in_folder(src.name, output.format), "file")
 
 
 def _refuse_inside(path: Path, folder: Path) -> None:

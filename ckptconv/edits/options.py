@@ -1,16 +1,56 @@
-"""The edits that a user asks for, as data."""
+"""The edits that a user asks for: the keywords that say them, and the same as data."""
 
-from __future__ import annotations
+# No annotations from __future__: what stands in Annotated is read when the package is imported.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Annotated, Any, TypedDict
 
 from ckptconv.edits.devices import Devices, MapLocation, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
 
-__all__ = ["Edits", "check_flags", "edits_from"]
+__all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from"]
+
+
+class PartOptions(TypedDict, total=False):
+    """The keywords that take a part of a checkpoint, each with its type and what it means."""
+
+    state_dict: Annotated[bool, "Take the state dict alone, wherever it is; safetensors always does."]
+    select: Annotated[str | None, "The path of the part to take, such as ``ema/model``."]
+    include: Annotated[
+        str | Iterable[str], "Keep only tensors that match: globs on names, or on paths where they have a slash."
+    ]
+    exclude: Annotated[str | Iterable[str], "Leave out tensors that match, by such globs."]
+
+
+class NameOptions(TypedDict, total=False):
+    """The keywords that edit the names in state dicts."""
+
+    unwrap: Annotated[bool, "Take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names."]
+    strip_prefix: Annotated[str | Iterable[str], "Prefixes to take off the start of names, such as ``module.``."]
+    rename: Annotated[
+        Iterable[tuple[str, str]], "(regular expression, replacement) for names, one after another as ``re.sub`` does."
+    ]
+    add_prefix: Annotated[str | Iterable[str], "Prefixes to put before the names, such as ``module.``."]
+
+
+class EditOptions(PartOptions, NameOptions, total=False):
+    """All keywords that change what a checkpoint says."""
+
+    map_location: Annotated[
+        "MapLocation | None",
+        "A device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices"
+        " (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a function from tag to tag; states of random generators stay on"
+        " the CPU, where torch needs them.",
+    ]
+    dtype: Annotated[
+        "DTypeLike | None",
+        "``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs"
+        " mean, or several of both (``['bf16', '*.norm.*=fp32']``).",
+    ]
+    compact: Annotated[bool, "Drop the bytes of storages that no tensor shows."]
 
 
 @dataclass(frozen=True)
@@ -33,7 +73,11 @@ class Edits:
     dtypes: tuple[DTypeRule, ...] = ()
     compact: bool = False
 
-    def without(self, field: str, what: object) -> Edits:
+    def __post_init__(self) -> None:
+        """Raise TypeError where a flag is neither True nor False."""
+        check_flags(self)
+
+    def without(self, field: str, what: object) -> "Edits":
         """These edits but for WHAT in FIELD, where :class:`~ckptconv.errors.NoMatchError` says that it
         means nothing.
         """
@@ -41,45 +85,26 @@ class Edits:
         return replace(self, **{field: left})
 
 
-def edits_from(
-    *,
-    map_location: MapLocation | None = None,
-    state_dict: bool = False,
-    select: str | None = None,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    unwrap: bool = False,
-    strip_prefix: str | Iterable[str] = (),
-    rename: Iterable[tuple[str, str]] = (),
-    add_prefix: str | Iterable[str] = (),
-    dtype: DTypeLike | None = None,
-    compact: bool = False,
-) -> Edits:
-    """The keywords of :func:`convert` as data.
+def edits_from(options: Mapping[str, Any]) -> Edits:
+    """Those of `options` that are keys of :class:`EditOptions`, as data.
 
     Raises TypeError where one is of a wrong type, UsageError where it makes no sense.
     """
-    check_flags(state_dict=state_dict, unwrap=unwrap, compact=compact)
-    return Edits(
-        to_devices(map_location),
-        select,
-        state_dict,
-        strings("include", include),
-        strings("exclude", exclude),
-        strings("strip_prefix", strip_prefix),
-        _pairs(rename),
-        strings("add_prefix", add_prefix),
-        unwrap,
-        to_dtypes(dtype),
-        compact,
-    )
+    said = {name: _READ.get(name, _as_it_is)(options[name]) for name in EditOptions.__annotations__ if name in options}
+    return Edits(**{_FIELDS.get(name, name): value for name, value in said.items()})
 
 
-def check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            part = "; a part is taken with select=PATH" if name == "state_dict" else ""
-            raise TypeError(f"{name} must be True or False, not {flag!r}{part}")
+def check_flags(options: Any) -> None:
+    """Raise TypeError where a field of the dataclass `options` that is declared as a bool holds something else."""
+    for each in fields(options):
+        flag = getattr(options, each.name)
+        if each.type is bool and not isinstance(flag, bool):
+            part = "; a part is taken with select=PATH" if each.name == "state_dict" else ""
+            raise TypeError(f"{each.name} must be True or False, not {flag!r}{part}")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -87,3 +112,14 @@ def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if not all(isinstance(pair, (tuple, list)) and [type(word) for word in pair] == [str, str] for pair in found):
         raise TypeError(f"rename must be pairs like [('^module[.]', '')], not {rename!r}")
     return tuple((old, new) for old, new in found)
+
+
+#: How the keywords are read that are no data yet.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "map_location": to_devices,
+    "dtype": to_dtypes,
+    "rename": _pairs,
+    **{name: partial(strings, name) for name in ("include", "exclude", "strip_prefix", "add_prefix")},
+}
+#: The fields of those that are called otherwise.
+_FIELDS = {"map_location": "devices", "dtype": "dtypes"}

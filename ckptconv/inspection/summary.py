@@ -150,11 +150,16 @@ class Summary(TypedDict):
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
-    """What is in the checkpoint at PATH: tensors, devices, dtypes, names, and the rest.
+    """What is in the checkpoint at `path`. Reads headers and the pickle, no tensor data.
 
-    Reads headers and the pickle, no tensor data.
+    Args:
+        path: A checkpoint, as for :func:`ckptconv.convert`.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError`.
+    Returns:
+        Tensors, devices, dtypes, names, and the rest.
+
+    Raises:
+        CkptconvError: One of its subclasses.
     """
     with open_input(path) as source, gc_paused():
         return summarize(opening.read(source), this_host())

@@ -100,13 +100,21 @@ def verify(
     expect_sha256: str | None = None,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Verdict:
-    """Everything that is wrong with the checkpoint at PATH: a file, a folder with a set of shards or of
-    torch.distributed.checkpoint, or the index of one.
+    """Everything that is wrong with the checkpoint at `path`. Reads all bytes that have a checksum.
 
-    Reads all bytes that have a checksum. STRICT: what needs code to be loaded is not ok. EXPECT_SHA256: the hexadecimal
-    digits of the whole file's, which is read for it. PROGRESS, called with the bytes that have a checksum, gives a
-    context manager for what is called with those that are done. Raises :class:`~ckptconv.errors.InputError` where
-    nothing can be opened at PATH, UsageError.
+    Args:
+        path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one.
+        strict: What needs code to be loaded is not ok.
+        expect_sha256: The hexadecimal digits of the whole file's, which is read for it.
+        progress: Called with the bytes that have a checksum, it gives a context manager for what is called with those
+            that are done.
+
+    Returns:
+        The findings; its ``.ok`` says whether there is none that matters.
+
+    Raises:
+        InputError: Nothing can be opened at `path`.
+        UsageError: `expect_sha256` is no SHA-256, or `path` is no single file, which alone has one.
     """
     expected = _digits(expect_sha256)
     faults = CollectingSink()

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
+from ckptconv.conversion.folder_plans import FolderPlan
+from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
 from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
-from ckptconv.edits.devices import MapLocation
-from ckptconv.edits.dtype_rules import DTypeLike
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import opening, torchscript
@@ -31,6 +31,7 @@ from ckptconv.pickles.graph import gc_paused, subgraph
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
     from ckptconv.tensors.loading import LoadLocation
 
@@ -159,20 +160,28 @@ def load(
 ) -> Any:
     """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container that ckptconv reads.
 
-    Nothing in the file is run.
+    Nothing in the file is run. Of a file that needs unknown classes, a part without them loads by `state_dict` or
+    `select`.
 
-    ``map_location`` is what torch takes (a device, a mapping of tags, a function of storage and tag), and what
-    :func:`ckptconv.convert` takes (families, ``'any'``, a function of the tag alone); ``'auto'`` is the GPU if there is
-    one, else the CPU. A device without an index is torch's current one; states of random generators move with all
-    others, as torch does it. ``state_dict``: the state dict alone, wherever it is. ``select``: the part at that path,
-    such as ``ema/model``. ``strip_prefix``: prefixes to take off names, such as ``module.``. Of a file that needs
-    unknown classes, a part without them loads by either of the two.
+    Args:
+        path: A checkpoint, as for :func:`ckptconv.convert`.
+        map_location: What torch takes (a device, a mapping of tags, a function of storage and tag), and what
+            :func:`ckptconv.convert` takes (families, ``'any'``, a function of the tag alone); ``'auto'`` is the GPU if
+            there is one, else the CPU. A device without an index is torch's current one; states of random generators
+            move with all others, as torch does it.
+        state_dict: Take the state dict alone, wherever it is.
+        select: The path of the part to take, such as ``ema/model``.
+        strip_prefix: Prefixes to take off the start of names, such as ``module.``.
 
-    Raises :class:`~ckptconv.errors.DeviceUnavailable` where tensors would go to a device that torch does not have here,
-    :class:`~ckptconv.errors.UnsupportedError` where code would be needed, and other subclasses of
-    :class:`~ckptconv.errors.CkptconvError`.
+    Returns:
+        The object, with real tensors.
+
+    Raises:
+        DeviceUnavailable: Tensors would go to a device that torch does not have here.
+        UnsupportedError: Code would be needed.
+        CkptconvError: Another of its subclasses.
     """
-    edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
+    edits = edits_from({"state_dict": state_dict, "select": select, "strip_prefix": strip_prefix})
     with open_input(path) as source:
         with gc_paused():
             checkpoint = opening.read(source)
@@ -186,61 +195,36 @@ def load(
 
 
 @for_python
-def save(
-    obj: object,
-    path: str | os.PathLike[str],
-    *,
-    map_location: MapLocation | None = None,
-    state_dict: bool = False,
-    select: str | None = None,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    unwrap: bool = False,
-    strip_prefix: str | Iterable[str] = (),
-    rename: Iterable[tuple[str, str]] = (),
-    add_prefix: str | Iterable[str] = (),
-    dtype: DTypeLike | None = None,
-    compact: bool = False,
-    format: Literal["pt", "legacy", "pickle", "safetensors"] | None = None,
-    copy_tied: bool = False,
-    force: bool = True,
-    verify: bool = False,
-    allow_unsafe: bool = False,
-) -> Report:
-    """Write OBJ, whatever ``torch.save`` takes, to PATH: ``.safetensors`` by its suffix, else torch's zip format.
+@takes(SaveOptions, force=True)
+def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> Report:
+    """Write `obj` to `path`, which is replaced when the new file is whole, and not before.
 
-    PATH is replaced when the new file is whole, and not before.
+    Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written from where they are.
 
-    The keywords are those of :func:`ckptconv.convert`; ``map_location`` changes what the file says, no
-    tensor moves. ``force=False``: PATH must not exist. Tensors on a GPU are copied to the CPU 4 MiB at a
-    time, others are written from where they are.
+    Args:
+        obj: Whatever ``torch.save`` takes.
+        path: A file: ``.safetensors`` by its suffix, else torch's zip format.
+        **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
+        force: `path` may exist; False: it must not.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError`, PATH is then as it was; and what pickling OBJ raises.
+    Returns:
+        A report of what was done. `map_location` changes what the file says; no tensor moves.
+
+    Raises:
+        CkptconvError: One of its subclasses; `path` is then as it was.
+        Exception: What pickling `obj` raises.
     """
     started = time.monotonic()
-    edits = edits_from(
-        map_location=map_location,
-        state_dict=state_dict,
-        select=select,
-        include=include,
-        exclude=exclude,
-        unwrap=unwrap,
-        strip_prefix=strip_prefix,
-        rename=rename,
-        add_prefix=add_prefix,
-        dtype=dtype,
-        compact=compact,
-    )
+    edits, output = edits_from(options), OutputOptions.of(options)
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError("the output is a folder", where=path, expected="the path of a file")
-    target, meant = find_target(Path(), path, format)
-    format_ = meant or "pt"
-    output_files.check_target(target, replace=force)
+    target, format_ = find_target(Path(), path, output.format)
+    output_files.check_target(target, replace=output.force)
     from ckptconv.tensors.saving import checkpoint_of_object
 
     with gc_paused():
         checkpoint = checkpoint_of_object(obj)
-        plan = make_plan(checkpoint, target, edits, format=format_, copy_tied=copy_tied, allow_unsafe=allow_unsafe)
-    overflowed = write(plan, checkpoint.source, replace=force, verify=verify)
+        plan = make_plan(checkpoint, target, edits, replace(output, format=format_))
+    overflowed = write(FolderPlan(plan), checkpoint.source, output)
     return report_of(plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed)

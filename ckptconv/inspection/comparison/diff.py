@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import index_again
@@ -16,8 +16,9 @@ from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.edits.options import Edits, NameOptions, PartOptions, edits_from
 from ckptconv.edits.selection import select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageError, count, some
 from ckptconv.formats import opening
@@ -35,7 +36,10 @@ from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 
-__all__ = ["compare", "diff"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["DiffOptions", "compare", "diff"]
 
 _T = TypeVar("_T")
 
@@ -44,7 +48,12 @@ _ASKED = "left out as asked"
 _GIVE_IT_FIRST = ": ckptconv diff "
 
 
+class DiffOptions(PartOptions, NameOptions, total=False):
+    """The keywords of :func:`diff` that edit, as those of :func:`ckptconv.convert` do."""
+
+
 @for_python
+@takes(DiffOptions)
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -52,36 +61,29 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     names_only: bool = False,
-    state_dict: bool = False,
-    select: str | None = None,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    unwrap: bool = False,
-    strip_prefix: str | Iterable[str] = (),
-    rename: Iterable[tuple[str, str]] = (),
-    add_prefix: str | Iterable[str] = (),
+    **options: Unpack[DiffOptions],
 ) -> Difference:
-    """What the checkpoints A and B, in whatever containers, do not have in common; ``.same`` says whether that is
-    nothing. Neither is run, loaded or changed.
+    """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
 
-    ``rtol``, ``atol``: numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``. ``names_only``:
-    compare the names of tensors and nothing else. The other keywords are those of :func:`ckptconv.convert`.
-    ``state_dict``, ``select``, ``include`` and ``exclude`` are for both, and where B has nothing such it is compared
-    whole; those that change names are for A. Where one of the two is safetensors, the state dict of the other is taken.
+    Neither is run, loaded or changed. What takes a part is for both, and where `b` has nothing such it is compared
+    whole; what edits names is for `a`. Where one of the two is safetensors, the state dict of the other is taken.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where one cannot be
-    read or an edit cannot be made of A.
+    Args:
+        a: The one checkpoint.
+        b: The other one.
+        rtol: Numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``.
+        atol: See `rtol`.
+        names_only: Compare the names of tensors and nothing else.
+        **options: The keys of :class:`DiffOptions`.
+
+    Returns:
+        What differs; its ``.same`` says whether that is nothing.
+
+    Raises:
+        CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
+        TypeError: An option has a wrong type, or there is none of that name.
     """
-    edits = edits_from(
-        state_dict=state_dict,
-        select=select,
-        include=include,
-        exclude=exclude,
-        unwrap=unwrap,
-        strip_prefix=strip_prefix,
-        rename=rename,
-        add_prefix=add_prefix,
-    )
+    edits = edits_from(options)
     if not isinstance(names_only, bool):
         raise TypeError(f"names_only must be True or False, not {names_only!r}")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import convert
 from ckptconv.cli.main import cli
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import list_items
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
@@ -414,6 +415,6 @@ def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
         shutil.copytree(ranks / name, alone / name)
     report = convert(model, tmp_path / "out", format=format, dry_run=True)  # type: ignore[arg-type]
     beside = {name for name, _ in report.files if name.split(".")[0] in ("mesh", "hf")}
-    listing = list_items([alone], tmp_path / "out", format=format)
+    listing = list_items([alone], tmp_path / "out", OutputOptions(format=format))
     assert beside == {item.dst.name for item in listing.items}
     assert len(beside) == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import find_item, find_target, list_items, usual_format
 from ckptconv.errors import InputError, RefusedError, UsageError
 
@@ -157,7 +158,7 @@ def listed(srcs: str, dst: str, **keywords: Any) -> list[str]:
     """The items as ``src kind dst``; the slash says that it is a folder of shards."""
     return [
         f"{item.src} {item.kind} {item.dst}{'/' if item.is_folder else ''}"
-        for item in list_items(srcs.split(), dst, **keywords).items
+        for item in list_items(srcs.split(), dst, OutputOptions(**keywords)).items
     ]
 
 
@@ -168,8 +169,8 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("a.pt", "new/", {"format": "safetensors"}, ["a.pt file new/a.safetensors"]),
     ("a.pt", "new", {}, ["a.pt file new"]),
     ("missing.pt", "b.pt", {}, ["missing.pt file b.pt"]),
-    ("a.pt", "new", {"in_shards": True}, ["a.pt file new/"]),
-    ("a.pt", "there", {"in_shards": True}, ["a.pt file there/"]),
+    ("a.pt", "new", {"max_shard_size": 1}, ["a.pt file new/"]),
+    ("a.pt", "there", {"max_shard_size": 1}, ["a.pt file there/"]),
     # one checkpoint in several files
     ("hub", "b.safetensors", {}, ["hub shards b.safetensors"]),
     ("hub", "b", {}, ["hub shards b/"]),
@@ -180,7 +181,7 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("dcp", "b.pt", {}, ["dcp dcp b.pt"]),
     ("dcp", "b", {}, ["dcp dcp b/dcp.pt"]),
     ("dcp", "there", {"format": "safetensors"}, ["dcp dcp there/dcp.safetensors"]),
-    ("dcp", "b", {"in_shards": True}, ["dcp dcp b/"]),
+    ("dcp", "b", {"max_shard_size": 1}, ["dcp dcp b/"]),
     ("parts", "b", {}, ["parts dcp b/parts.safetensors"]),
     ("parts", "b", {"format": "pt"}, ["parts dcp b/parts.pt"]),
     # a folder with several
@@ -202,9 +203,19 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
             "run/x.pt file new/x.pt",
         ],
     ),
-    ("run", "new", {"in_shards": True}, ["run/deep/model.safetensors file new/deep/model/", "run/x.pt file new/x/"]),
+    (
+        "run",
+        "new",
+        {"max_shard_size": 1},
+        ["run/deep/model.safetensors file new/deep/model/", "run/x.pt file new/x/"],
+    ),
     ("all", "new", {}, ["all/dcp dcp new/dcp.pt", "all/hub shards new/hub/", "all/z.pt file new/z.pt"]),
-    ("all", "new", {"in_shards": True}, ["all/dcp dcp new/dcp/", "all/hub shards new/hub/", "all/z.pt file new/z/"]),
+    (
+        "all",
+        "new",
+        {"max_shard_size": 1},
+        ["all/dcp dcp new/dcp/", "all/hub shards new/hub/", "all/z.pt file new/z/"],
+    ),
     # several
     (
         "a.pt run hub dcp",
@@ -243,14 +254,14 @@ def test_what_inputs_and_output_mean(
             r"need a folder to go to \(expected a folder, or a path without a suffix\)",
         ),
         ("a.pt run", "a.pt", {}, UsageError, "need a folder"),
-        ("a.pt", "b.pt", {"in_shards": True}, UsageError, "writes a folder"),
+        ("a.pt", "b.pt", {"max_shard_size": 1}, UsageError, "writes a folder"),
         ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix says"),
         ("run", "run/out", {}, UsageError, "within the input"),
         ("hub", "hub/out", {}, UsageError, "within the input"),
         ("hub a.pt", "hub", {}, UsageError, "within the input"),
         ("dcp", "dcp", {}, UsageError, "among the parts of the input"),
         ("dcp", "dcp/b.pt", {}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp", {"in_shards": True}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp", {"max_shard_size": 1}, UsageError, "among the parts of the input"),
         ("parts", "parts", {}, UsageError, r"ckptconv convert parts parts\.pt"),
         ("a.pt", "b.pt", {"copy_others": True}, UsageError, "the input is none"),
         ("a.pt run/x.pt", "new", {"copy_others": True}, UsageError, "the input is none"),
@@ -267,7 +278,7 @@ def test_what_makes_no_sense(
 ) -> None:
     """Said before anything is written."""
     with pytest.raises(error, match=words):
-        list_items(srcs.split(), dst, **keywords)
+        list_items(srcs.split(), dst, OutputOptions(**keywords))
 
 
 def test_two_outputs_of_one_place(tree: Path) -> None:
@@ -277,15 +288,15 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
     """
     (tree / "run" / "x.bin").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it") as caught:
-        list_items(["run"], "new", format="safetensors")
+        list_items(["run"], "new", OutputOptions(format="safetensors"))
     assert str(caught.value).startswith("new/x.safetensors: ")
     (tree / "run" / "x").mkdir()
     (tree / "run" / "x" / "y.pth").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it"):
-        list_items(["run"], "new", in_shards=True)
+        list_items(["run"], "new", OutputOptions(max_shard_size=1))
     (tree / "run" / "x.bin").unlink()
     with pytest.raises(RefusedError, match=r"run/x/y\.pth would go into the folder that run/x\.pt becomes"):
-        list_items(["run"], "new", in_shards=True)
+        list_items(["run"], "new", OutputOptions(max_shard_size=1))
 
 
 def test_what_is_left_is_named(tree: Path) -> None:
@@ -294,7 +305,7 @@ def test_what_is_left_is_named(tree: Path) -> None:
     assert listing.is_batch
     assert [str(path) for path in listing.other] == ["run/config.json"]
     assert [str(path) for path in listing.unentered] == ["run/.git"]
-    assert list_items(["run"], "new", copy_others=True).other == ()
+    assert list_items(["run"], "new", OutputOptions(copy_others=True)).other == ()
 
 
 def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:

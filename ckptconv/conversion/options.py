@@ -1,0 +1,140 @@
+"""The keywords of ``convert`` and its kin, each declared once, and the output that they ask for as data."""
+
+# No annotations from __future__: what stands in Annotated is read when the package is imported.
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+
+from ckptconv.edits.options import EditOptions, Edits, check_flags
+
+__all__ = ["USUAL", "ConvertOptions", "JobOptions", "OutputOptions", "SaveOptions", "takes"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_WIDTH = 112  # columns of a docstring
+_ENTRY = re.compile(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
+
+
+class SaveOptions(EditOptions, total=False):
+    """The keywords of :func:`ckptconv.save`."""
+
+    format: Annotated[
+        Literal["pt", "legacy", "pickle", "safetensors"] | None,
+        "``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where the suffix of the"
+        " output does not say it; a plain pickle stays one in a ``.pkl``.",
+    ]
+    copy_tied: Annotated[bool, "Write tied tensors to safetensors under each name."]
+    force: Annotated[bool, "The output may exist, and may be the input."]
+    verify: Annotated[bool, "Read the output back before it appears."]
+    allow_unsafe: Annotated[
+        bool, "Carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here."
+    ]
+
+
+class ConvertOptions(SaveOptions, total=False):
+    """The keywords of :func:`ckptconv.convert`."""
+
+    max_shard_size: Annotated[
+        int | str | None,
+        "Write shards of at most so many bytes (``'5GB'``) with their index; the output is a folder then.",
+    ]
+    copy_others: Annotated[bool, "Of a folder, copy what is no checkpoint too."]
+    dry_run: Annotated[bool, "Only say what would be done."]
+    jobs: Annotated[int, "Threads that write the files of a folder."]
+
+
+class JobOptions(ConvertOptions, total=False):
+    """The keywords of :class:`ckptconv.Job`."""
+
+    skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]
+    copy: Annotated[bool, "The input is no checkpoint: copy it as it is."]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The keywords of :func:`ckptconv.convert` that are no edits, with their defaults."""
+
+    format: str | None = None
+    copy_tied: bool = False
+    force: bool = False
+    verify: bool = False
+    allow_unsafe: bool = False
+    max_shard_size: int | str | None = None
+    copy_others: bool = False
+    dry_run: bool = False
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise TypeError where a flag is neither True nor False."""
+        check_flags(self)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "OutputOptions":
+        """Those of `options` that say something about the output."""
+        return cls(**{each.name: options[each.name] for each in fields(cls) if each.name in options})
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether the output is dealt into shards."""
+        return self.max_shard_size is not None
+
+
+#: What is written where nobody asks for anything.
+USUAL = OutputOptions()
+
+
+def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """For a function with ``**options: Unpack[...]`` of this TypedDict: it refuses other keywords as Python does, and
+    shows each option in its signature, and in its docstring in place of the entry ``**options``.
+
+    Args:
+        options: What declares the keywords.
+        **defaults: Those that are others here than for :func:`ckptconv.convert`.
+    """
+    declared: dict[str, tuple[Any, str]] = {name: get_args(each) for name, each in options.__annotations__.items()}
+
+    def taking(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name, getattr(OutputOptions, name, getattr(Edits, name, None))),
+                annotation=getattr(type_, "__forward_arg__", type_),
+            )
+            for name, (type_, _) in declared.items()
+        ]
+        known = {each.name for each in (*own, *keywords)}
+
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
+
+        called.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        called.__doc__ = _documented(function.__doc__, {name: text for name, (_, text) in declared.items()})
+        return called
+
+    return taking
+
+
+def _documented(doc: str | None, entries: Mapping[str, str]) -> str | None:
+    """The docstring `doc` with `entries` in place of its entry ``**options``, but for those that it has already."""
+    if doc is None:  # python -OO
+        return None
+    doc = inspect.cleandoc(doc)
+    lines = [
+        textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, text in entries.items()
+        if f"\n    {name}: " not in doc
+    ]
+    return _ENTRY.sub(lambda _: "\n".join(lines) + "\n", doc)

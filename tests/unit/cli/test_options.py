@@ -1,0 +1,41 @@
+"""The flags of the command line and the keywords of the functions are the same, but for what is named here."""
+
+from __future__ import annotations
+
+import inspect
+
+import click
+
+import ckptconv
+from ckptconv.cli.convert import convert_command
+from ckptconv.cli.diff import diff_command
+from ckptconv.conversion.options import ConvertOptions
+from ckptconv.inspection.comparison.diff import DiffOptions
+
+#: Flags for what ``map_location`` says too.
+DEVICES = {"to", "maps"}
+#: What is about one command line: a function has no output but what it returns, and no batch.
+SHOWN = {"as_json", "quiet", "verbose", "debug"}
+BATCH = {"skip_existing"}
+
+
+def test_convert_has_a_flag_for_each_keyword() -> None:
+    """And a keyword for each flag, spelled alike."""
+    flags = {each.name: each for each in convert_command.params if isinstance(each, click.Option)}
+    assert flags.keys() - DEVICES - SHOWN - BATCH == ConvertOptions.__annotations__.keys()
+    for name in ConvertOptions.__annotations__:
+        assert f"--{name.replace('_', '-')}" in flags[name].opts
+
+
+def test_diff_has_a_flag_for_each_keyword() -> None:
+    """And a keyword for each flag."""
+    flags = {each.name for each in diff_command.params if isinstance(each, click.Option)}
+    assert flags - SHOWN == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only"}
+
+
+def test_defaults_agree() -> None:
+    """A flag that nobody gives is a keyword that nobody gives; what can be repeated is an empty tuple."""
+    given = convert_command.make_context("convert", ["a.pt", "b.pt"]).params
+    parameters = inspect.signature(ckptconv.convert).parameters
+    for name in ConvertOptions.__annotations__:
+        assert (given[name] or None) == (parameters[name].default or None), name
