@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
 from types import TracebackType
 
 from ckptconv.byteranges.spans import ByteRange, Concat
@@ -16,7 +15,7 @@ try:  # the extra ``fast``: the same numbers, several times as fast
 except ImportError:
     from zlib import crc32 as checksum
 
-__all__ = ["Sums", "check_crc32", "checksum", "combined", "crc32_of"]
+__all__ = ["Sums", "check_crc32", "checksum", "crc32_of"]
 
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
@@ -125,37 +124,3 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
             got=f"{found:08x}",
             hint="download or copy it again",
         )
-
-
-# CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
-
-_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
-_ONE = 1 << 31
-
-
-def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two parts, one behind the other: of the FIRST, and of the SECOND, which has LENGTH bytes."""
-    return _times(first, _power(8 * length)) ^ second
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials."""
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-@lru_cache
-def _power(exponent: int) -> int:
-    """x to the EXPONENT."""
-    square, power = _ONE >> 1, _ONE
-    while exponent:
-        if exponent & 1:
-            power = _times(power, square)
-        square = _times(square, square)
-        exponent >>= 1
-    return power

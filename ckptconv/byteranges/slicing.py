@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from ckptconv.byteranges.checksums import combined
+from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.spans import (
     Assemble,
     ByteRange,

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ckptconv.byteranges.checksums import Sums, check_crc32, combined, crc32_of
+from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
+from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import inflated, read
 from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
