@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-from ckptconv.byteranges.spans import ByteRange, Concat
+from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.errors import InputError, MalformedError
 
 try:  # the extra ``fast``: the same numbers, several times as fast
@@ -22,13 +22,15 @@ _MOST_THREADS = 4
 
 
 class Sums:
-    """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not.
+    """The checksums of SPANS, which are made of ranges.
+
+    A context manager: leaving it ends the threads, whether they are done or not.
 
     KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place
     of the span, whose checksum is 0 then.
     """
 
-    def __init__(self, spans: Sequence[ByteRange | Concat], *, keep_going: bool = False) -> None:
+    def __init__(self, spans: Sequence[Piece], *, keep_going: bool = False) -> None:
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
@@ -93,9 +95,9 @@ class Sums:
             self._next += 1
         return i if i < len(self._spans) and not self._stopped else None
 
-    def _sum(self, data: ByteRange | Concat, buffer: memoryview) -> int:
+    def _sum(self, data: Piece, buffer: memoryview) -> int:
         found = 0
-        for span in data.parts if isinstance(data, Concat) else (data,):
+        for span in data.ranges:
             for at in range(0, span.length, _CHUNK):
                 if self._stopped:
                     return 0
@@ -103,14 +105,21 @@ class Sums:
                 span.source.read_into(span.offset + at, chunk)
                 found = checksum(chunk, found)
         if isinstance(data, ByteRange):
-            check_crc32(data.crc32, found, f"{data.source.path} at byte {data.offset}")
+            check_crc32(data.crc32, found, data.where)
         return found
 
 
-def crc32_of(span: ByteRange, start: int = 0) -> int:
-    """The CRC-32 of SPAN, continued from START, here and now."""
-    for at in range(0, span.length, _CHUNK):
-        start = checksum(span.source.read(span.offset + at, min(_CHUNK, span.length - at)), start)
+def crc32_of(piece: ByteRange | Literal, start: int = 0) -> int:
+    """The CRC-32 of a piece, here and now.
+
+    Args:
+        piece: What it is of.
+        start: The CRC-32 of what stands before it.
+    """
+    if isinstance(piece, Literal):
+        return checksum(piece.data, start)
+    for at in range(0, piece.length, _CHUNK):
+        start = checksum(piece.source.read(piece.offset + at, min(_CHUNK, piece.length - at)), start)
     return start
 
 

@@ -274,9 +274,9 @@ def _check_here(record: UnreadRecord) -> None:
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
     """DATA, which is a range, in pieces for several threads."""
-    assert isinstance(data, ByteRange)
-    for at in range(0, data.length, _PIECE):
-        yield ByteRange(data.source, data.offset + at, min(_PIECE, data.length - at))
+    for span in data.ranges:
+        for at in range(0, span.length, _PIECE):
+            yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 
 
 def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
