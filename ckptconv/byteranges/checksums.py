@@ -97,7 +97,7 @@ class Sums:
 
     def _sum(self, data: Piece, buffer: memoryview) -> int:
         found = 0
-        for span in data.ranges:
+        for span in data.ranges():
             for at in range(0, span.length, _CHUNK):
                 if self._stopped:
                     return 0

@@ -47,7 +47,7 @@ class Pieces:
         self._inflated: dict[int, ByteRange] = {}
         self._kernels = _kernels() if any(piece.is_computed for piece in every) else None
         #: Bytes that are needed in FOLDER for a while.
-        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled)}.values())
+        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
         #: were too large for their new dtype.
         self.overflowed: dict[tuple[str, ...], int] = {}
@@ -99,7 +99,7 @@ class Pieces:
         """
         buffer = self.buffer_for(piece, reading.BUFFER)
         at = 0
-        span = piece.checked_range
+        span = piece.checked_range()
         for filled in fillings(_checked(span) if span else self.chunks(piece.of), buffer.room):
             result, overflowed = buffer.cast(filled, at, piece.shown)
             self.count_overflow(piece, overflowed)

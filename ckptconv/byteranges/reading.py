@@ -25,7 +25,7 @@ def read(piece: Piece) -> Iterator[bytes]:
         yield piece.data
     elif isinstance(piece, Inflate):
         yield from inflated(piece)
-    for span in piece.ranges:
+    for span in piece.ranges():
         for at in range(0, span.length, BUFFER):
             yield span.source.read(span.offset + at, min(BUFFER, span.length - at))
 
@@ -34,7 +34,7 @@ def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
     """Fill a buffer from a place in a piece that is a literal or made of ranges."""
     if isinstance(piece, Literal):
         buffer[:] = piece.data[offset : offset + len(buffer)]
-    for part in piece.ranges:
+    for part in piece.ranges():
         if offset < part.length and buffer:
             length = min(part.length - offset, len(buffer))
             part.source.read_into(part.offset + offset, buffer[:length])

@@ -6,7 +6,7 @@ All kinds answer the questions of :class:`Piece`. How the bytes themselves come 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -72,37 +72,31 @@ class Piece:
     #: Whether the bytes stand nowhere, not even deflated: torch makes them.
     is_computed: ClassVar[bool] = False
 
-    @property
     def ranges(self) -> tuple[ByteRange, ...]:
         """The ranges of the source whose bytes, one behind another, these are; none where they are others."""
         return ()
 
-    @property
     def stored(self) -> ByteRange | None:
         """The whole range of the source that this is made of, if it stands there as it is: what has the checksum."""
         return None
 
-    @property
     def crc32_known(self) -> int | None:
         """The checksum that the bytes should have, where their source says it."""
         return None
 
-    @property
     def with_checksums(self) -> tuple[ByteRange, ...]:
         """The ranges that this is made of whose checksums say whether it is what it should be."""
-        return ()
+        whole = self.stored()
+        return tuple(span for span in ((whole,) if whole else self.ranges()) if span.crc32 is not None)
 
-    @property
     def checked_range(self) -> ByteRange | None:
         """That of these ranges which whoever computes the bytes reads from end to end, and checks beside it."""
         return None
 
-    @property
     def spooled(self) -> Inflate | None:
         """What has to be inflated into a file of its own, because it is read at any place."""
         return None
 
-    @property
     def uncast(self) -> Piece:
         """What a cast starts from; all others are their own."""
         return self
@@ -141,21 +135,14 @@ class ByteRange(Piece):
         """The place in words, for errors."""
         return f"{self.source.path} at byte {self.offset}"
 
-    @property
     def ranges(self) -> tuple[ByteRange, ...]:
         return (self,)
 
-    @property
     def stored(self) -> ByteRange:
         return self
 
-    @property
     def crc32_known(self) -> int | None:
         return self.crc32
-
-    @property
-    def with_checksums(self) -> tuple[ByteRange, ...]:
-        return _with_checksums((self,))
 
     def _part(self, offset: int, length: int) -> ByteRange:
         return ByteRange(self.source, self.offset + offset, length)
@@ -171,7 +158,6 @@ class Inflate(Piece):
 
     is_record = True
 
-    @property
     def crc32_known(self) -> int | None:
         return self.crc32
 
@@ -187,7 +173,6 @@ class InflateSlice(Piece):
     offset: int
     length: int
 
-    @property
     def spooled(self) -> Inflate:
         return self.of
 
@@ -209,15 +194,12 @@ class Concat(Piece):
         """Where each part begins, and where the last one ends."""
         return [0, *accumulate(part.length for part in self.parts)]
 
-    @property
     def ranges(self) -> tuple[ByteRange, ...]:
         return self.parts
 
-    @property
     def stored(self) -> ByteRange | None:
         return self.whole
 
-    @property
     def crc32_known(self) -> int | None:
         """That of whole records, one behind another, follows from theirs."""
         if self.whole is not None:
@@ -228,10 +210,6 @@ class Concat(Piece):
                 return None
             crc32 = combined(crc32, part.crc32, part.length)
         return crc32
-
-    @property
-    def with_checksums(self) -> tuple[ByteRange, ...]:
-        return _with_checksums((self.whole,) if self.whole else self.parts)
 
     def _part(self, offset: int, length: int) -> Concat:
         parts, left = [], length
@@ -261,7 +239,6 @@ class Gather(Piece):
 
     is_computed = True
 
-    @property
     def spooled(self) -> Inflate | None:
         return self.of if isinstance(self.of, Inflate) else None
 
@@ -291,9 +268,8 @@ class Assemble(Piece):
 
     is_computed = True
 
-    @property
     def with_checksums(self) -> tuple[ByteRange, ...]:
-        return _with_checksums(placement.of for placement in self.placements)
+        return tuple(placement.of for placement in self.placements if placement.of.crc32 is not None)
 
 
 @dataclass(frozen=True)
@@ -318,23 +294,18 @@ class Cast(Piece):
 
     is_computed = True
 
-    @property
     def with_checksums(self) -> tuple[ByteRange, ...]:
-        return self.of.with_checksums
+        return self.of.with_checksums()
 
-    @property
     def checked_range(self) -> ByteRange | None:
         return self.of if isinstance(self.of, ByteRange) and self.of.crc32 is not None else None
 
-    @property
     def stored(self) -> ByteRange | None:
-        return self.of.stored
+        return self.of.stored()
 
-    @property
     def spooled(self) -> Inflate | None:
-        return self.of.spooled
+        return self.of.spooled()
 
-    @property
     def uncast(self) -> Piece:
         return self.of
 
@@ -370,8 +341,3 @@ class OutFile:
     pieces: tuple[Piece, ...]
     size: int
     sums: tuple[Piece, ...] = ()
-
-
-def _with_checksums(ranges: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
-    """Those of the ranges that have one."""
-    return tuple(span for span in ranges if span.crc32 is not None)

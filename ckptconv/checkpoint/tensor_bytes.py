@@ -26,7 +26,7 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     data = info.storage.data
     dtype, cast = get_dtype(info.dtype), data if isinstance(data, Cast) else None
     old = get_dtype(cast.old) if cast else dtype
-    of, offset = data.uncast, info.offset * old.itemsize
+    of, offset = data.uncast(), info.offset * old.itemsize
     length = info.nbytes // dtype.itemsize * old.itemsize
     if info.contiguous:
         elements = of.slice(offset, length)

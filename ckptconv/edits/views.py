@@ -240,7 +240,7 @@ def extent(info: TensorInfo) -> _Range:
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
     """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
-    if isinstance(data.uncast, Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
+    if isinstance(data.uncast(), Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return _reach(views, data.length)
 
@@ -277,8 +277,8 @@ def _packed(data: Data, ranges: list[_Range]) -> Data:
 
 def _chain(data: Piece, ranges: list[_Range]) -> Concat:
     """These ranges of what is made of ranges of the source."""
-    spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges)
-    return Concat(spans, data.stored, sum(stop - start for start, stop in ranges))
+    spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges())
+    return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges))
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:

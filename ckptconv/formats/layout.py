@@ -27,8 +27,8 @@ class Layout:
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
     """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
     # the bytes of these are read anyway, if the piece has all of them
-    read_anyway = {id(piece.checked_range) for piece in pieces}
-    spans = {id(span): span for each in storages for span in each.data.with_checksums}
+    read_anyway = {id(piece.checked_range()) for piece in pieces}
+    spans = {id(span): span for each in storages for span in each.data.with_checksums()}
     sums = [span for key, span in spans.items() if key not in read_anyway]
     return OutFile(path, joined(pieces), sum(piece.length for piece in pieces), tuple(sums))
 
@@ -44,7 +44,7 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         if literal:
             out.append(Literal(bytes(literal)))
             literal.clear()
-        spans = piece.ranges
+        spans = piece.ranges()
         if not spans:
             out.append(piece)
         for span in spans:

@@ -238,7 +238,7 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
-    span = info.storage.data.stored if as_it_is else None
+    span = info.storage.data.stored() if as_it_is else None
     at = span.offset if span else 0
     return (-dtype.itemsize if dtype.packed == 1 else 0, at)
 

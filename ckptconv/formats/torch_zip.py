@@ -372,14 +372,14 @@ class _Writer:
         """The bytes of a storage that come from another container, with or without a
         checksum, or that are others than they were.
         """
-        known = data.crc32_known
+        known = data.crc32_known()
         crc32: int | Piece = 0
         if self.checked and data.length:
             assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
             crc32 = data if known is None else known
         if known is None:
-            for span in data.with_checksums:
-                if span is not data.checked_range and id(span) not in self.checked_parts:
+            for span in data.with_checksums():
+                if span is not data.checked_range() and id(span) not in self.checked_parts:
                     self.checked_parts.add(id(span))
                     self.sums.append(span)
         self.header(name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT))

@@ -274,7 +274,7 @@ def _check_here(record: UnreadRecord) -> None:
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
     """DATA, which is a range, in pieces for several threads."""
-    for span in data.ranges:
+    for span in data.ranges():
         for at in range(0, span.length, _PIECE):
             yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 

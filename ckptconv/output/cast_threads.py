@@ -97,7 +97,7 @@ class CastThreads:
                 overflowed += done.overflowed
                 if progress:
                     progress(done.written)
-            if span := piece.checked_range:
+            if span := piece.checked_range():
                 check_crc32(span.crc32, crc32_read, span.where)
             self.sums[id(piece)] = crc32_written
             self._pieces.count_overflow(piece, overflowed)
@@ -122,7 +122,7 @@ class CastThreads:
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         reading.read_into(piece.of, offset, data)
-        crc32_read = checksum(data) if piece.checked_range else 0
+        crc32_read = checksum(data) if piece.checked_range() else 0
         result, overflowed = buffer.cast(length, offset, piece.shown)
         self._write(at, result)
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)

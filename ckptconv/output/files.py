@@ -200,7 +200,7 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
     """Whether the filesystem shares blocks with the file that most of FILE is copied from;
     FD may have one of its blocks by now.
     """
-    ranges = (span for piece in file.pieces for span in piece.ranges)
+    ranges = (span for piece in file.pieces for span in piece.ranges())
     longest = max(ranges, key=lambda span: span.length, default=None)
     if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
         return False

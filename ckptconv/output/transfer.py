@@ -171,7 +171,7 @@ def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:
     """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a
     thread's time.
     """
-    return isinstance(piece, Cast) and bool(piece.of.ranges) and piece.length >= _WORTH_A_THREAD
+    return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
 
 
 def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:

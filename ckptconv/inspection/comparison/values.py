@@ -91,7 +91,7 @@ class Values:
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
         data = a.storage.data, b.storage.data
-        sums = [each.crc32_known for each in data if each.is_record]
+        sums = [each.crc32_known() for each in data if each.is_record]
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
@@ -137,7 +137,7 @@ class Values:
         assert a.storage and b.storage
         found: list[Piece]
         if a.contiguous and b.contiguous:
-            found = [piece_of(info, order).uncast for info, order in zip((a, b), self.orders, strict=True)]
+            found = [piece_of(info, order).uncast() for info, order in zip((a, b), self.orders, strict=True)]
         elif self.is_same_view(a, b):
             found = [a.storage.data, b.storage.data]
         else:
@@ -346,7 +346,7 @@ def _cost(info: TensorInfo, piece: Piece) -> int:
     """The bytes to compare, or as much as takes as long: what lies between the elements of a view has
     to be read too.
     """
-    of = piece.uncast
+    of = piece.uncast()
     if not isinstance(of, Gather):
         return info.nbytes
     reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))

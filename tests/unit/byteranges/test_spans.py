@@ -54,8 +54,8 @@ def test_what_has_the_checksum(source: Source) -> None:
     every = every_data(source)
     span = every["span"][0]
     for kind in ("span", "chain", "cast span", "cast chain"):
-        assert every[kind][0].stored == span
-    assert every["inflate"][0].stored is every["cast inflate"][0].stored is None
+        assert every[kind][0].stored() == span
+    assert every["inflate"][0].stored() is every["cast inflate"][0].stored() is None
 
 
 def test_what_is_inflated_into_a_file(source: Source) -> None:
@@ -72,7 +72,7 @@ def test_what_is_inflated_into_a_file(source: Source) -> None:
         (Cast(data, "float32", "float16", 240), None),
     ]
     for piece, wanted in pieces:
-        assert piece.spooled is wanted
+        assert piece.spooled() is wanted
 
 
 def test_damage_is_seen_in_what_is_cast(source: Source) -> None:
@@ -104,19 +104,19 @@ def test_which_ranges_have_checksums(source: Source) -> None:
     chain, part = Concat((known, unknown), None, 32), Concat((unknown,), known, 16)
     placed = Assemble((ChunkPlacement(known, (0,), (4,), (1,)), ChunkPlacement(unknown, (4,), (4,), (1,))), (8,), 4, 32)
     for piece in (known, chain, part, placed):
-        assert piece.with_checksums == Cast(piece, "float32", "float32", piece.length).with_checksums == (known,)
-        assert piece.checked_range is None
-    assert unknown.with_checksums == Inflate(known, 32, 5).with_checksums == Literal(b"x").with_checksums == ()
-    assert Cast(known, "float32", "float32", 16).checked_range is known
-    assert Cast(unknown, "float32", "float32", 16).checked_range is None
-    assert Cast(chain, "float32", "float32", 32).checked_range is None
+        assert piece.with_checksums() == Cast(piece, "float32", "float32", piece.length).with_checksums() == (known,)
+        assert piece.checked_range() is None
+    assert unknown.with_checksums() == Inflate(known, 32, 5).with_checksums() == Literal(b"x").with_checksums() == ()
+    assert Cast(known, "float32", "float32", 16).checked_range() is known
+    assert Cast(unknown, "float32", "float32", 16).checked_range() is None
+    assert Cast(chain, "float32", "float32", 32).checked_range() is None
 
 
 def test_the_checksum_that_is_known(source: Source) -> None:
     """That of records as they are, and of whole records behind one another, but of no parts of any."""
     halves = [ByteRange(source, 7 + at, 240, zlib.crc32(RAW[at : at + 240])) for at in (0, 240)]
-    assert Concat(tuple(halves), None, 480).crc32_known == zlib.crc32(RAW)
-    assert Concat((halves[0], ByteRange(source, 247, 240)), None, 480).crc32_known is None
-    assert Concat(tuple(halves), ByteRange(source, 7, 480, 1), 480).crc32_known is None
-    assert [halves[0].crc32_known, Inflate(halves[0], 480, 5).crc32_known] == [halves[0].crc32, 5]
-    assert Cast(halves[0], "float32", "float16", 120).crc32_known is None
+    assert Concat(tuple(halves), None, 480).crc32_known() == zlib.crc32(RAW)
+    assert Concat((halves[0], ByteRange(source, 247, 240)), None, 480).crc32_known() is None
+    assert Concat(tuple(halves), ByteRange(source, 7, 480, 1), 480).crc32_known() is None
+    assert [halves[0].crc32_known(), Inflate(halves[0], 480, 5).crc32_known()] == [halves[0].crc32, 5]
+    assert Cast(halves[0], "float32", "float16", 120).crc32_known() is None

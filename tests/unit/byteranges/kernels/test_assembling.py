@@ -55,7 +55,7 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
 
 def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length: int) -> bytes:
     """PIECE through a stream, after having read here and there in it."""
-    parts = piece.ranges or (piece,)
+    parts = piece.ranges() or (piece,)
     with VirtualFile(OutFile(HERE, (Literal(b"before"), *parts), 6 + length)) as stream:
         for _ in range(3):
             stream.seek(chance.randrange(6 + length))
