@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
 from types import TracebackType
 
-from ckptconv.byteranges.spans import ByteRange, Concat
+from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.errors import InputError, MalformedError
 
 try:  # the extra ``fast``: the same numbers, several times as fast
@@ -16,20 +15,22 @@ try:  # the extra ``fast``: the same numbers, several times as fast
 except ImportError:
     from zlib import crc32 as checksum
 
-__all__ = ["Sums", "check_crc32", "checksum", "combined", "crc32_of"]
+__all__ = ["Sums", "check_crc32", "checksum", "crc32_of"]
 
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
 
 
 class Sums:
-    """The checksums of SPANS. A context manager: leaving it ends the threads, whether they are done or not.
+    """The checksums of SPANS, which are made of ranges.
+
+    A context manager: leaving it ends the threads, whether they are done or not.
 
     KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place
     of the span, whose checksum is 0 then.
     """
 
-    def __init__(self, spans: Sequence[ByteRange | Concat], *, keep_going: bool = False) -> None:
+    def __init__(self, spans: Sequence[Piece], *, keep_going: bool = False) -> None:
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
@@ -94,9 +95,9 @@ class Sums:
             self._next += 1
         return i if i < len(self._spans) and not self._stopped else None
 
-    def _sum(self, data: ByteRange | Concat, buffer: memoryview) -> int:
+    def _sum(self, data: Piece, buffer: memoryview) -> int:
         found = 0
-        for span in data.parts if isinstance(data, Concat) else (data,):
+        for span in data.ranges():
             for at in range(0, span.length, _CHUNK):
                 if self._stopped:
                     return 0
@@ -104,14 +105,21 @@ class Sums:
                 span.source.read_into(span.offset + at, chunk)
                 found = checksum(chunk, found)
         if isinstance(data, ByteRange):
-            check_crc32(data.crc32, found, f"{data.source.path} at byte {data.offset}")
+            check_crc32(data.crc32, found, data.where)
         return found
 
 
-def crc32_of(span: ByteRange, start: int = 0) -> int:
-    """The CRC-32 of SPAN, continued from START, here and now."""
-    for at in range(0, span.length, _CHUNK):
-        start = checksum(span.source.read(span.offset + at, min(_CHUNK, span.length - at)), start)
+def crc32_of(piece: ByteRange | Literal, start: int = 0) -> int:
+    """The CRC-32 of a piece, here and now.
+
+    Args:
+        piece: What it is of.
+        start: The CRC-32 of what stands before it.
+    """
+    if isinstance(piece, Literal):
+        return checksum(piece.data, start)
+    for at in range(0, piece.length, _CHUNK):
+        start = checksum(piece.source.read(piece.offset + at, min(_CHUNK, piece.length - at)), start)
     return start
 
 
@@ -125,37 +133,3 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
             got=f"{found:08x}",
             hint="download or copy it again",
         )
-
-
-# CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
-
-_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
-_ONE = 1 << 31
-
-
-def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two parts, one behind the other: of the FIRST, and of the SECOND, which has LENGTH bytes."""
-    return _times(first, _power(8 * length)) ^ second
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials."""
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-@lru_cache
-def _power(exponent: int) -> int:
-    """x to the EXPONENT."""
-    square, power = _ONE >> 1, _ONE
-    while exponent:
-        if exponent & 1:
-            power = _times(power, square)
-        square = _times(square, square)
-        exponent >>= 1
-    return power

@@ -11,13 +11,11 @@ from typing import NamedTuple, Protocol
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.slicing import spooled
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import (
     Assemble,
     ByteRange,
     Cast,
-    Concat,
     Gather,
     Inflate,
     InflateSlice,
@@ -47,10 +45,9 @@ class Pieces:
         every = list(every)
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
-        needed = any(isinstance(piece, (Gather, Assemble, Cast)) for piece in every)
-        self._kernels = _kernels() if needed else None
+        self._kernels = _kernels() if any(piece.is_computed for piece in every) else None
         #: Bytes that are needed in FOLDER for a while.
-        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := spooled(piece))}.values())
+        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
         #: were too large for their new dtype.
         self.overflowed: dict[tuple[str, ...], int] = {}
@@ -64,27 +61,20 @@ class Pieces:
         for span in self._inflated.values():
             os.close(span.source.fd)
 
-    def chunks(
-        self, piece: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble | Cast
-    ) -> Iterator[bytes | memoryview]:
+    def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
-        if isinstance(piece, ByteRange):
-            yield from reading.read(piece)
-        elif isinstance(piece, Inflate):
-            yield from reading.inflated(piece)
-        elif isinstance(piece, InflateSlice):
+        if isinstance(piece, InflateSlice):
             yield from reading.read(self.part(piece))
-        elif isinstance(piece, Concat):
-            for part in piece.parts:
-                yield from reading.read(part)
         elif isinstance(piece, Gather):
             assert self._kernels is not None
             yield from self._kernels.gathering.gather(piece, self._whole(piece.of))
         elif isinstance(piece, Assemble):
             assert self._kernels is not None
             yield from self._kernels.assembling.assemble(piece)
-        else:
+        elif isinstance(piece, Cast):
             yield from self._cast(piece)
+        else:
+            yield from reading.read(piece)
 
     def part(self, part: InflateSlice) -> ByteRange:
         """Where PART can be read."""
@@ -109,25 +99,12 @@ class Pieces:
         """
         buffer = self.buffer_for(piece, reading.BUFFER)
         at = 0
-        for filled in fillings(self._checked(piece.of), buffer.room):
+        span = piece.checked_range()
+        for filled in fillings(_checked(span) if span else self.chunks(piece.of), buffer.room):
             result, overflowed = buffer.cast(filled, at, piece.shown)
             self.count_overflow(piece, overflowed)
             at += filled
             yield result
-
-    def _checked(
-        self, piece: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble
-    ) -> Iterator[bytes | memoryview]:
-        """The bytes of PIECE, compared with its checksum where it has one when all of them are given."""
-        expected = piece.crc32 if isinstance(piece, ByteRange) else None
-        if expected is None or not isinstance(piece, ByteRange):
-            yield from self.chunks(piece)
-            return
-        crc32 = 0
-        for chunk in self.chunks(piece):
-            crc32 = checksum(chunk, crc32)
-            yield chunk
-        check_crc32(expected, crc32, f"{piece.source.path} at byte {piece.offset}")
 
     def _whole(self, data: ByteRange | Inflate) -> ByteRange:
         """DATA where it can be read at any place: what is deflated is inflated once."""
@@ -175,6 +152,15 @@ class Pieces:
         import tempfile
 
         return self._folder or tempfile.gettempdir()
+
+
+def _checked(span: ByteRange) -> Iterator[bytes]:
+    """The bytes of a range, compared with its checksum when all of them are given."""
+    crc32 = 0
+    for chunk in reading.read(span):
+        crc32 = checksum(chunk, crc32)
+        yield chunk
+    check_crc32(span.crc32, crc32, span.where)
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Read byte ranges a buffer at a time, and inflate those that are deflated."""
+"""Read what stands somewhere a buffer at a time, and inflate what is deflated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.spans import ByteRange, Concat, Inflate
+from ckptconv.byteranges.spans import Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 
 __all__ = ["BUFFER", "inflated", "read", "read_into"]
@@ -14,15 +14,27 @@ __all__ = ["BUFFER", "inflated", "read", "read_into"]
 BUFFER = 4 << 20  # bytes held at once
 
 
-def read(span: ByteRange) -> Iterator[bytes]:
-    """The bytes of SPAN. Raises as :meth:`~ckptconv.byteranges.sources.Readable.read` does."""
-    for at in range(0, span.length, BUFFER):
-        yield span.source.read(span.offset + at, min(BUFFER, span.length - at))
+def read(piece: Piece) -> Iterator[bytes]:
+    """The bytes of a piece that is a literal, deflated, or made of ranges.
+
+    Raises:
+        InputChangedError: A file became shorter.
+        MalformedError: What is deflated is not what the archive promises.
+    """
+    if isinstance(piece, Literal):
+        yield piece.data
+    elif isinstance(piece, Inflate):
+        yield from inflated(piece)
+    for span in piece.ranges():
+        for at in range(0, span.length, BUFFER):
+            yield span.source.read(span.offset + at, min(BUFFER, span.length - at))
 
 
-def read_into(piece: ByteRange | Concat, offset: int, buffer: memoryview) -> None:
-    """Fill BUFFER with what PIECE has from OFFSET on."""
-    for part in piece.parts if isinstance(piece, Concat) else (piece,):
+def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from a place in a piece that is a literal or made of ranges."""
+    if isinstance(piece, Literal):
+        buffer[:] = piece.data[offset : offset + len(buffer)]
+    for part in piece.ranges():
         if offset < part.length and buffer:
             length = min(part.length - offset, len(buffer))
             part.source.read_into(part.offset + offset, buffer[:length])
@@ -37,7 +49,7 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
     """
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
-    where = f"{piece.of.source.path} at byte {piece.of.offset}"
+    where = piece.of.where
     wrong_size = MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
     for chunk in read(piece.of):
         while True:  # bytes can wait inside the inflater when it has taken the whole chunk

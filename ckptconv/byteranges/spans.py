@@ -1,11 +1,20 @@
-"""Byte ranges and what is computed from them, as data: the pieces of storages and output files."""
+"""Byte ranges and what is computed from them, as data: the pieces of storages and output files.
+
+All kinds answer the questions of :class:`Piece`. How the bytes themselves come is in ``reading`` and ``materialise``.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
+
+from ckptconv.byteranges.crc32 import combined
+from ckptconv.dtypes import BY_NAME
 
 __all__ = [
     "FILESYSTEM_BLOCK",
@@ -20,6 +29,7 @@ __all__ = [
     "Gather",
     "Inflate",
     "InflateSlice",
+    "Literal",
     "OutFile",
     "Overflow",
     "Piece",
@@ -48,8 +58,69 @@ class ByteSource(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None: ...
 
 
+class Piece:
+    """What an output file, or a storage, is made of: ``length`` bytes, and what can be asked of them unread.
+
+    The answers here are those of most kinds.
+    """
+
+    length: int
+
+    #: Whether these are bytes of the source as it has them, stored or deflated: a record, or a part of a stored one.
+    is_record: ClassVar[bool] = False
+
+    #: Whether the bytes stand nowhere, not even deflated: torch makes them.
+    is_computed: ClassVar[bool] = False
+
+    def ranges(self) -> tuple[ByteRange, ...]:
+        """The ranges of the source whose bytes, one behind another, these are; none where they are others."""
+        return ()
+
+    def stored(self) -> ByteRange | None:
+        """The whole range of the source that this is made of, if it stands there as it is: what has the checksum."""
+        return None
+
+    def crc32_known(self) -> int | None:
+        """The checksum that the bytes should have, where their source says it."""
+        return None
+
+    def with_checksums(self) -> tuple[ByteRange, ...]:
+        """The ranges that this is made of whose checksums say whether it is what it should be."""
+        whole = self.stored()
+        return tuple(span for span in ((whole,) if whole else self.ranges()) if span.crc32 is not None)
+
+    def checked_range(self) -> ByteRange | None:
+        """That of these ranges which whoever computes the bytes reads from end to end, and checks beside it."""
+        return None
+
+    def spooled(self) -> Inflate | None:
+        """What has to be inflated into a file of its own, because it is read at any place."""
+        return None
+
+    def uncast(self) -> Piece:
+        """What a cast starts from; all others are their own."""
+        return self
+
+    def slice(self, offset: int, length: int) -> Piece:
+        """A part of the bytes: of a cast, whole elements. All of them are the piece itself."""
+        return self if (offset, length) == (0, self.length) else self._part(offset, length)
+
+    def _part(self, offset: int, length: int) -> Piece:
+        raise NotImplementedError  # nobody takes a part of what is made for one tensor, or for the file
+
+
+@dataclass
+class Literal(Piece):
+    """Bytes of our own."""
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        self.length = len(self.data)
+
+
 @dataclass(frozen=True)
-class ByteRange:
+class ByteRange(Piece):
     """LENGTH bytes at OFFSET of SOURCE. ``crc32`` is what their checksum should be, where the source says it."""
 
     source: ByteSource
@@ -57,27 +128,57 @@ class ByteRange:
     length: int
     crc32: int | None = None
 
+    is_record = True
+
+    @property
+    def where(self) -> str:
+        """The place in words, for errors."""
+        return f"{self.source.path} at byte {self.offset}"
+
+    def ranges(self) -> tuple[ByteRange, ...]:
+        return (self,)
+
+    def stored(self) -> ByteRange:
+        return self
+
+    def crc32_known(self) -> int | None:
+        return self.crc32
+
+    def _part(self, offset: int, length: int) -> ByteRange:
+        return ByteRange(self.source, self.offset + offset, length)
+
 
 @dataclass(frozen=True)
-class Inflate:
+class Inflate(Piece):
     """LENGTH bytes that the deflate stream OF gives; ``crc32`` is that of the result."""
 
     of: ByteRange
     length: int
     crc32: int | None
 
+    is_record = True
+
+    def crc32_known(self) -> int | None:
+        return self.crc32
+
+    def _part(self, offset: int, length: int) -> InflateSlice:
+        return InflateSlice(self, offset, length)
+
 
 @dataclass(frozen=True)
-class InflateSlice:
+class InflateSlice(Piece):
     """LENGTH bytes at OFFSET of what the deflate stream OF gives."""
 
     of: Inflate
     offset: int
     length: int
 
+    def spooled(self) -> Inflate:
+        return self.of
+
 
 @dataclass(frozen=True)
-class Concat:
+class Concat(Piece):
     """PARTS one behind another, LENGTH bytes in all.
 
     They are parts of WHOLE, whose checksum says whether they are what they should be; where that
@@ -88,9 +189,42 @@ class Concat:
     whole: ByteRange | None
     length: int
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each part begins, and where the last one ends."""
+        return [0, *accumulate(part.length for part in self.parts)]
+
+    def ranges(self) -> tuple[ByteRange, ...]:
+        return self.parts
+
+    def stored(self) -> ByteRange | None:
+        return self.whole
+
+    def crc32_known(self) -> int | None:
+        """That of whole records, one behind another, follows from theirs."""
+        if self.whole is not None:
+            return None
+        crc32 = 0
+        for part in self.parts:
+            if part.crc32 is None:
+                return None
+            crc32 = combined(crc32, part.crc32, part.length)
+        return crc32
+
+    def _part(self, offset: int, length: int) -> Concat:
+        parts, left = [], length
+        i = bisect_right(self.starts, offset) - 1
+        skipped = offset - self.starts[i]
+        while left:
+            part = self.parts[i]
+            done = min(part.length - skipped, left)
+            parts.append(ByteRange(part.source, part.offset + skipped, done))
+            left, i, skipped = left - done, i + 1, 0
+        return Concat(tuple(parts), self.whole, length)
+
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Piece):
     """The elements of a strided view of OF, in row-major order, LENGTH bytes in all.
 
     Shape, stride and offset count elements of ITEMSIZE bytes.
@@ -102,6 +236,11 @@ class Gather:
     stride: tuple[int, ...]
     offset: int
     length: int
+
+    is_computed = True
+
+    def spooled(self) -> Inflate | None:
+        return self.of if isinstance(self.of, Inflate) else None
 
 
 @dataclass(frozen=True)
@@ -117,7 +256,7 @@ class ChunkPlacement:
 
 
 @dataclass(frozen=True)
-class Assemble:
+class Assemble(Piece):
     """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of
     PLACEMENTS, which are in the order of their first indices.
     """
@@ -127,9 +266,14 @@ class Assemble:
     itemsize: int
     length: int
 
+    is_computed = True
+
+    def with_checksums(self) -> tuple[ByteRange, ...]:
+        return tuple(placement.of for placement in self.placements if placement.of.crc32 is not None)
+
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Piece):
     """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
 
     ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED_IN: in OF the bytes of each number stand
@@ -137,7 +281,7 @@ class Cast:
     these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
     """
 
-    of: ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble
+    of: Piece
     old: str
     new: str
     length: int
@@ -148,9 +292,31 @@ class Cast:
     paths: tuple[str, ...] = ()
     shown: tuple[tuple[int, int], ...] = ()
 
+    is_computed = True
+
+    def with_checksums(self) -> tuple[ByteRange, ...]:
+        return self.of.with_checksums()
+
+    def checked_range(self) -> ByteRange | None:
+        return self.of if isinstance(self.of, ByteRange) and self.of.crc32 is not None else None
+
+    def stored(self) -> ByteRange | None:
+        return self.of.stored()
+
+    def spooled(self) -> Inflate | None:
+        return self.of.spooled()
+
+    def uncast(self) -> Piece:
+        return self.of
+
+    def _part(self, offset: int, length: int) -> Cast:
+        old, new = BY_NAME[self.old].itemsize, BY_NAME[self.new].itemsize
+        inner = self.of.slice(offset // new * old, length // new * old)
+        return replace(self, of=inner, length=length, shown=())
+
 
 @dataclass(frozen=True)
-class Deferred:
+class Deferred(Piece):
     """LENGTH bytes that hold checksums: MAKE gives them, called with those of
     :attr:`OutFile.sums`, in order, when all are known.
     """
@@ -163,19 +329,15 @@ class Deferred:
 Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
 
 
-#: What an output file is made of, in order.
-Piece: TypeAlias = "bytes | ByteRange | Inflate | InflateSlice | Concat | Gather | Assemble | Cast | Deferred"
-
-
 @dataclass(frozen=True)
 class OutFile:
     """One file to write: its PIECES in order, and their SIZE in bytes.
 
     ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
-    to the :class:`Deferred` pieces. A :class:`Cast` or :class:`Assemble` in it is one of PIECES.
+    to the :class:`Deferred` pieces. What is computed in it is one of PIECES.
     """
 
     path: Path
     pieces: tuple[Piece, ...]
     size: int
-    sums: tuple[ByteRange | Concat | Assemble | Cast, ...] = ()
+    sums: tuple[Piece, ...] = ()

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
-from ckptconv.byteranges.slicing import part_of
-from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Inflate
+from ckptconv.byteranges.spans import Cast, Concat, Data, Inflate, Piece
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
@@ -240,8 +239,7 @@ def extent(info: TensorInfo) -> _Range:
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
     """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
-    is_deflated = isinstance(data.of if isinstance(data, Cast) else data, Inflate)
-    if is_deflated or any(get_dtype(view.info.dtype).packed != 1 for view in views):
+    if isinstance(data.uncast(), Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return _reach(views, data.length)
 
@@ -263,18 +261,17 @@ def _packed(data: Data, ranges: list[_Range]) -> Data:
     """RANGES of DATA, one behind another."""
     if ranges == [(0, data.length)]:
         return data
-    length = sum(stop - start for start, stop in ranges)
     if isinstance(data, Cast):
         old, new = BY_NAME[data.old].itemsize, BY_NAME[data.new].itemsize
-        assert isinstance(data.of, (ByteRange, Concat))
-        of = _packed(data.of, [(start // new * old, stop // new * old) for start, stop in ranges])
-        assert isinstance(of, (ByteRange, Concat))
-        return replace(data, of=of, length=length, shown=())
-    parts = [part_of(data, start, stop - start) for start, stop in ranges]
-    whole = data.whole if isinstance(data, Concat) else data
-    assert whole is None or isinstance(whole, ByteRange)
-    spans = [span for part in parts for span in (part.parts if isinstance(part, Concat) else (part,))]
-    return Concat(tuple(span for span in spans if isinstance(span, ByteRange)), whole, length)
+        of = _chain(data.of, [(start // new * old, stop // new * old) for start, stop in ranges])
+        return replace(data, of=of, length=of.length // old * new, shown=())
+    return _chain(data, ranges)
+
+
+def _chain(data: Piece, ranges: list[_Range]) -> Concat:
+    """These ranges of what is made of ranges of the source."""
+    spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges())
+    return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges))
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptconv.byteranges.spans import ByteRange, Cast, Data
+from ckptconv.byteranges.spans import ByteRange, Cast, Data, Literal
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage, TensorInfo
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
@@ -37,10 +37,10 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     return keys
 
 
-def pickle_pieces(checkpoint: Checkpoint) -> list[bytes | ByteRange]:
+def pickle_pieces(checkpoint: Checkpoint) -> list[Literal | ByteRange]:
     """The pickle, its blobs as ranges of what they stand in."""
     parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph))
-    return [part if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
+    return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 
 def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> ByteRange:

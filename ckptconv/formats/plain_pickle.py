@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
-from ckptconv.byteranges.spans import ByteRange, Piece
+from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize
@@ -373,10 +373,10 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     pieces: list[Piece] = []
     for part in emit(checkpoint.graph, loadable=False):
         if isinstance(part, bytes):
-            pieces.append(part)
+            pieces.append(Literal(part))
         elif part in files:
             head, storage = files[part]
-            pieces.append(head)
+            pieces.append(Literal(head))
             if storage.nbytes:
                 pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
         else:

@@ -15,9 +15,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.byteranges.slicing import stored
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange, Piece
+from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.index import attribute_places, checkpoint_of, places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
@@ -155,7 +154,8 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     )
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
-    return Layout((file_of(path, [header, *pieces], storages),), tuple(left_behind), tuple(_notes(taken)), ties)
+    file = file_of(path, [Literal(header), *pieces], storages)
+    return Layout((file,), tuple(left_behind), tuple(_notes(taken)), ties)
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:
@@ -238,7 +238,7 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
-    span = stored(info.storage.data) if as_it_is else None
+    span = info.storage.data.stored() if as_it_is else None
     at = span.offset if span else 0
     return (-dtype.itemsize if dtype.packed == 1 else 0, at)
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, cast
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable, SliceSource, Source
-from ckptconv.byteranges.spans import ByteRange, Piece
+from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -480,13 +480,14 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         first = [key for key in own.spans if key in checkpoint.storages]
         storages = {key: checkpoint.storages[key] for key in dict.fromkeys([*first, *checkpoint.storages])}
     _respell(checkpoint)
-    pieces: list[Piece] = [(own and own.head) or _head(), *pickle_pieces(checkpoint), _pickled(_list([*storages]))]
+    head, keys = (own and own.head) or Literal(_head()), Literal(_pickled(_list([*storages])))
+    pieces: list[Piece] = [head, *pickle_pieces(checkpoint), keys]
     for key, storage in storages.items():
         itemsize = BY_STORAGE_CLASS[classes[storage]].itemsize
         if own is not None and key in own.keys and isinstance(storage.data, ByteRange):  # the number before it stays
             pieces.append(ByteRange(storage.data.source, storage.data.offset - _SIZE, storage.data.length + _SIZE))
             continue
-        pieces.append((storage.nbytes // itemsize).to_bytes(_SIZE, "little"))
+        pieces.append(Literal((storage.nbytes // itemsize).to_bytes(_SIZE, "little")))
         if storage.nbytes:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
     file = file_of(path, pieces, storages.values())

@@ -29,17 +29,14 @@ from pathlib import Path
 from ckptconv.byteranges.checksums import check_crc32, crc32_of
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.reading import inflated
-from ckptconv.byteranges.slicing import crc32_known, length_of, with_checksums
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
-    Assemble,
     ByteRange,
-    Cast,
-    Concat,
     Data,
     Deferred,
     Inflate,
+    Literal,
     OutFile,
     Piece,
 )
@@ -282,7 +279,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
-        elif isinstance(storages.get(name), (Cast, Concat, Assemble)):
+        elif name in storages and not storages[name].is_record:
             writer.storage(new.get(name, name), storages[name])
         else:
             writer.member(new.get(name, name), member, checkpoint.source)
@@ -327,7 +324,7 @@ class _Writer:
         self.checked = checked
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
-        self.sums: list[ByteRange | Concat | Assemble | Cast] = []
+        self.sums: list[Piece] = []
         self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
         self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
         self.at = 0
@@ -335,9 +332,9 @@ class _Writer:
     def add(self, piece: Piece) -> None:
         """Append PIECE."""
         self.pieces.append(piece)
-        self.at += length_of(piece)
+        self.at += piece.length
 
-    def header(self, name: str, crc32: int | ByteRange | Concat | Assemble | Cast, size: int, padding: int) -> None:
+    def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
         """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
@@ -348,19 +345,19 @@ class _Writer:
             self.sums.append(crc32)
             self.add(Deferred(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
         else:
-            self.add(header)
+            self.add(Literal(header))
 
     def bare_header(self, name: str, size: int) -> int:
         """The length of a header without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
-    def pickle(self, pieces: list[bytes | ByteRange], *, like: int) -> None:
+    def pickle(self, pieces: list[Literal | ByteRange], *, like: int) -> None:
         """The pickle, padded so that what follows comes to stand at LIKE, modulo a block."""
-        size = sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+        size = sum(piece.length for piece in pieces)
         crc32 = 0
         if self.checked:
             for piece in pieces:
-                crc32 = zlib.crc32(piece, crc32) if isinstance(piece, bytes) else crc32_of(piece, crc32)
+                crc32 = crc32_of(piece, crc32)
         end = self.at + self.bare_header(PICKLE, size) + size
         self.header(PICKLE, crc32, size, _padding(end, like, FILESYSTEM_BLOCK))
         for piece in pieces:
@@ -369,20 +366,20 @@ class _Writer:
     def record(self, name: str, data: bytes) -> None:
         """A small record of our own."""
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
-        self.add(data)
+        self.add(Literal(data))
 
     def storage(self, name: str, data: Data) -> None:
         """The bytes of a storage that come from another container, with or without a
         checksum, or that are others than they were.
         """
-        crc32: int | ByteRange | Concat | Assemble | Cast = 0
+        known = data.crc32_known()
+        crc32: int | Piece = 0
         if self.checked and data.length:
-            known = crc32_known(data)
             assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
-            crc32 = data if known is None and not isinstance(data, Inflate) else known or 0
-        if isinstance(data.of if isinstance(data, Cast) else data, (Concat, Assemble)) and crc32_known(data) is None:
-            for span in with_checksums(data):
-                if id(span) not in self.checked_parts:
+            crc32 = data if known is None else known
+        if known is None:
+            for span in data.with_checksums():
+                if span is not data.checked_range() and id(span) not in self.checked_parts:
                     self.checked_parts.add(id(span))
                     self.sums.append(span)
         self.header(name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT))
@@ -415,7 +412,7 @@ class _Writer:
                 Deferred(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start))
             )
         else:
-            self.add(directory)
+            self.add(Literal(directory))
         return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))
 
 

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ckptconv.byteranges.checksums import Sums, check_crc32, combined, crc32_of
+from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
+from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import inflated, read
 from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
@@ -281,9 +282,9 @@ def _check_here(record: UnreadRecord) -> None:
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
     """DATA, which is a range, in pieces for several threads."""
-    assert isinstance(data, ByteRange)
-    for at in range(0, data.length, _PIECE):
-        yield ByteRange(data.source, data.offset + at, min(_PIECE, data.length - at))
+    for span in data.ranges():
+        for at in range(0, span.length, _PIECE):
+            yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 
 
 def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import check_crc32, checksum, combined
+from ckptconv.byteranges.checksums import check_crc32, checksum
+from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.materialise import CastBuffer, Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat
@@ -96,8 +97,8 @@ class CastThreads:
                 overflowed += done.overflowed
                 if progress:
                     progress(done.written)
-            if isinstance(piece.of, ByteRange):
-                check_crc32(piece.of.crc32, crc32_read, f"{piece.of.source.path} at byte {piece.of.offset}")
+            if span := piece.checked_range():
+                check_crc32(span.crc32, crc32_read, span.where)
             self.sums[id(piece)] = crc32_written
             self._pieces.count_overflow(piece, overflowed)
         self._tasks.clear()
@@ -118,11 +119,10 @@ class CastThreads:
                 self._change.notify_all()
 
     def _cast_block(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        assert isinstance(piece.of, (ByteRange, Concat))
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         reading.read_into(piece.of, offset, data)
-        crc32_read = checksum(data) if isinstance(piece.of, ByteRange) and piece.of.crc32 is not None else 0
+        crc32_read = checksum(data) if piece.checked_range() else 0
         result, overflowed = buffer.cast(length, offset, piece.shown)
         self._write(at, result)
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)

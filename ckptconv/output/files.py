@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile, Overflow, Progress
+from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
@@ -200,9 +200,8 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
     """Whether the filesystem shares blocks with the file that most of FILE is copied from;
     FD may have one of its blocks by now.
     """
-    longest = max(
-        (piece for piece in file.pieces if isinstance(piece, ByteRange)), key=lambda span: span.length, default=None
-    )
+    ranges = (span for piece in file.pieces for span in piece.ranges())
+    longest = max(ranges, key=lambda span: span.length, default=None)
     if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
         return False
     return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)

@@ -12,17 +12,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import Sums, checksum
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
-    Assemble,
     ByteRange,
     Cast,
-    Concat,
     Deferred,
     InflateSlice,
     OutFile,
@@ -41,7 +39,6 @@ __all__ = ["Transfer"]
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
 _WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over
-_COMPUTED = (Cast, Assemble)  # whose checksums are those of what is written
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
@@ -51,7 +48,8 @@ class Transfer:
     def __init__(self, file: OutFile) -> None:
         self.file = file
         self.pieces = Pieces(file.pieces, file.path.parent)
-        self.sums = Sums([each for each in file.sums if not isinstance(each, (Cast, Assemble))])
+        self.sums = Sums([each for each in file.sums if not each.is_computed])
+        self.awaited = {id(each) for each in file.sums if each.is_computed}  # whose checksums come as it is written
         self.computed_sums: dict[int, int] = {}  # by the id of the piece
         self.all_sums: Sequence[int] = ()  # those of the file's ``sums``, when all are known
         #: What was too large for the dtype that it was cast to.
@@ -76,7 +74,7 @@ class Transfer:
                 if isinstance(piece, Deferred):
                     late.append((at, piece))
                     at += piece.length
-                elif workers and isinstance(piece, Cast) and _is_for_workers(piece):
+                elif workers and _is_for_workers(piece):
                     workers.begin(piece, at)
                     at += piece.length
                     begun = at
@@ -118,9 +116,7 @@ class Transfer:
     def _sums(self) -> Sequence[int]:
         """The checksums of the file's ``sums``."""
         others = iter(self.sums.results())
-        return [
-            self.computed_sums[id(each)] if isinstance(each, _COMPUTED) else next(others) for each in self.file.sums
-        ]
+        return [self.computed_sums[id(each)] if each.is_computed else next(others) for each in self.file.sums]
 
     def _check_plan(self, length: int, planned: int) -> None:
         if length != planned:
@@ -153,31 +149,29 @@ class Transfer:
         if isinstance(piece, ByteRange):
             yield from _copy(fd, at, piece)
             return
-        crc32 = 0
+        crc32, awaited = 0, id(piece) in self.awaited
         for chunk in self._chunks(piece):
             _write_all(fd, at, chunk)
             at += len(chunk)
-            if isinstance(piece, _COMPUTED):
+            if awaited:
                 crc32 = checksum(chunk, crc32)
             yield len(chunk)
-        if isinstance(piece, _COMPUTED):
+        if awaited:
             self.computed_sums[id(piece)] = crc32
 
     def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""
-        if isinstance(piece, bytes):
-            yield piece
-        elif isinstance(piece, Deferred):
+        if isinstance(piece, Deferred):
             yield piece.make(self.all_sums)
         else:
             yield from self.pieces.chunks(piece)
 
 
-def _is_for_workers(piece: Piece) -> bool:
+def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:
     """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a
     thread's time.
     """
-    return isinstance(piece, Cast) and isinstance(piece.of, (ByteRange, Concat)) and piece.length >= _WORTH_A_THREAD
+    return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
 
 
 def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.spans import Assemble, ByteRange, Inflate, OutFile, Piece
+from ckptconv.byteranges.spans import Assemble, Inflate, OutFile, Piece
 
 __all__ = ["VirtualFile"]
 
@@ -27,7 +27,7 @@ class VirtualFile(io.RawIOBase):
         super().__init__()
         self._size = file.size
         self._pieces = file.pieces
-        self._lengths = [len(piece) if isinstance(piece, bytes) else piece.length for piece in file.pieces]
+        self._lengths = [piece.length for piece in file.pieces]
         self._starts = [0, *accumulate(self._lengths)][:-1]
         self._at = 0
         self._streaming: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]] = (
@@ -80,26 +80,20 @@ class VirtualFile(io.RawIOBase):
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
         """What PIECE has from OFFSET on, as much as BUFFER takes."""
-        if isinstance(piece, ByteRange):
-            length = min(piece.length - offset, len(buffer))
-            piece.source.read_into(piece.offset + offset, buffer[:length])
-            return length
         if isinstance(piece, (Inflate, Assemble)):
             return self._read_stream(piece, offset, buffer)
-        assert isinstance(piece, bytes)
-        data = piece[offset : offset + len(buffer)]
-        buffer[: len(data)] = data
-        return len(data)
+        length = min(piece.length - offset, len(buffer))
+        reading.read_into(piece, offset, buffer[:length])
+        return length
 
-    def _read_stream(self, piece: Inflate | Assemble, offset: int, buffer: memoryview) -> int:
+    def _read_stream(self, piece: Piece, offset: int, buffer: memoryview) -> int:
         """Some bytes of what PIECE gives, from OFFSET on.
 
         Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back.
         """
         current, start, chunk, chunks = self._streaming
         if current is not piece or offset < start:
-            whole = reading.inflated(piece) if isinstance(piece, Inflate) else Pieces([piece]).chunks(piece)
-            start, chunk, chunks = 0, b"", whole
+            start, chunk, chunks = 0, b"", Pieces([piece]).chunks(piece)
         while offset >= start + len(chunk):
             start += len(chunk)
             chunk = next(chunks)

@@ -24,6 +24,7 @@ from torch.utils.serialization import config
 import ckptconv
 from ckptconv import dtypes
 from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.spans import Literal
 from ckptconv.edits.apply import apply
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
@@ -450,14 +451,15 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
         plan = torch_zip.layout(checkpoint, dst).files[0]
         at = 0
         for piece in plan.pieces:
-            length = len(piece) if isinstance(piece, bytes) else piece.length
-            for start in {0, max(0, length - 4096)}:
+            for start in {0, max(0, piece.length - 4096)}:
                 file.seek(at + start)
-                n = min(4096, length - start)
+                n = min(4096, piece.length - start)
                 file.write(
-                    piece[start : start + n] if isinstance(piece, bytes) else source.read(piece.offset + start, n)
+                    piece.data[start : start + n]
+                    if isinstance(piece, Literal)
+                    else source.read(piece.offset + start, n)
                 )
-            at += length
+            at += piece.length
         assert at == plan.size > size
     assert [left.path for left in checkpoint.unused] == ["data/orphan"] * orphan
     with zipfile.ZipFile(dst) as archive:

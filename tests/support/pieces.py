@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.slicing import length_of
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Inflate
 
@@ -29,7 +28,7 @@ def bytes_of(piece: Any) -> bytes:
     """All bytes of PIECE, at once."""
     with Pieces([piece]) as pieces:
         data = b"".join(bytes(chunk) for chunk in pieces.chunks(piece))
-    assert len(data) == length_of(piece)
+    assert len(data) == piece.length
     return data
 
 

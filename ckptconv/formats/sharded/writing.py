@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptconv.byteranges.spans import OutFile
+from ckptconv.byteranges.spans import Literal, OutFile
 from ckptconv.checkpoint.index import places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
@@ -226,7 +226,7 @@ class _Writer:
         if planned.index:
             metadata = self.metadata(planned, left)
             data = index_bytes({**metadata, TOTAL_SIZE: self.total_size}, self.weight_map)
-            files.append(OutFile(self.folder / planned.index, (data,), len(data)))
+            files.append(OutFile(self.folder / planned.index, (Literal(data),), len(data)))
         return Layout(tuple(files), tuple(left.values()), tuple(notes), tuple(self.ties.items()))
 
     def metadata(self, planned: _Set, left: dict[tuple[str, str], LeftBehind]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ known on both sides, and equal, is not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import ByteRange, Cast, Deferred, Gather, Inflate, Piece, Progress
+from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Piece, Progress
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
@@ -90,11 +90,8 @@ class Values:
         """Whether A and B are the same view of storages that have the same checksum, by what their files say."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
-        sums = [
-            each.storage.data.crc32
-            for each in (a, b)
-            if each.storage and isinstance(each.storage.data, (ByteRange, Inflate))
-        ]
+        data = a.storage.data, b.storage.data
+        sums = [each.crc32_known() for each in data if each.is_record]
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
@@ -140,10 +137,7 @@ class Values:
         assert a.storage and b.storage
         found: list[Piece]
         if a.contiguous and b.contiguous:
-            found = [
-                piece.of if isinstance(piece, Cast) else piece
-                for piece in (piece_of(a, self.orders[0]), piece_of(b, self.orders[1]))
-            ]
+            found = [piece_of(info, order).uncast() for info, order in zip((a, b), self.orders, strict=True)]
         elif self.is_same_view(a, b):
             found = [a.storage.data, b.storage.data]
         else:
@@ -190,10 +184,10 @@ class Values:
                 self.is_same_view(a, b)
                 and data[0].length == data[1].length
                 and any(isinstance(each, Inflate) for each in data)
-                and all(isinstance(each, (ByteRange, Inflate)) for each in data)
+                and all(each.is_record for each in data)
             ):
                 if pair not in same:
-                    same[pair] = same_streams(_stored(data[0]), _stored(data[1]))
+                    same[pair] = same_streams(reading.read(data[0]), reading.read(data[1]))
                 if same[pair]:
                     self.equal(key)
                     continue
@@ -210,8 +204,7 @@ class Values:
             reader.check_space()
             for key, a, b in slow:
                 infos = self.wanted[key]
-                assert not isinstance(a, (bytes, Deferred)) and not isinstance(b, (bytes, Deferred))
-                stored = not isinstance(a, (Gather, Cast)) and not isinstance(b, (Gather, Cast))
+                stored = not any(isinstance(piece, (Gather, Cast)) for piece in (a, b))
                 if stored and infos[0].dtype == infos[1].dtype and same_streams(reader.chunks(a), reader.chunks(b)):
                     self.equal(key)
                     continue
@@ -302,12 +295,6 @@ def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
     return id(a.storage), id(b.storage)
 
 
-def _stored(data: Piece) -> Iterator[bytes]:
-    """The bytes of a whole storage."""
-    assert isinstance(data, (ByteRange, Inflate))
-    return reading.inflated(data) if isinstance(data, Inflate) else reading.read(data)
-
-
 def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[ByteRange, ByteRange]], dict[Key, int]]:
     """SPANS that overlap as one, so that nothing is read twice; and where in the list each is."""
 
@@ -359,7 +346,7 @@ def _cost(info: TensorInfo, piece: Piece) -> int:
     """The bytes to compare, or as much as takes as long: what lies between the elements of a view has
     to be read too.
     """
-    of = piece.of if isinstance(piece, Cast) else piece
+    of = piece.uncast()
     if not isinstance(of, Gather):
         return info.nbytes
     reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))

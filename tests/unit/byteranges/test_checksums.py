@@ -12,7 +12,7 @@ import pytest
 from ckptconv.byteranges import checksums
 from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange, Deferred, OutFile
+from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile
 from ckptconv.errors import InputChangedError, MalformedError, OutputError
 from ckptconv.output import files as output_files
 
@@ -101,7 +101,7 @@ def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) 
     target = tmp_path / "target"
     size = 8 + 1000 + 3 + 3_999_995 + 4
     written: list[int] = []
-    file = OutFile(target, (front, first, b"and", second, back), size, (first, second))
+    file = OutFile(target, (front, first, Literal(b"and"), second, back), size, (first, second))
     output_files.write(file, source, replace=False, verify=verify, progress=written.append)
     one, two = zlib.crc32(DATA[:1000]), zlib.crc32(DATA[5:4_000_000])
     expected = one.to_bytes(4, "little") + two.to_bytes(4, "little") + DATA[:1000] + b"and" + DATA[5:4_000_000]
@@ -111,7 +111,7 @@ def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) 
 
 def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path) -> None:
     """It would overwrite what follows it."""
-    file = OutFile(tmp_path / "target", (Deferred(2, lambda sums: b"abc"), b"xyz"), 5)
+    file = OutFile(tmp_path / "target", (Deferred(2, lambda sums: b"abc"), Literal(b"xyz")), 5)
     with pytest.raises(OutputError, match="bug"):
         output_files.write(file, source, replace=False, verify=False)
     assert not (tmp_path / "target").exists()

@@ -21,7 +21,7 @@ import torch
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange
+from ckptconv.byteranges.spans import ByteRange, Literal
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.plan import make_plan
 from ckptconv.edits.devices import to_devices
@@ -167,9 +167,9 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(tmp_path: Path, devices: 
     with Source(path) as source:
         file = make_plan(opening.read(source), tmp_path / "out.pt", Edits(devices=to_devices(devices))).files[0]
     head, tail, directory = file.pieces
-    assert isinstance(head, bytes) and isinstance(tail, ByteRange) and isinstance(directory, bytes)
-    assert (len(head) - tail.offset) % 4096 == 0
-    assert file.size == len(head) + tail.length + len(directory)
+    assert isinstance(head, Literal) and isinstance(tail, ByteRange) and isinstance(directory, Literal)
+    assert (head.length - tail.offset) % 4096 == 0
+    assert file.size == head.length + tail.length + directory.length
     last = zipfile.ZipFile(path).getinfo("m/.data/serialization_id").header_offset
     assert tail.offset + tail.length == last
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from ckptconv import convert
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange, Inflate, OutFile
+from ckptconv.byteranges.spans import ByteRange, Inflate, Literal, OutFile
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -68,7 +68,13 @@ def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
     whose do not; and the bytes that they are.
     """
     data = source.path.read_bytes()
-    pieces = (data[:100], ByteRange(source, 100, 15_000), b"between", ByteRange(source, 4096, 8192), b"end")
+    pieces = (
+        Literal(data[:100]),
+        ByteRange(source, 100, 15_000),
+        Literal(b"between"),
+        ByteRange(source, 4096, 8192),
+        Literal(b"end"),
+    )
     written = data[:15_100] + b"between" + data[4096:12_288] + b"end"
     return OutFile(target, pieces, len(written)), written
 
@@ -488,7 +494,7 @@ def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatc
     assert write(source, target) == target.read_bytes()
     monkeypatch.undo()
     monkeypatch.setattr(linux, "share_block", share)
-    output_files.write(OutFile(target, (b"short",), 5), source, replace=True, verify=False)
+    output_files.write(OutFile(target, (Literal(b"short"),), 5), source, replace=True, verify=False)
     assert target.read_bytes() == b"short"
 
 
@@ -509,7 +515,7 @@ def test_only_the_cache_of_what_goes_is_given_back(
 def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
     """A plan whose pieces are not its size is a bug of ours, and costs the user nothing."""
     with pytest.raises(OutputError, match="bug in ckptconv"):
-        output_files.write(OutFile(target, (b"1234",), 5), source, replace=True, verify=False)
+        output_files.write(OutFile(target, (Literal(b"1234"),), 5), source, replace=True, verify=False)
     assert_untouched(target)
 
 
@@ -548,7 +554,7 @@ def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
 
 def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any) -> None:
     with Source(source.path) as now:
-        file = OutFile(target, (b"head", piece, b"end"), piece.length + 7)
+        file = OutFile(target, (Literal(b"head"), piece, Literal(b"end")), piece.length + 7)
         output_files.write(file, now, replace=True, verify=True, **options)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange, OutFile
+from ckptconv.byteranges.spans import ByteRange, Literal, OutFile
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import folders as output_folders
 from ckptconv.output import linux
@@ -61,8 +61,8 @@ def files_for(target: Path, source: Source) -> tuple[list[OutFile], dict[str, by
     data = source.path.read_bytes()
     files = [
         OutFile(target / "a", (ByteRange(source, 0, 9000),), 9000),
-        OutFile(target / "b", (b"head", ByteRange(source, 5, 7)), 11),
-        OutFile(target / "inner" / "c", (b"index",), 5),
+        OutFile(target / "b", (Literal(b"head"), ByteRange(source, 5, 7)), 11),
+        OutFile(target / "inner" / "c", (Literal(b"index"),), 5),
     ]
     return files, {"a": data[:9000], "b": b"head" + data[5:12], "inner/c": b"index"}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.kernels import assembling, gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, OutFile
+from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, Literal, OutFile
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.output.virtual_file import VirtualFile
 from tests.support.chunks import bytes_of, cut, placements_of
@@ -55,8 +55,8 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
 
 def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length: int) -> bytes:
     """PIECE through a stream, after having read here and there in it."""
-    parts = piece.parts if isinstance(piece, Concat) else (piece,)
-    with VirtualFile(OutFile(HERE, (b"before", *parts), 6 + length)) as stream:
+    parts = piece.ranges() or (piece,)
+    with VirtualFile(OutFile(HERE, (Literal(b"before"), *parts), 6 + length)) as stream:
         for _ in range(3):
             stream.seek(chance.randrange(6 + length))
             stream.read(chance.randrange(1 + length))
