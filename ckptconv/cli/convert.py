@@ -112,7 +112,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     report = run(
         item.src,
         item.dst,
-        edits_from(flags),
+        edits_from(**flags),
         output,
         is_folder=item.is_folder,
         progress=partial(progress_bar, quiet=quiet),

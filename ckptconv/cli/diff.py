@@ -59,7 +59,7 @@ def diff_command(
     found = compare(
         a,
         b,
-        edits_from(flags),
+        edits_from(**flags),
         rtol=flags["rtol"],
         atol=flags["atol"],
         names_only=names_only,

@@ -52,7 +52,7 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], **options:
         CkptconvError: One of its subclasses; `dst` is then as it was.
         TypeError: An option has a wrong type, or there is none of that name.
     """
-    return run(src, dst, edits_from(options), OutputOptions.of(options))
+    return run(src, dst, edits_from(**options), OutputOptions.of(options))
 
 
 def run(

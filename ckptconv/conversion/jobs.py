@@ -54,7 +54,7 @@ class Job:
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""
-        return edits_from(self.edits)
+        return edits_from(**self.edits)
 
     def as_output(self) -> OutputOptions:
         """Those of the keywords that say something about the output."""

@@ -2,7 +2,7 @@
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
@@ -85,8 +85,8 @@ class Edits:
         return replace(self, **{field: left})
 
 
-def edits_from(options: Mapping[str, Any]) -> Edits:
-    """Those of `options` that are keys of :class:`EditOptions`, as data.
+def edits_from(**options: Any) -> Edits:
+    """Those of `options` that are keys of :class:`EditOptions`, as data; others are left to whoever knows them.
 
     Raises TypeError where one is of a wrong type, UsageError where it makes no sense.
     """

@@ -181,7 +181,7 @@ def load(
         UnsupportedError: Code would be needed.
         CkptconvError: Another of its subclasses.
     """
-    edits = edits_from({"state_dict": state_dict, "select": select, "strip_prefix": strip_prefix})
+    edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
         with gc_paused():
             checkpoint = opening.read(source)
@@ -215,7 +215,7 @@ def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOption
         Exception: What pickling `obj` raises.
     """
     started = time.monotonic()
-    edits, output = edits_from(options), OutputOptions.of(options)
+    edits, output = edits_from(**options), OutputOptions.of(options)
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError("the output is a folder", where=path, expected="the path of a file")

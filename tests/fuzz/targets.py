@@ -19,6 +19,8 @@ from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.cli.render import Style, facts, table_lines, tree_lines
 from ckptconv.conversion.convert import write
+from ckptconv.conversion.folder_plans import FolderPlan
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, make_plan
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import CkptconvError, MalformedError
@@ -208,10 +210,11 @@ def _convert_somehow(path: Path, choice: int, *, sound: bool) -> None:
 def _converted(path: Path, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> bool:
     """Write PATH, edited, to TARGET in FORMAT, unless torch is needed for that; then it is only planned."""
     with open_input(path) as source:
-        plan = make_plan(opening.read(source), target, edits, format=format, copy_tied=copy_tied, allow_unsafe=True)
+        output = OutputOptions(format=format, copy_tied=copy_tied, allow_unsafe=True, force=True)
+        plan = make_plan(opening.read(source), target, edits, output)
         if _needs_torch(plan):
             return False
-        write(plan, source, replace=True, verify=False)
+        write(FolderPlan(plan), source, output)
         return True
 
 

@@ -83,7 +83,7 @@ def diff(
         CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
         TypeError: An option has a wrong type, or there is none of that name.
     """
-    edits = edits_from(options)
+    edits = edits_from(**options)
     if not isinstance(names_only, bool):
         raise TypeError(f"names_only must be True or False, not {names_only!r}")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):

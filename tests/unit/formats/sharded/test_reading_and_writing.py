@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.conversion import convert as conversion
+from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Report
+from ckptconv.edits.options import edits_from
 from ckptconv.errors import (
     CollisionError,
     InputError,
@@ -51,16 +53,8 @@ def convert(
     **edits: Any,
 ) -> Report:
     """To a file where DST has a suffix, else to a folder."""
-    return conversion.run(
-        src,
-        dst,
-        conversion.edits_from(**edits),
-        format=format,
-        max_shard_size=max_shard_size,
-        copy_tied=copy_tied,
-        force=force,
-        is_folder=not dst.suffix,
-    )
+    output = OutputOptions(format=format, max_shard_size=max_shard_size, copy_tied=copy_tied, force=force)
+    return conversion.run(src, dst, edits_from(**edits), output, is_folder=not dst.suffix)
 
 
 def some_state() -> State:
