@@ -14,11 +14,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.errors import InputChangedError, InputError
 
 __all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder"]
+
+_R = TypeVar("_R", bound="Readable")
 
 _SPARE = 64  # open files that the rest of the process may need
 
@@ -26,7 +29,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class Readable:
-    """An open file, read by position.
+    """An open file, read by position. A context manager.
 
     ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what
     readers find wrong with it.
@@ -36,6 +39,17 @@ class Readable:
     fd: int
     size: int
     faults: FaultSink = RAISED
+
+    def __enter__(self: _R) -> _R:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what is open; twice is harmless."""
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
@@ -113,7 +127,7 @@ class SliceSource(Readable):
 
 
 class Source(Readable):
-    """A regular file, open for reading. A context manager; closing twice is harmless."""
+    """A regular file, open for reading."""
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
         """Open PATH. Raises InputError where it cannot be read or is no regular file."""
@@ -138,14 +152,6 @@ class Source(Readable):
             raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
         self.size = self._stat.st_size
         _leave_spare(self.fd)
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let the file go."""
@@ -174,8 +180,7 @@ class SourceFolder(Readable):
 
     Its bytes are those of its parts, one behind another.
 
-    A context manager; closing twice is harmless. It has no descriptor of its own: ranges for
-    the kernel to copy are those of its parts.
+    It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
     """
 
     def __init__(
@@ -239,14 +244,6 @@ class SourceFolder(Readable):
         """Raise InputChangedError if one of the files is not what it was when it was opened."""
         for part in self.parts:
             part.check_unchanged()
-
-    def __enter__(self) -> SourceFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let the files go."""

@@ -864,10 +864,6 @@ class Reduced:
         return self.call
 
 
-class Unknown:
-    """Something with attributes."""
-
-
 def hostile(folder: Path, build: Callable[[Any], Any]) -> Path:
     """A file with what BUILD makes of a weight's storage, as its rebuild call gets it."""
     weight = torch.arange(4.0)

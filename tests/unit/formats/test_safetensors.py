@@ -72,11 +72,6 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return found
 
 
-def state_dict_of(name: str) -> dict[str, torch.Tensor]:
-    """A state dict by name: one of ours, or that in an object of the zoo."""
-    return OURS[name]() if name in OURS else STATE_DICTS[name](zoo.ZOO[name]())
-
-
 def saved(name: str, path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     """Write to PATH the object in which the state dict NAME is; that state dict, as torch loads it."""
     made = OURS[name]() if name in OURS else zoo.ZOO[name]()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,29 +17,6 @@ from ckptconv.output.virtual_file import VirtualFile
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
-
-
-# load
-
-
-LOCATIONS: dict[str, Any] = {
-    "device": "cpu",
-    "torch.device": torch.device("cpu"),
-    "meta": "meta",
-    "mapping": {"cuda:0": "cpu", "cuda:1": "cpu", "mps": "cpu", "xpu:1": "cpu"},
-    "storage and tag": lambda storage, tag: storage,
-    "storage and tag, or nothing": lambda storage, tag: None if tag == "cpu" else storage,
-    "any arguments": lambda *args: args[0],
-}
-
-
-# open
-
-
-# save
-
-
-# the stream
 
 
 def test_the_stream_reads_like_a_file(fixtures: Path) -> None:

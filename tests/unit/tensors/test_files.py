@@ -662,6 +662,3 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
     net = nn.Linear(1, 1)
     ckptconv.save(net, tmp_path / "a.safetensors")
     nn.Linear(1, 1).load_state_dict(ckptconv.load(tmp_path / "a.safetensors"), strict=True)
-
-
-# the stream

@@ -17,7 +17,6 @@ from ckptconv.byteranges.spans import ByteRange, Cast
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FLOAT8 = sorted(name for name in FLOATS if name.startswith("float8"))
 #: float8_e8m0fnu holds scales, and nothing is cast to it.
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})
 #: Bits behind the exponent in which rounding goes different ways, for each of the smaller dtypes: halves of a step, one
