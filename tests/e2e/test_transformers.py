@@ -16,39 +16,20 @@ from safetensors import safe_open
 
 import ckptconv
 from tests.support.judge import tags_of
-
-# The same arithmetic on both sides, so that logits can be compared bit for bit.
-EAGER = {"attn_implementation": "eager"}
+from tests.support.tiny_models import EAGER, tiny_model, transformers_offline
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[ModuleType]:
-    """The library, which takes seconds to import, without a network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
-        yield transformers
-        transformers.utils.logging.enable_progress_bar()
+    """The library."""
+    with transformers_offline() as library:
+        yield library
 
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
-    """Tiny and random: GPT-2 with tied embeddings, Llama without."""
-    torch.manual_seed(0)
-    if request.param == "gpt2":
-        config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            tie_word_embeddings=False,
-        )
-    return transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
+    """A tiny model, with tied embeddings and without."""
+    return tiny_model(transformers, request.param)
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from ckptconv.errors import (
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading
 from tests.support.judge import assert_same, tags_of
+from tests.support.tiny_models import tiny_model, transformers_offline
 
 State = dict[str, torch.Tensor]
 
@@ -106,32 +107,15 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[ModuleType]:
-    """The library, without a network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
-        yield transformers
-        transformers.utils.logging.enable_progress_bar()
+    """The library."""
+    with transformers_offline() as library:
+        yield library
 
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
-    """Tiny and random: GPT-2 with tied embeddings, Llama without."""
-    torch.manual_seed(0)
-    if request.param == "gpt2":
-        config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            tie_word_embeddings=False,
-        )
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    """A tiny model, with tied embeddings and without."""
+    return tiny_model(transformers, request.param)
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:

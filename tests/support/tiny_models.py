@@ -1,0 +1,43 @@
+"""Tiny language models of transformers, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+#: The same arithmetic on both sides, so that logits can be compared bit for bit.
+EAGER = {"attn_implementation": "eager"}
+
+
+@contextmanager
+def transformers_offline() -> Iterator[ModuleType]:
+    """The library, which takes seconds to import, without a network and without progress bars."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
+        library: Any = import_module("transformers")
+        library.utils.logging.disable_progress_bar()
+        yield library
+        library.utils.logging.enable_progress_bar()
+
+
+def tiny_model(transformers: ModuleType, kind: str) -> Any:
+    """The model KIND: "gpt2" with tied embeddings, or "llama" without."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            tie_word_embeddings=False,
+        )
+    return transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
