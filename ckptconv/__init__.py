@@ -6,16 +6,6 @@ On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:
 drawn in :mod:`ckptconv.errors`.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from ckptconv.checkpoint.model import LeftBehind, TensorInfo
-from ckptconv.conversion.batches import convert_many, jobs_in, write_index
-from ckptconv.conversion.convert import convert
-from ckptconv.conversion.jobs import Job, Outcome
-from ckptconv.conversion.plan import Report
-from ckptconv.edits.changes import Changes, NameChange
-from ckptconv.edits.devices import MapLocation
-from ckptconv.edits.in_memory import add_prefix, strip_prefix
 from ckptconv.errors import (
     CkptconvError,
     CollisionError,
@@ -32,19 +22,28 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptconv.inspection.comparison.diff import diff
-from ckptconv.inspection.comparison.differences import (
-    Difference,
-    OnlyIn,
-    OtherDifference,
-    TensorDifference,
-    ValueDifference,
-)
-from ckptconv.inspection.summary import Summary, inspect
-from ckptconv.inspection.verification import Finding, Verdict, verify
-from ckptconv.tensors.files import CheckpointFile, load, open, save
 
+TYPE_CHECKING = False  # as type checkers take it; the module typing is not needed for more
 if TYPE_CHECKING:
+    from ckptconv.checkpoint.model import LeftBehind, TensorInfo
+    from ckptconv.conversion.batches import convert_many, jobs_in, write_index
+    from ckptconv.conversion.convert import convert
+    from ckptconv.conversion.jobs import Job, Outcome
+    from ckptconv.conversion.plan import Report
+    from ckptconv.edits.changes import Changes, NameChange
+    from ckptconv.edits.devices import MapLocation
+    from ckptconv.edits.in_memory import add_prefix, strip_prefix
+    from ckptconv.inspection.comparison.diff import diff
+    from ckptconv.inspection.comparison.differences import (
+        Difference,
+        OnlyIn,
+        OtherDifference,
+        TensorDifference,
+        ValueDifference,
+    )
+    from ckptconv.inspection.summary import Summary, inspect
+    from ckptconv.inspection.verification import Finding, Verdict, verify
+    from ckptconv.tensors.files import CheckpointFile, load, open, save
     from ckptconv.tensors.moving import devices, remap
 
 __version__ = "0.1.0"
@@ -96,15 +95,37 @@ __all__ = [
     "write_index",
 ]
 
+#: The other public names, by the module that has them. Each is imported when it is first used (PEP 562): ``import
+#: ckptconv`` then costs next to nothing, and torch is imported only for names that need it.
+_HOMES = {
+    "checkpoint.model": "LeftBehind TensorInfo",
+    "conversion.batches": "convert_many jobs_in write_index",
+    "conversion.convert": "convert",
+    "conversion.jobs": "Job Outcome",
+    "conversion.plan": "Report",
+    "edits.changes": "Changes NameChange",
+    "edits.devices": "MapLocation",
+    "edits.in_memory": "add_prefix strip_prefix",
+    "inspection.comparison.diff": "diff",
+    "inspection.comparison.differences": "Difference OnlyIn OtherDifference TensorDifference ValueDifference",
+    "inspection.summary": "Summary inspect",
+    "inspection.verification": "Finding Verdict verify",
+    "tensors.files": "CheckpointFile load open save",
+    "tensors.moving": "devices remap",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-def __getattr__(name: str) -> Any:
-    """What cannot be without torch, imported when it is first asked for: that takes a second or two."""
-    if name in ("devices", "remap"):
-        from ckptconv.tensors import moving
 
-        globals()[name] = found = getattr(moving, name)
+if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
+
+    def __getattr__(name: str) -> object:
+        """The public name, imported from the module that has it."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,9 @@ from rich.text import Text
 from torch import nn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.cli import render
+from ckptconv.cli.render.facts import facts
+from ckptconv.cli.render.table import table_lines
+from ckptconv.cli.render.text import Style
 from ckptconv.formats import opening
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import summarize
@@ -77,11 +79,11 @@ def drawn() -> list[str]:
         with Source(path) as source:
             source.path = Path("gpt.pt")
             summary = summarize(opening.read(source), Host(cuda=0, mps=False))
-    look = render.Style(width=COLUMNS, colour=True, unicode=True)
+    look = Style(width=COLUMNS, colour=True, unicode=True)
     lines = [
-        *render.facts(summary, look, shown=len(summary["tensors"])),
+        *facts(summary, look, shown=len(summary["tensors"])),
         "",
-        *render.table_lines(summary["tensors"], look),
+        *table_lines(summary["tensors"], look),
     ]
     return ["\x1b[1m$ ckptconv inspect gpt.pt\x1b[0m", *lines]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from ckptconv.cli import render
 from ckptconv.cli.convert_batch import convert_batch
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
+from ckptconv.cli.render.batch import skipped_line
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
@@ -107,7 +107,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         if as_json:
             click.echo(json.dumps(skipped_as_dict(str(item.src), str(item.dst))))
         elif not quiet:
-            click.echo(render.skipped_line(str(item.dst), style_of(sys.stderr)), err=True)
+            click.echo(skipped_line(str(item.dst), style_of(sys.stderr)), err=True)
         return 0
     report = run(
         item.src,

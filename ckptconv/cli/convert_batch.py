@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.spans import Progress
-from ckptconv.cli import render
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
+from ckptconv.cli.render.batch import Sum, item_line, skipped_line, sum_lines
+from ckptconv.cli.render.text import Style
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
 from ckptconv.conversion.executors import processes
@@ -67,7 +68,7 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
         )
     elif not quiet:
         sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
-        for line in render.sum_lines(sum_, style):
+        for line in sum_lines(sum_, style):
             click.echo(line, err=not flags["dry_run"], color=style.colour)
     if failed and len(failed) == len(outcomes):
         return 1
@@ -76,8 +77,8 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
 
 def _sum_of(
     outcomes: list[Outcome], listing: Listing, why: dict[str, list[str]], seconds: float, *, in_full: bool
-) -> render.Sum:
-    return render.Sum(
+) -> Sum:
+    return Sum(
         [each.report for each in outcomes if each.report and not _is_copy(each)],
         [each.report for each in outcomes if each.report and _is_copy(each)],
         sum(each.skipped for each in outcomes),
@@ -115,7 +116,7 @@ def _brief(outcome: Outcome) -> Outcome:
 
 
 def _show_outcome(
-    outcome: Outcome, style: render.Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
+    outcome: Outcome, style: Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
     """Say what became of one item.
 
@@ -133,15 +134,15 @@ def _show_outcome(
             click.echo(outcome.trace, err=True)
     elif report is None:
         if not quiet:
-            click.echo(render.skipped_line(os.fspath(Path(outcome.job.dst)), style), err=True)
+            click.echo(skipped_line(os.fspath(Path(outcome.job.dst)), style), err=True)
     elif quiet:
         return
     elif _is_copy(outcome):
-        click.echo(render.item_line(report, style, copied=True), err=report.written)
+        click.echo(item_line(report, style, copied=True), err=report.written)
     elif verbose or not report.written:
         show_report(report, style, verbose=verbose)
     else:
-        click.echo(render.item_line(report, style), err=True)
+        click.echo(item_line(report, style), err=True)
 
 
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ckptconv.cli import render
 from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
+from ckptconv.cli.render.difference import difference_lines
 from ckptconv.cli.terminal import progress_bar, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.inspection.comparison.diff import compare
@@ -69,6 +69,6 @@ def diff_command(
     if as_json:
         click.echo(json.dumps(difference_as_dict(found)))
     elif not quiet:
-        for line in render.difference_lines(found, style, everything=verbose, names_only=names_only):
+        for line in difference_lines(found, style, everything=verbose, names_only=names_only):
             click.echo(line, color=style.colour)
     return 0 if found.same else 1

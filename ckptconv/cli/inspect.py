@@ -11,8 +11,11 @@ from typing import Any
 import click
 
 from ckptconv.checkpoint.globs import matches
-from ckptconv.cli import render
 from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.render.facts import facts
+from ckptconv.cli.render.table import table_lines
+from ckptconv.cli.render.text import Style, cells, natural
+from ckptconv.cli.render.tree import tree_lines
 from ckptconv.cli.terminal import screen_size, show_error, style_of
 from ckptconv.errors import CkptconvError, NoMatchError
 from ckptconv.inspection.summary import Summary, TensorSummary, inspect
@@ -79,7 +82,7 @@ def _selected(
         tensors = _filtered(summary, include, exclude)
     if sort == "size":
         return sorted(tensors, key=lambda tensor: -tensor["nbytes"])
-    return sorted(tensors, key=lambda tensor: render.natural(tensor["path"])) if sort else tensors
+    return sorted(tensors, key=lambda tensor: natural(tensor["path"])) if sort else tensors
 
 
 def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[TensorSummary]:
@@ -109,7 +112,7 @@ def _show(
     summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool, by_size: bool
 ) -> None:
     style = style_of(sys.stdout)
-    lines = list(render.facts(summary, style, shown=len(tensors)))
+    lines = list(facts(summary, style, shown=len(tensors)))
     if tensors and limit != 0:
         lines.append("")
     height = None
@@ -117,12 +120,12 @@ def _show(
         limit = None
     elif limit is None and style.width is not None:
         limit, height = _ROWS, screen_size().lines - _rows_of(lines, style) - 1  # which the prompt needs
-    draw = render.tree_lines if tree else render.table_lines
+    draw = tree_lines if tree else table_lines
     table = draw(tensors, style, limit=limit, height=height, fold=not everything, by_size=by_size)
     for line in chain(lines, table):
         click.echo(line, color=style.colour)
 
 
-def _rows_of(lines: list[str], style: render.Style) -> int:
+def _rows_of(lines: list[str], style: Style) -> int:
     """How much of the screen LINES take: the terminal breaks what is too long for it."""
-    return sum(max(1, -(-render.cells(click.unstyle(line)) // style.columns)) for line in lines)
+    return sum(max(1, -(-cells(click.unstyle(line)) // style.columns)) for line in lines)

@@ -9,16 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
+from importlib import import_module
 
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.convert import convert_command
-from ckptconv.cli.diff import diff_command
-from ckptconv.cli.inspect import inspect_command
 from ckptconv.cli.terminal import show_error
-from ckptconv.cli.verify import verify_command
 from ckptconv.errors import CkptconvError, UsageError
 
 __all__ = ["cli", "main"]
@@ -52,7 +48,7 @@ def main(args: list[str] | None = None) -> int:
         if debug and failed == 1:
             raise
         if debug:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
         else:
             show_error(error)
         return 2 if isinstance(error, UsageError) else failed
@@ -67,7 +63,7 @@ def main(args: list[str] | None = None) -> int:
     except Exception:  # a bug: the interpreter would exit with 1, which says something else for diff
         if failed == 1:
             raise
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         return failed
 
 
@@ -84,13 +80,24 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-@click.group(epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _LazyGroup(click.Group):
+    """Commands that are imported when they are used: ``inspect`` needs little of what ``convert`` does."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
+        return ["convert", "diff", "inspect", "verify"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = getattr(import_module(f"ckptconv.cli.{cmd_name}"), f"{cmd_name}_command")
+        return command
+
+
+@click.group(
+    cls=_LazyGroup, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
     """Change what a PyTorch checkpoint says about its tensors (device, names, dtype, container), without running it,
     loading it, or having its devices.
     """
-
-
-for _command in (inspect_command, convert_command, diff_command, verify_command):
-    cli.add_command(_command)

@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ckptconv.byteranges.spans import Progress
-from ckptconv.cli import render
-from ckptconv.conversion.plan import Report
+from ckptconv.cli.render.text import Style
 from ckptconv.errors import CkptconvError
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.spans import Progress
+    from ckptconv.conversion.plan import Report
 
 __all__ = ["PROGRESS_FROM", "open_bar", "progress_bar", "screen_size", "show_error", "show_report", "style_of"]
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
@@ -23,10 +25,10 @@ def show_error(error: CkptconvError) -> None:
     click.echo(f"ckptconv: {error}", err=True)
 
 
-def style_of(stream: TextIO) -> render.Style:
+def style_of(stream: TextIO) -> Style:
     """What STREAM can show."""
     terminal = stream.isatty()
-    return render.Style(
+    return Style(
         width=screen_size().columns if terminal else None,
         colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
         unicode=(stream.encoding or "").lower().startswith("utf"),
@@ -67,6 +69,8 @@ def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
         yield bar, bar.add_task("", total=size)
 
 
-def show_report(report: Report, style: render.Style, *, verbose: bool) -> None:
-    for line in render.report_lines(report, style, every_name=verbose):
+def show_report(report: Report, style: Style, *, verbose: bool) -> None:
+    from ckptconv.cli.render.report import report_lines
+
+    for line in report_lines(report, style, every_name=verbose):
         click.echo(line, err=report.written, color=style.colour)

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from ckptconv.cli import render
 from ckptconv.cli.json_views import verdict_as_dict
 from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.render.verdict import verdict_lines
 from ckptconv.cli.terminal import progress_bar, show_error
 from ckptconv.errors import CkptconvError, UsageError
 from ckptconv.inspection.summary import SCHEMA_VERSION
@@ -68,7 +68,7 @@ def verify_command(
         if as_json:
             click.echo(json.dumps(verdict_as_dict(verdict)))
         else:
-            for line in render.verdict_lines(verdict, quiet=quiet, verbose=verbose):
+            for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
                 click.echo(line)
     if passed + failed > 1 and not as_json and not quiet:
         click.echo(f"{passed + failed:,} checkpoints: {passed:,} ok, {failed:,} failed")

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.safe_globals import can_be_made_loadable
-from ckptconv.cli.render import Style, facts, table_lines, tree_lines
+from ckptconv.cli.render.facts import facts
+from ckptconv.cli.render.table import table_lines
+from ckptconv.cli.render.text import Style
+from ckptconv.cli.render.tree import tree_lines
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions

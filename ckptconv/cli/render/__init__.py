@@ -15,29 +15,3 @@ Names are escaped before they get out.
 ``verdict``     what is wrong with a checkpoint, or that nothing is
 ==============  ==========================================================================
 """
-
-from ckptconv.cli.render.batch import Sum, item_line, skipped_line, sum_lines
-from ckptconv.cli.render.difference import difference_lines
-from ckptconv.cli.render.facts import facts
-from ckptconv.cli.render.report import report_lines
-from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Style, cells, natural, size
-from ckptconv.cli.render.tree import tree_lines
-from ckptconv.cli.render.verdict import verdict_lines
-
-__all__ = [
-    "Style",
-    "Sum",
-    "cells",
-    "difference_lines",
-    "facts",
-    "item_line",
-    "natural",
-    "report_lines",
-    "size",
-    "skipped_line",
-    "sum_lines",
-    "table_lines",
-    "tree_lines",
-    "verdict_lines",
-]

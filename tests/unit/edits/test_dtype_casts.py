@@ -29,7 +29,8 @@ from torch import nn
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.cli.render import Style, report_lines
+from ckptconv.cli.render.report import report_lines
+from ckptconv.cli.render.text import Style
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 from ckptconv.edits.views import Views
 from ckptconv.formats import opening

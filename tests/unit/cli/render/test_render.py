@@ -22,10 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptconv.cli.render import Style, facts, report_lines, table_lines, tree_lines
+from ckptconv.cli.render.facts import facts
 from ckptconv.cli.render.folding import leaves, tree_of
 from ckptconv.cli.render.renames import patterns
-from ckptconv.cli.render.text import broken, cells, natural, wrapped
+from ckptconv.cli.render.report import report_lines
+from ckptconv.cli.render.table import table_lines
+from ckptconv.cli.render.text import Style, broken, cells, natural, wrapped
+from ckptconv.cli.render.tree import tree_lines
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.hints import shell
@@ -721,7 +724,8 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
 def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
-        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render import *\ns ="
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render.facts import facts;"
+        " from ckptconv.cli.render.table import table_lines; from ckptconv.cli.render.text import Style\ns ="
         f" inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'],"
         " Style(80))])\nassert n > 20; assert 'rich' not in sys.modules"
     )

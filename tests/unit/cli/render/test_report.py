@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.cli.render import report_lines
+from ckptconv.cli.render.report import report_lines
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes
 

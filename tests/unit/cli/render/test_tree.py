@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ckptconv.cli.render import Style, tree_lines
+from ckptconv.cli.render.text import Style
+from ckptconv.cli.render.tree import tree_lines
 from ckptconv.inspection.summary import inspect
 
 

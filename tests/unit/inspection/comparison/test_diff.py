@@ -27,7 +27,8 @@ import ckptconv
 from ckptconv.byteranges.kernels.comparing import comparable
 from ckptconv.byteranges.sources import Readable
 from ckptconv.cli.main import main
-from ckptconv.cli.render import Style, difference_lines
+from ckptconv.cli.render.difference import difference_lines
+from ckptconv.cli.render.text import Style
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare

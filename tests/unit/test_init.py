@@ -1,0 +1,49 @@
+"""The package itself: its public names, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ckptconv
+
+
+def test_each_public_name_is_there() -> None:
+    """The lazy names are those of ``__all__``, beside the errors, which are imported at once."""
+    assert sorted(ckptconv.__all__) == ckptconv.__all__
+    errors = {name for name in ckptconv.__all__ if hasattr(ckptconv.errors, name)}
+    assert set(ckptconv._HOME_OF) == set(ckptconv.__all__) - errors
+    for name in ckptconv.__all__:
+        assert getattr(ckptconv, name) is not None, name
+    assert set(ckptconv.__all__) < set(dir(ckptconv))
+
+
+def test_no_other_name() -> None:
+    with pytest.raises(AttributeError, match="module 'ckptconv' has no attribute 'convrt'"):
+        _ = ckptconv.convrt  # type: ignore[attr-defined]
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh interpreter has imported after `code`."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; before = {{*sys.modules}}; {code}; print(*{{*sys.modules}} - before)",
+    ]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_package_imports_next_to_nothing() -> None:
+    """``import ckptconv`` takes the errors and what they need, nothing else of the package."""
+    modules = modules_after("import ckptconv")
+    assert {name for name in modules if name.startswith("ckptconv")} == {"ckptconv", "ckptconv.errors"}
+    assert not {"typing", "re", "dataclasses", "enum", "torch"} & modules
+
+
+def test_a_name_imports_what_it_needs() -> None:
+    """The prefixes of a state dict in memory need no reader of files, and no torch."""
+    modules = modules_after("import ckptconv; ckptconv.strip_prefix")
+    assert "ckptconv.edits.in_memory" in modules
+    assert not {"torch", "ckptconv.tensors.files", "ckptconv.formats.opening"} & modules
