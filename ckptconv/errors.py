@@ -22,6 +22,7 @@ import unicodedata
 from collections.abc import Sequence
 
 __all__ = [
+    "DOWNLOAD_AGAIN",
     "CkptconvError",
     "CollisionError",
     "DangerousError",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 
+#: What to do with a file that is damaged.
+DOWNLOAD_AGAIN = "download or copy it again"
 _LONGEST_FACT = 400  # characters; several names and their numbers
 _LONGEST_NUMBER = 1000  # bits
 _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
@@ -60,7 +63,7 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def some(words: Sequence[str], most: int) -> str:
+def some(words: Sequence[str], most: int = 3) -> str:
     """WORDS, or the first of them, MOST, and how many more."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more

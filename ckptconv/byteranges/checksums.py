@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
-from ckptconv.errors import InputError, MalformedError
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError
 
 try:  # the extra ``fast``: the same numbers, several times as fast
     from zlib_ng.zlib_ng import crc32 as checksum
@@ -131,5 +131,5 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
             where=where,
             expected=f"{expected:08x}",
             got=f"{found:08x}",
-            hint="download or copy it again",
+            hint=DOWNLOAD_AGAIN,
         )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate
-from ckptconv.errors import CkptconvError
+from ckptconv.errors import CkptconvError, InputError
 from ckptconv.limits import LIMITS
 
 __all__ = ["RAISED", "CollectingSink", "FaultSink", "PickleSequence", "UnreadRecord"]
@@ -38,7 +38,19 @@ class PickleSequence(NamedTuple):
 
 
 class FaultSink:
-    """For those who want a sound checkpoint or none: what is found is raised."""
+    """For those who want a sound checkpoint or none: what is found is raised.
+
+    A context manager: an InputError that is raised inside is found, and the reader goes on behind it.
+    """
+
+    def __enter__(self) -> FaultSink:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, InputError):
+            self.found(error)
+            return True
+        return False
 
     def found(self, error: CkptconvError) -> None:
         """Take ERROR, and return if the reader should go on."""

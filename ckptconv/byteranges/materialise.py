@@ -6,8 +6,8 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import NamedTuple, Protocol
+from types import TracebackType
+from typing import Protocol
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
@@ -45,7 +45,8 @@ class Pieces:
         every = list(every)
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
-        self._kernels = _kernels() if any(piece.is_computed for piece in every) else None
+        if any(piece.is_computed for piece in every):
+            _import_kernels()
         #: Bytes that are needed in FOLDER for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
@@ -66,11 +67,13 @@ class Pieces:
         if isinstance(piece, InflateSlice):
             yield from reading.read(self.part(piece))
         elif isinstance(piece, Gather):
-            assert self._kernels is not None
-            yield from self._kernels.gathering.gather(piece, self._whole(piece.of))
+            from ckptconv.byteranges.kernels.gathering import gather
+
+            yield from gather(piece, self._whole(piece.of))
         elif isinstance(piece, Assemble):
-            assert self._kernels is not None
-            yield from self._kernels.assembling.assemble(piece)
+            from ckptconv.byteranges.kernels.assembling import assemble
+
+            yield from assemble(piece)
         elif isinstance(piece, Cast):
             yield from self._cast(piece)
         else:
@@ -83,9 +86,9 @@ class Pieces:
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts PIECE, at most so many bytes of what it is made of at once."""
-        assert self._kernels is not None
-        buffer: CastBuffer = self._kernels.casting.TorchCastBuffer(piece, most)
-        return buffer
+        from ckptconv.byteranges.kernels.casting import TorchCastBuffer
+
+        return TorchCastBuffer(piece, most)
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
         """Remember that so many NUMBERS of PIECE were too large."""
@@ -181,21 +184,10 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
         yield filled
 
 
-class _Kernels(NamedTuple):
-    """What needs torch."""
-
-    assembling: ModuleType
-    casting: ModuleType
-    gathering: ModuleType
-
-
-def _kernels() -> _Kernels:
-    """What needs torch, imported: while there is no output yet, and Ctrl-C waiting, which torch does
-    not stand there.
-    """
+def _import_kernels() -> None:
+    """Import what needs torch: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from ckptconv.byteranges.kernels import assembling, casting, gathering
+        from ckptconv.byteranges.kernels import assembling, casting, gathering  # noqa: F401
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return _Kernels(assembling, casting, gathering)

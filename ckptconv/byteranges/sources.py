@@ -19,7 +19,7 @@ from typing import TypeVar
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.errors import InputChangedError, InputError
 
-__all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder"]
+__all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder", "first_bytes", "list_folder"]
 
 _R = TypeVar("_R", bound="Readable")
 
@@ -249,6 +249,38 @@ class SourceFolder(Readable):
         """Let the files go."""
         for source in self._open.values():
             source.close()
+
+
+def first_bytes(path: Path, most: int) -> bytes:
+    """The first bytes of the file at `path`, at most so many; none where it cannot be read."""
+    try:
+        with Source(path) as source:
+            return source.read(0, min(most, source.size))
+    except InputError:
+        return b""
+
+
+def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
+    """The names in `folder`: of folders, with whether they are links, and of all else. Raises InputError."""
+    folders: dict[str, bool] = {}
+    files = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _is_folder(entry):
+                    folders[entry.name] = entry.is_symlink()
+                else:
+                    files.append(entry.name)
+    except OSError as error:
+        raise InputError(f"a folder that cannot be listed: {error.strerror}", where=folder) from error
+    return folders, sorted(files)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _leave_spare(fd: int) -> None:

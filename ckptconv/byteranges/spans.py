@@ -341,3 +341,8 @@ class OutFile:
     pieces: tuple[Piece, ...]
     size: int
     sums: tuple[Piece, ...] = ()
+
+    @classmethod
+    def copy_of(cls, source: ByteSource, path: Path) -> OutFile:
+        """All of SOURCE, as the file PATH."""
+        return cls(path, (ByteRange(source, 0, source.size),) if source.size else (), source.size)

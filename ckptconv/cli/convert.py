@@ -18,10 +18,11 @@ from ckptconv.cli.render.batch import skipped_line
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.targets import TARGET_FORMATS, is_there, list_items
+from ckptconv.conversion.targets import is_there, list_items
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError
+from ckptconv.formats.writers import WRITERS
 
 __all__ = ["convert_command"]
 
@@ -54,10 +55,11 @@ __all__ = ["convert_command"]
 @click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows.")
 @click.option(
     "--format",
-    type=click.Choice(TARGET_FORMATS),
+    type=click.Choice([*WRITERS]),
     help=(
-        "The format of DST, where its suffix does not say it: legacy is torch's before 1.6, pickle what pickle.load"
-        " reads."
+        "The format of DST, where its suffix does not say it: "
+        + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
+        + "."
     ),
 )
 @click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")

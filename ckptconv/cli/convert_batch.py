@@ -16,7 +16,7 @@ import click
 
 from ckptconv.byteranges.spans import Progress
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
-from ckptconv.cli.render.batch import Sum, item_line, skipped_line, sum_lines
+from ckptconv.cli.render.batch import item_line, skipped_line, sum_lines
 from ckptconv.cli.render.text import Style
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
@@ -67,29 +67,12 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
             )
         )
     elif not quiet:
-        sum_ = _sum_of(outcomes, listing, why, time.monotonic() - started, in_full=verbose or flags["dry_run"])
-        for line in sum_lines(sum_, style):
+        seconds, in_full = time.monotonic() - started, verbose or flags["dry_run"]
+        for line in sum_lines(outcomes, listing, why, style, seconds=seconds, in_full=in_full):
             click.echo(line, err=not flags["dry_run"], color=style.colour)
     if failed and len(failed) == len(outcomes):
         return 1
     return 3 if failed or any(report.failed for report in reports) else 0
-
-
-def _sum_of(
-    outcomes: list[Outcome], listing: Listing, why: dict[str, list[str]], seconds: float, *, in_full: bool
-) -> Sum:
-    return Sum(
-        [each.report for each in outcomes if each.report and not _is_copy(each)],
-        [each.report for each in outcomes if each.report and _is_copy(each)],
-        sum(each.skipped for each in outcomes),
-        sum(each.error is not None for each in outcomes),
-        why,
-        seconds,
-        listing.other,
-        listing.unentered,
-        listing.notes,
-        in_full,
-    )
 
 
 @contextmanager
@@ -102,11 +85,6 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
         go_on = "" if in_place else "; the same command with --skip-existing goes on from here"
         click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
         raise
-
-
-def _is_copy(outcome: Outcome) -> bool:
-    """Whether what OUTCOME is of is no checkpoint."""
-    return bool(outcome.job.edits.get("copy"))
 
 
 def _brief(outcome: Outcome) -> Outcome:
@@ -137,7 +115,7 @@ def _show_outcome(
             click.echo(skipped_line(os.fspath(Path(outcome.job.dst)), style), err=True)
     elif quiet:
         return
-    elif _is_copy(outcome):
+    elif outcome.is_copy:
         click.echo(item_line(report, style, copied=True), err=report.written)
     elif verbose or not report.written:
         show_report(report, style, verbose=verbose)
@@ -150,7 +128,7 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
     if outcome.report:
         report = report_as_dict(outcome.report)
         of_copies = ("schema_version", "src", "dst", "size", "written", "seconds")
-        return {**{name: report[name] for name in of_copies}, "copied": True} if _is_copy(outcome) else report
+        return {**{name: report[name] for name in of_copies}, "copied": True} if outcome.is_copy else report
     if error is None:
         return skipped_as_dict(str(outcome.job.src), os.fspath(Path(outcome.job.dst)))
     facts = {

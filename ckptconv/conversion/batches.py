@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
-from ckptconv.conversion.executors import JobExecutor, others, processes
-from ckptconv.conversion.jobs import Job, Outcome, Task, stamp_of
+from ckptconv.conversion.executors import Others, processes
+from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Item, list_items
 from ckptconv.edits.options import Edits
@@ -28,6 +28,7 @@ from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
+from ckptconv.formats.writers import writer_for
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import gc_paused
@@ -64,7 +65,7 @@ def convert_many(
 
     todo = list(jobs)
     if executor is not None:
-        return run_jobs(todo, others(executor), tell)
+        return run_jobs(todo, Others(executor), tell)
     return run_jobs(todo, processes(min(os.cpu_count() or 1, len(todo) or 1)), tell)
 
 
@@ -113,7 +114,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
             what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"
             raise RefusedError(what, where=folder, expected="shards without an index")
         checkpoint = reading.read(source, opening.read)
-        index = writing.layout(checkpoint, source.path, writing.format_of(checkpoint)).files[-1]
+        index = writing.layout(checkpoint, source.path, writer_for(objects=not checkpoint.is_state_dict)).files[-1]
         output_files.write(index, source, replace=False, verify=False)
     return index.path
 

@@ -15,16 +15,16 @@ from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
 from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
-from ckptconv.conversion.targets import find_item, format_of, usual_format
+from ckptconv.conversion.targets import find_item, format_of
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import RefusedError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.opening import open_input
-from ckptconv.formats.sharded import writing
+from ckptconv.formats.writers import usual_format, writer_for
 from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
-from ckptconv.output.folders import write_folder
+from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def _planned(
 
     def plan_one(source: Source | SourceFolder, path: Path, is_folder: bool, edits: Edits) -> Plan:
         checkpoint = opening.read(source)
-        usual = writing.format_of(checkpoint) if is_folder else usual_format(path.name, checkpoint.format)
+        shards = writer_for(objects=not checkpoint.is_state_dict).word
+        usual = shards if is_folder else usual_format(path.name, checkpoint.format)
         meant = replace(output, format=output.format or usual)
         return make_plan(checkpoint, path, edits, meant, is_folder=is_folder)
 
@@ -141,18 +142,8 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
     plan = whole.plan
     if not plan.is_folder:
         return output_files.write(plan.files[0], source, replace=output.force, verify=output.verify, progress=progress)
-    return write_folder(
-        plan.target,
-        plan.files,
-        source,
-        replace=output.force,
-        verify=output.verify,
-        jobs=output.jobs,
-        progress=progress,
-        may_go=whole.may_go,
-        others=plan.others,
-        like=whole.like,
-    )
+    new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
+    return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
 
 
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import list_folder
 from ckptconv.errors import InputError
+from ckptconv.formats.distributed.dcp import looks_like_metadata
 from ckptconv.formats.foreign.folders import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
 from ckptconv.output.files import is_temporary
@@ -47,7 +47,7 @@ def find(folder: Path) -> list[Found]:
     waiting = [folder]
     while waiting:
         here = waiting.pop()
-        folders, files = _listed(here)
+        folders, files = list_folder(here)
         found += _unentered(here, folders)
         found += _in_folder(here, files)
         if folders.keys() >= _OF_CACHE:
@@ -58,53 +58,28 @@ def find(folder: Path) -> list[Found]:
 
 def find_in(folder: Path) -> list[Found]:
     """What stands directly in FOLDER. Raises InputError where it cannot be listed."""
-    return list(_in_folder(folder, _listed(folder)[1]))
-
-
-def _listed(folder: Path) -> tuple[dict[str, bool], list[str]]:
-    """The folders in FOLDER, with whether they are links, and all else."""
-    folders: dict[str, bool] = {}
-    files = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if is_temporary(entry.name):
-                    continue
-                if _is_folder(entry):
-                    folders[entry.name] = entry.is_symlink()
-                else:
-                    files.append(entry.name)
-    except OSError as error:
-        raise InputError(f"a folder that cannot be listed: {error.strerror}", where=folder) from error
-    return folders, sorted(files)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+    return list(_in_folder(folder, list_folder(folder)[1]))
 
 
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
     """The links to folders INSIDE of FOLDER, and the hidden folders that hold something."""
     for name, is_link in inside.items():
-        if is_link or (name.startswith(".") and _holds_something(folder / name)):
+        if not is_temporary(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
             yield Found(folder / name, "unentered", ())
 
 
 def _holds_something(folder: Path) -> bool:
     try:
-        with os.scandir(folder) as entries:
-            return any(True for _ in entries)
-    except OSError:  # nobody knows
+        return any(list_folder(folder))
+    except InputError:  # nobody knows
         return True
 
 
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
     """What the files called NAMES, which stand in FOLDER, are."""
+    names = [name for name in names if not is_temporary(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
-    if ".metadata" in names and (chunks or _is_of_chunks(folder / ".metadata")):
+    if ".metadata" in names and (chunks or looks_like_metadata(folder)):
         chunks.append(".metadata")
     if chunks:
         parts = sorted(chunks)
@@ -121,12 +96,3 @@ def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
         if name not in taken:
             kind: Kind = "file" if name.lower().endswith(FILE_SUFFIXES) else "other"
             yield Found(folder / name, kind, (folder / name,))
-
-
-def _is_of_chunks(metadata: Path) -> bool:
-    """Whether the file METADATA, which others call so too, is the one that chunks have: a pickle."""
-    try:
-        with Source(metadata) as source:
-            return source.read(0, min(1, source.size)) == b"\x80"
-    except InputError:
-        return False

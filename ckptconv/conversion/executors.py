@@ -6,66 +6,30 @@ Each hands jobs out; what is lost on the way, :mod:`ckptconv.conversion.batches`
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from typing import Protocol
 
 from ckptconv.byteranges.spans import Progress
-from ckptconv.conversion.jobs import Outcome, Task, work
+from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished, work
 
-__all__ = ["JobExecutor", "others", "processes"]
+__all__ = ["Others", "processes"]
 
 _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 
 
-class JobExecutor(Protocol):
-    """Where jobs are done.
-
-    MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be
-    what ended the process. REPEATS: it may do a job again of its own accord.
-    """
-
-    most: int
-    alone: bool
-    repeats: bool
-
-    def submit(self, task: Task) -> Future[Outcome]:
-        """Have TASK done."""
-
-    def written(self) -> int:
-        """The bytes that were written, so far as it is known here."""
-
-    def close(self, *, failed: bool) -> None:
-        """End what the executor has started; at once if FAILED."""
-
-
-class _Here:
-    """This very thread, one job after another."""
-
-    most = 1
-    alone = False
-    repeats = False
+class _Here(JobExecutor):
+    """This very thread, one job after another; TICK is told of each number of bytes."""
 
     def __init__(self, tick: Progress | None) -> None:
         self.tick = tick
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Do TASK."""
-        future: Future[Outcome] = Future()
-        future.set_result(work(task, self.tick))
-        return future
-
-    def written(self) -> int:
-        """Nothing that TICK has not been told."""
-        return 0
-
-    def close(self, *, failed: bool) -> None:
-        """Nothing was started."""
+        return finished(work(task, self.tick))
 
 
-class _Others:
+class Others(JobExecutor):
     """Somebody else's EXECUTOR, which stays open."""
 
     most = _WINDOW
-    alone = False
     repeats = True
 
     def __init__(self, executor: Executor) -> None:
@@ -74,18 +38,6 @@ class _Others:
     def submit(self, task: Task) -> Future[Outcome]:
         """Hand TASK over."""
         return self.executor.submit(work, task)
-
-    def written(self) -> int:
-        """Nobody tells."""
-        return 0
-
-    def close(self, *, failed: bool) -> None:
-        """It is not ours."""
-
-
-def others(executor: Executor) -> JobExecutor:
-    """Somebody else's EXECUTOR, which stays open."""
-    return _Others(executor)
 
 
 def processes(workers: int, tick: Progress | None = None) -> JobExecutor:

@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Source, SourceFolder, first_bytes
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import Found, find, find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan
-from ckptconv.conversion.targets import name_in_folder, name_of_dcp
+from ckptconv.conversion.targets import name_in_folder, refuse_one_place
 from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits
-from ckptconv.errors import CkptconvError, InputError, NoMatchError, RefusedError, count, some
+from ckptconv.errors import CkptconvError, NoMatchError, count, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.sharded.index import family_of
@@ -32,7 +32,6 @@ from ckptconv.output.other_files import OtherFile, others_in, rest_of
 
 __all__ = ["FolderPlan", "plan_folder", "successor"]
 
-_SHOWN = 3  # names in a note
 
 #: Plans the conversion of a source to a path, which is a folder or not.
 PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
@@ -106,7 +105,12 @@ def plan_folder(
         may_go = successor(plan)
     plan = replace(plan, others=tuple(others), notes=(*plan.notes, *notes, *_about_config(folder, plan)))
     plan = replace(plan, notes=(*plan.notes, *_about_old(plan, may_go)))
-    _refuse_one_name(done, plan)
+    refuse_one_place(
+        [
+            *((file.path, part.found.path) for part in done if part.plan for file in part.plan.files),
+            *((other.path, other.source) for other in plan.others if other.kind != "folder"),
+        ]
+    )
     return FolderPlan(plan, failed, may_go, folder)
 
 
@@ -122,9 +126,7 @@ def _place(found: Found, folder: Path, format: str | None) -> Path:
     place = found.path.relative_to(folder)
     if found.kind == "shards":
         return place if found.path.is_dir() else place.parent
-    if found.kind == "dcp":
-        return place.with_name(name_of_dcp(found, format))
-    return place.with_name(name_in_folder(place.name, format))
+    return place.with_name(name_in_folder(found, format))
 
 
 def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, opened: ExitStack) -> None:
@@ -163,7 +165,7 @@ def _others(
         beside = {each.path.name for each in every if each.kind == "other"}
         taken |= {name for name in os.listdir(folder) if name not in beside}
     others, odd = others_in(folder, target, taken, deep=is_whole) if copied else ([], [])
-    notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd, _SHOWN)}"] if odd else []
+    notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd)}"] if odd else []
     if not copied:
         notes += _left([each for each in every if each.kind == "other"], "other file", folder)
         notes += _left([each for each in every if each.kind == "unentered"], "hidden or linked folder", folder)
@@ -173,7 +175,7 @@ def _others(
 def _left(found: list[Found], what: str, folder: Path) -> list[str]:
     if not found:
         return []
-    names = some([str(each.path.relative_to(folder)) for each in found], _SHOWN)
+    names = some([str(each.path.relative_to(folder)) for each in found])
     return [f"{count(len(found), what)} left: {names}; --copy-others copies all that is no checkpoint"]
 
 
@@ -189,9 +191,8 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
 def _dtype_in(config: Path) -> str | None:
     """The dtype that a CONFIG of transformers says, if there is such a file and it says one."""
     try:
-        with Source(config) as source:  # a FIFO would wait for a writer
-            found = json.loads(source.read(0, min(source.size, LIMITS.config_bytes)))
-    except (InputError, ValueError, RecursionError):
+        found = json.loads(first_bytes(config, LIMITS.config_bytes))
+    except (ValueError, RecursionError):
         return None
     dtype = (found.get("dtype") or found.get("torch_dtype")) if isinstance(found, dict) else None
     return dtype if isinstance(dtype, str) else None
@@ -219,23 +220,10 @@ def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
     }
     gone = sorted(name for name in names_in(plan.target) if name not in new and may_go(name))
     return (
-        [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone, _SHOWN)}"]
+        [f"{count(len(gone), 'file')} of the old folder {'go' if len(gone) > 1 else 'goes'}: {some(gone)}"]
         if gone
         else []
     )
-
-
-def _refuse_one_name(parts: Iterable[_Part], plan: Plan) -> None:
-    """Raise RefusedError where two of PARTS, or one and what comes along, would have files of one name."""
-    origin: dict[Path, Path] = {}
-    every = [(file.path, part.found.path) for part in parts if part.plan for file in part.plan.files]
-    every += [(other.path, other.source) for other in plan.others if other.kind != "folder"]
-    for path, source in every:
-        first = origin.setdefault(path, source)
-        if first != source:
-            raise RefusedError(
-                f"{first} and {source} would both become it", where=path, hint="convert them to folders of their own"
-            )
 
 
 def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, Targ
 from ckptconv.hints import edit_flag
 from ckptconv.output import files as output_files
 
-__all__ = ["Job", "Outcome", "Task", "stamp_of", "work"]
+__all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Outcome:
     trace: str = ""
     unmatched: tuple[tuple[str, object], ...] = ()
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether what it is of is no checkpoint."""
+        return bool(self.job.edits.get("copy"))
+
 
 class Task(NamedTuple):
     """A job as it is handed to who does it.
@@ -89,6 +95,36 @@ class Task(NamedTuple):
     new: bool = False
     lost: bool = False
     stamp: tuple[int, ...] | None = None
+
+
+class JobExecutor:
+    """Where jobs are done; by itself, one that starts nothing and is told of nothing.
+
+    MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be
+    what ended the process. REPEATS: it may do a job again of its own accord.
+    """
+
+    most = 1
+    alone = False
+    repeats = False
+
+    def submit(self, task: Task) -> Future[Outcome]:
+        """Have TASK done."""
+        raise NotImplementedError
+
+    def written(self) -> int:
+        """The bytes that were written, so far as it is known here."""
+        return 0
+
+    def close(self, *, failed: bool) -> None:
+        """End what the executor has started; at once if FAILED."""
+
+
+def finished(outcome: Outcome) -> Future[Outcome]:
+    """A future that has its OUTCOME."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:
@@ -158,7 +194,7 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
     with Source(src) as source:
         output_files.check_target(dst, replace=output.force)
         if not output.dry_run:
-            file = OutFile(dst, (ByteRange(source, 0, source.size),) if source.size else (), source.size)
+            file = OutFile.copy_of(source, dst)
             output_files.write(file, source, replace=output.force, verify=output.verify, progress=tick)
         return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not output.dry_run)
 

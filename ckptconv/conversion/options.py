@@ -8,9 +8,10 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
 from ckptconv.edits.options import EditOptions, Edits, check_flags
+from ckptconv.formats.writers import WRITERS, FormatWord
 
 __all__ = ["USUAL", "ConvertOptions", "JobOptions", "OutputOptions", "SaveOptions", "takes"]
 
@@ -18,6 +19,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _WIDTH = 112  # columns of a docstring
+_WORDS = ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
 _ENTRY = re.compile(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
 
 
@@ -25,9 +27,8 @@ class SaveOptions(EditOptions, total=False):
     """The keywords of :func:`ckptconv.save`."""
 
     format: Annotated[
-        Literal["pt", "legacy", "pickle", "safetensors"] | None,
-        "``'pt'``, ``'safetensors'``, ``'legacy'`` (torch's format before 1.6) or ``'pickle'``, where the suffix of the"
-        " output does not say it; a plain pickle stays one in a ``.pkl``.",
+        FormatWord | None,
+        f"{_WORDS}, where the suffix of the output does not say it; a plain pickle stays one in a ``.pkl``.",
     ]
     copy_tied: Annotated[bool, "Write tied tensors to safetensors under each name."]
     force: Annotated[bool, "The output may exist, and may be the input."]

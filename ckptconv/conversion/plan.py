@@ -15,10 +15,11 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, some
-from ckptconv.formats import safetensors, torchscript
-from ckptconv.formats.opening import WRITERS
+from ckptconv.formats import torchscript
+from ckptconv.formats.layout import Writer
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
+from ckptconv.formats.writers import DEFAULT, WRITERS, words
 from ckptconv.output.other_files import OtherFile
 from ckptconv.safety.scan import dangers_carried
 
@@ -90,34 +91,26 @@ def make_plan(
 
     `checkpoint` is edited. `is_folder`: `path` is one, for new shards, or for those that the source has.
     """
-    format = output.format or "pt"
-    if output.copy_tied and format != "safetensors":
-        raise UsageError("--copy-tied is for safetensors: ties stay ties in torch's format", where=path)
-    torchscript.refuse(checkpoint, weights=edits.state_dict or format == "safetensors")
-    notes: list[str] = []
-    if is_folder and output.in_shards:
-        edits = replace(edits, state_dict=True)
-    if format == "safetensors":
-        notes = _about_devices(checkpoint, edits)
-        if edits.compact:
-            notes.append("--compact has nothing to do for safetensors, which holds what tensors show and no more")
-        edits = replace(edits, state_dict=True, devices=Devices(), compact=False)
-    changes = apply(checkpoint, edits, is_emitted=format != "safetensors")
-    if format != "safetensors":
-        if not output.allow_unsafe:
-            _refuse_dangers(checkpoint, as_archive=format == "pt")
-        notes = _about_code(checkpoint) if format != "pickle" else []
+    writer = WRITERS[output.format or DEFAULT.word]
+    if output.copy_tied and writer.ties:
+        raise UsageError(
+            f"--copy-tied is for {words('ties', holds=False)}: ties stay ties in torch's format", where=path
+        )
+    torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
+    notes = _about_edits(checkpoint, edits, writer)
+    edits = _edits_for(writer, edits, in_shards=is_folder and output.in_shards)
+    changes = apply(checkpoint, edits, is_emitted=writer.objects)
+    if writer.objects and not output.allow_unsafe:
+        _refuse_dangers(checkpoint, as_archive=writer.records)
+    if writer.safe_loader:
+        notes += _about_code(checkpoint)
     if is_folder:
         layout = shards_layout(
-            checkpoint, path, format, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size
+            checkpoint, path, writer, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size
         )
-    elif format == "safetensors":
-        layout = safetensors.layout(checkpoint, path, copy_tied=output.copy_tied)
     else:
-        layout = WRITERS[format].layout(checkpoint, path)
-    name = safetensors.NAME if format == "safetensors" else WRITERS[format].NAME
-    if len(layout.files) > 1:
-        name = f"{sharded.NAME} {name}"
+        layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied)
+    name = f"{sharded.NAME} {writer.name}" if len(layout.files) > 1 else writer.name
     return Plan(
         (checkpoint.format, name),
         path,
@@ -160,12 +153,26 @@ def report_of(
     )
 
 
-def _about_devices(checkpoint: Checkpoint, edits: Edits) -> list[str]:
-    """What becomes of devices in a format that stores none."""
-    if edits.devices:
-        return ["no device was changed: safetensors stores none, and whoever loads it says where to"]
-    tags = sorted({storage.device for storage in checkpoint.storages.values()} - {"cpu"})
-    return [f"safetensors stores no device ({', '.join(tags)} here): whoever loads it says where to"] if tags else []
+def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
+    """`edits` without those for which `writer` has no place; what it, or a shard, cannot hold is left out."""
+    return replace(
+        edits,
+        state_dict=edits.state_dict or in_shards or not writer.objects,
+        devices=edits.devices if writer.devices else Devices(),
+        compact=edits.compact and writer.views,
+    )
+
+
+def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[str]:
+    """What becomes of devices and storages in a format that has none."""
+    notes = []
+    if edits.devices and not writer.devices:
+        notes.append(f"no device was changed: {writer.name} stores none, and whoever loads it says where to")
+    elif not writer.devices and (tags := {storage.device for storage in checkpoint.storages.values()} - {"cpu"}):
+        notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")
+    if edits.compact and not writer.views:
+        notes.append(f"--compact has nothing to do for {writer.name}, which holds what tensors show and no more")
+    return notes
 
 
 def _about_code(checkpoint: Checkpoint) -> list[str]:

@@ -16,20 +16,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-from ckptconv.conversion.jobs import Job, Outcome, Task, work
-from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished, work
+from ckptconv.errors import UsageError
 
 __all__ = ["Processes"]
 
 _PLACES = 4096  # for processes, by their numbers: two in one would only make the bar wrong
 _PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
-
-
-def _said(job: Job, error: CkptconvError) -> Future[Outcome]:
-    """A future that says that JOB ended in ERROR."""
-    future: Future[Outcome] = Future()
-    future.set_result(Outcome(job, error=error))
-    return future
 
 
 class _Spawning(SpawnContext):
@@ -44,11 +37,10 @@ class _Spawning(SpawnContext):
         return self.started[-1]
 
 
-class Processes:
+class Processes(JobExecutor):
     """Processes of our own, so many WORKERS, and new ones where one of them was killed."""
 
     alone = True
-    repeats = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -62,7 +54,8 @@ class Processes:
         try:
             pickle.dumps(task)
         except Exception as error:
-            return _said(task.job, UsageError(f"it cannot be handed to another process: {error}", where=task.job.src))
+            said = UsageError(f"it cannot be handed to another process: {error}", where=task.job.src)
+            return finished(Outcome(task.job, error=said))
         with _without_interrupts():
             try:
                 return self._pool().submit(_in_process, task)

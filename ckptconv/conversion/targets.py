@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptconv.byteranges.sources import list_folder
 from ckptconv.conversion.discovery import Found, Kind, find, find_in
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.sharded.index import is_index_file, sets_in
+from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
+from ckptconv.formats.writers import DEFAULT, WRITERS, admitted, suffix_of
 from ckptconv.hints import shell
 
 __all__ = [
-    "TARGET_FORMATS",
     "Item",
     "Listing",
     "find_item",
@@ -25,27 +25,9 @@ __all__ = [
     "is_there",
     "list_items",
     "name_in_folder",
-    "name_of_dcp",
+    "refuse_one_place",
     "size_of",
-    "suffix_of",
-    "usual_format",
 ]
-
-TARGET_FORMATS = ("pt", "legacy", "pickle", "safetensors")
-#: The formats that each suffix admits. What they name first is meant where nobody says anything else.
-_SUFFIXES = {
-    **dict.fromkeys((".pth.tar", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar"), ("pt", "legacy")),
-    **dict.fromkeys((".pkl", ".pickle", ".p"), ("pt", "legacy", "pickle")),
-    ".safetensors": ("safetensors",),
-}
-#: The suffix of a file that had none of its own, where it is not ``.pt``.
-_NEW_SUFFIX = {"safetensors": ".safetensors", "pickle": ".pkl"}
-
-_SHOWN = 3  # names in a note
-#: transformers' two names for one thing, the number of a shard behind it.
-_HUB_MODEL = re.compile(r"(model|pytorch_model)(-[0-9]{5}-of-[0-9]{5})?")
-#: The stems that diffusers and peft use in both formats.
-_HUB_BIN = ("diffusion_pytorch_model", "adapter_model")
 
 
 @dataclass(frozen=True)
@@ -85,7 +67,7 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
     """
     path = _checked(dst, format)
     if _is_folder(dst):
-        path = path / name_in_folder(src.name, format)
+        path = path / name_in_folder(Found(src, "file", (src,)), format)
     return path, format_of(path, format)
 
 
@@ -94,12 +76,12 @@ def format_of(path: Path, format: str | None) -> str | None:
 
     Raises UsageError where the two contradict each other.
     """
-    admitted = _admitted(path.name)
-    if format and format not in admitted:
+    words = [writer.word for writer in admitted(path.name)]
+    if format and format not in words:
         raise UsageError(
-            f"the suffix says {' or '.join(admitted)} and --format {format}", where=path, hint="change one of them"
+            f"the suffix says {' or '.join(words)} and --format {format}", where=path, hint="change one of them"
         )
-    return format or (admitted[0] if len(admitted) == 1 else None)
+    return format or (words[0] if len(words) == 1 else None)
 
 
 def list_items(
@@ -160,8 +142,7 @@ def find_item(
 def is_there(item: Item) -> bool:
     """Whether the output of ITEM exists; an empty folder does not count as one."""
     if item.is_folder and item.dst.is_dir():
-        with os.scandir(item.dst) as entries:
-            return any(True for _ in entries)
+        return any(list_folder(item.dst))
     return os.path.lexists(item.dst)
 
 
@@ -183,8 +164,8 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
-    if format is not None and format not in TARGET_FORMATS:
-        raise UsageError(f"no format is called {format!r}", expected=" or ".join(TARGET_FORMATS))
+    if format is not None and format not in WRITERS:
+        raise UsageError(f"no format is called {format!r}", expected=" or ".join(WRITERS))
     return path
 
 
@@ -204,7 +185,8 @@ def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
 def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOptions) -> Listing:
     """What SRC alone means, which goes to PATH, as DST says it."""
     to_folder = _will_be_folder(path, dst)
-    index = not os.path.isdir(src) and is_index_file(src)
+    is_dir = os.path.isdir(src)
+    kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
     for flag in ("--max-shard-size",) * output.in_shards + ("--copy-others",) * output.copy_others:
         if not to_folder:
             raise UsageError(
@@ -212,23 +194,17 @@ def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOp
                 where=path,
                 expected="a folder, or a path without a suffix",
             )
-    if not (index or os.path.isdir(src)):
-        if output.in_shards:
-            return Listing((Item(src, path, "file", is_folder=True),))
-        return Listing((Item(src, find_target(src, dst, output.format)[0], "file"),))
-    if index:
-        if not to_folder:
-            format_of(path, output.format)
-        return Listing((Item(src, path, "shards", is_folder=to_folder),))
-    kind = _kind_of(src)
+    if kind == "file" and not output.in_shards:
+        return Listing((Item(src, find_target(src, dst, output.format)[0], kind),))
     if not to_folder:
         if kind is None:
             raise folder_error(src)
         format_of(path, output.format)
-        other = _beside(src, kind)
+        other = _beside(src, kind) if is_dir else ()
         return Listing((Item(src, path, kind, notes=_about_others(src, other)),), other=other)
-    _refuse_inside(path, src)
-    if kind == "shards" or (kind == "dcp" and output.in_shards):
+    if is_dir:
+        _refuse_inside(path, src)
+    if kind == "shards" or (kind and output.in_shards):
         return Listing((Item(src, path, kind, is_folder=True),))
     return _of_tree(src, path, path, output)
 
@@ -246,7 +222,7 @@ def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
     """What to say of what is OTHER in FOLDER than the checkpoint that becomes one file."""
     if not other:
         return ()
-    names = some([str(path.relative_to(folder)) for path in other], _SHOWN)
+    names = some([str(path.relative_to(folder)) for path in other])
     them = "it" if len(other) == 1 else "them"
     return (f"{count(len(other), 'other file')} left: {names}; to a folder, --copy-others takes {them} along",)
 
@@ -264,15 +240,13 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
 
 def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
     """What SRC means among several inputs: it goes to the folder PATH under its own name, as ``cp -r`` has it."""
-    name = os.path.basename(os.path.abspath(src))
-    if os.path.isdir(src):
-        _refuse_inside(path / name, src)
-        if _kind_of(src) == "shards":
-            return Listing((Item(src, path / name, "shards", is_folder=True),))
-        return _of_tree(src, path / name, path, output)
-    if is_index_file(src):
-        return Listing((Item(src, path / name.split(".")[0], "shards", is_folder=True),))
-    return Listing((_file_item(src, path, output),))
+    if not os.path.isdir(src):
+        return Listing((_item(Found(src, "shards" if is_index_file(src) else "file", (src,)), path, output),))
+    target = path / os.path.basename(os.path.abspath(src))
+    _refuse_inside(target, src)
+    if _kind_of(src) == "shards":
+        return Listing((Item(src, target, "shards", is_folder=True),))
+    return _of_tree(src, target, path, output)
 
 
 def _kind_of(folder: Path) -> Kind | None:
@@ -299,29 +273,18 @@ def _of_tree(src: Path, path: Path, beside: Path, output: OutputOptions) -> List
             other.append(each.path)
         else:
             place = beside if each.path == src else path / each.path.parent.relative_to(src)
-            items.append(_tree_item(each, place, output))
+            items.append(_item(each, place, output))
     if all(item.kind == "other" for item in items):
         raise folder_error(src)
     items.sort(key=lambda item: item.src.parts)
     return Listing(tuple(items), True, tuple(other), tuple(unentered))
 
 
-def _tree_item(found: Found, folder: Path, output: OutputOptions) -> Item:
-    """What becomes of FOUND, in FOLDER."""
-    if found.kind == "other":
-        return Item(found.path, folder / found.path.name, "other")
-    if found.kind == "dcp" and output.in_shards:
-        return Item(found.path, folder / os.path.basename(os.path.abspath(found.path)), "dcp", is_folder=True)
-    if found.kind == "dcp":
-        return Item(found.path, folder / name_of_dcp(found, output.format), "dcp")
-    return _file_item(found.path, folder, output)
-
-
-def _file_item(src: Path, folder: Path, output: OutputOptions) -> Item:
-    """The file SRC, in FOLDER: under its name, or in a folder that has its stem."""
-    if output.in_shards:
-        return Item(src, folder / (src.name.removesuffix(suffix_of(src.name)) or src.name), "file", is_folder=True)
-    return Item(src, folder / name_in_folder(src.name, output.format), "file")
+def _item(found: Found, folder: Path, output: OutputOptions) -> Item:
+    """What becomes of `found`, in `folder`."""
+    is_folder = found.kind == "shards" or (output.in_shards and found.kind != "other")
+    name = name_in_folder(found, output.format, is_folder=is_folder)
+    return Item(found.path, folder / name, found.kind, is_folder=is_folder)
 
 
 def _refuse_inside(path: Path, folder: Path) -> None:
@@ -360,15 +323,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def _refuse_one_name(items: Sequence[Item]) -> None:
     """Raise RefusedError where two of ITEMS would be written to one place, or one within the folder of another."""
-    by_place: dict[Path, Item] = {}
-    for item in items:
-        other = by_place.setdefault(item.dst, item)
-        if other is not item:
-            raise RefusedError(
-                f"{other.src} and {item.src} would both become it",
-                where=item.dst,
-                hint="convert them to folders of their own",
-            )
+    refuse_one_place((item.dst, item.src) for item in items)
     folders = {item.dst: item for item in items if item.is_folder}
     for item in items if folders else ():
         above = next((folders[parent] for parent in item.dst.parents if parent in folders), None)
@@ -380,51 +335,40 @@ def _refuse_one_name(items: Sequence[Item]) -> None:
             )
 
 
-def usual_format(name: str, source: str) -> str:
-    """The format of a file called NAME where nobody says which, made of a SOURCE of that format: a plain pickle stays
-    one where its suffix says so, else ``pt``.
-    """
-    admitted = _admitted(name)
-    return "pickle" if source == "pickle" and suffix_of(name) and "pickle" in admitted else admitted[0]
+def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
+    """Raise RefusedError where two of `targets`, each a path and what becomes it, have one path."""
+    origin: dict[Path, Path] = {}
+    for path, src in targets:
+        if path in origin:
+            raise RefusedError(
+                f"{origin[path]} and {src} would both become it",
+                where=path,
+                hint="convert them to folders of their own",
+            )
+        origin[path] = src
 
 
-def _admitted(name: str) -> tuple[str, ...]:
-    """The formats that the suffix of NAME admits; all where it has none that is known."""
-    return _SUFFIXES.get(suffix_of(name).lower(), TARGET_FORMATS)
+def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False) -> str:
+    """The name in a folder of what becomes of `found`, whatever the way in.
 
-
-def suffix_of(name: str) -> str:
-    """The suffix of NAME that stands for a format, as it is spelled there; empty if there is none."""
-    known = next((suffix for suffix in _SUFFIXES if name.lower().endswith(suffix)), "")
-    return name[len(name) - len(known) :]
-
-
-def name_of_dcp(found: Found, format: str | None) -> str:
-    """The name of the one file that a folder of torch.distributed.checkpoint becomes in a folder.
+    A file keeps its name where its suffix admits the format; else it has the name that the Hub's tools know, or another
+    suffix. A folder of torch.distributed.checkpoint gets a suffix behind its whole name.
 
     Args:
-        found: The folder, with its files.
-        format: What the user asked for; without it, safetensors parts become safetensors, everything else torch's zip.
+        found: A checkpoint; what is none keeps its name.
+        format: What the user asked for. None: parts become what they are files of, all else what its suffix says.
+        is_folder: It becomes a folder of shards, which has no suffix.
     """
-    usual = "safetensors" if all(part.suffix == ".safetensors" for part in found.parts) else "pt"
-    return os.path.basename(os.path.abspath(found.path)) + _NEW_SUFFIX.get(format or usual, ".pt")
-
-
-def name_in_folder(name: str, format: str | None) -> str:
-    """What a file called NAME is called in a folder: the same, or, where its suffix does not admit FORMAT, as the Hub's
-    tools name it in that, else with the usual suffix.
-    """
-    suffix = suffix_of(name)
-    if format is None or (suffix and format in _admitted(name)):
-        return name
+    name = os.path.basename(os.path.abspath(found.path))
+    suffix = suffix_of(name) if found.kind == "file" else ""
     stem = name[: len(name) - len(suffix)]
-    model, number = _HUB_MODEL.fullmatch(stem), ""
-    if model:
-        stem, number = model[1], model[2] or ""
-    if format == "safetensors":
-        return f"{'model' if model else stem}{number}.safetensors"
-    if format == "pickle":
-        return f"{stem}{number}.pkl"
-    if model:
-        return f"pytorch_model{number}.bin"
-    return f"{stem}.bin" if stem.endswith(_HUB_BIN) else f"{stem}.pt"
+    if is_folder:
+        is_index = found.kind == "shards" and not found.path.is_dir()
+        return name.split(".")[0] if is_index else stem or name
+    if found.kind == "dcp":
+        of_parts = (each for each in WRITERS.values() if all(part.suffix in each.suffixes for part in found.parts))
+        return name + (WRITERS[format] if format else next(of_parts, DEFAULT)).new_suffix
+    if found.kind == "other" or format is None or (suffix and WRITERS[format] in admitted(name)):
+        return name
+    writer = WRITERS[format]
+    return (writer.hub and hub_name(stem, writer.hub)) or stem + writer.new_suffix

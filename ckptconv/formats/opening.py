@@ -19,12 +19,11 @@ from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.pickles import looks_like_pickle
-from ckptconv.formats.layout import Layout
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index_file
 from ckptconv.hints import shell
 
-__all__ = ["WRITERS", "open_file", "open_input", "read"]
+__all__ = ["open_file", "open_input", "read"]
 
 
 class Format(Protocol):
@@ -50,19 +49,8 @@ class FolderFormat(Protocol):
     def read(self, folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint: ...
 
 
-class Writer(Protocol):
-    """What the module of a format that can be written offers."""
-
-    NAME: str
-
-    def layout(self, checkpoint: Checkpoint, path: Path) -> Layout: ...
-
-
 #: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
 FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickle)
-#: By the word of ``--format``: those that hold whatever a pickle can say.
-WRITERS: dict[str, Writer] = {"pt": torch_zip, "legacy": torch_legacy, "pickle": plain_pickle}
-
 FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
 _HEAD = 64
 
@@ -116,18 +104,16 @@ def read_file(source: Source) -> Checkpoint:
     for format_ in FORMATS:
         if format_.looks_like(head):
             checkpoint = format_.read(source)
-            try:
+            with source.faults:
                 if torchscript.is_program(checkpoint):
                     torchscript.read_program(source, checkpoint)
-            except InputError as fault:
-                source.faults.found(fault)
             return checkpoint
     if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
         return plain_pickle.read(source)
     error = foreign_file_error(source)
     if error:
         raise error
-    if source.path.suffix == ".safetensors":
+    if source.path.suffix in safetensors.WRITER.suffixes:
         return safetensors.read(source)  # which says what is wrong with it
     raise UnsupportedError(
         "no checkpoint that this version reads",

@@ -11,12 +11,16 @@ from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
+from ckptconv.formats.layout import HubName
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Py2String, Tuple
 from ckptconv.pickles.paths import Place
 
 __all__ = [
+    "PICKLE_SUFFIXES",
+    "TORCH_HUB_NAME",
+    "TORCH_SUFFIXES",
     "blob_bytes",
     "little_endian",
     "pickle_pieces",
@@ -27,6 +31,11 @@ __all__ = [
     "storage_classes",
     "texts_left_behind",
 ]
+
+#: What ``torch.save`` gets called by, and what ``pickle.dump`` does, which is torch's too.
+PICKLE_SUFFIXES = (".pkl", ".pickle", ".p")
+TORCH_SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".th", ".tar", *PICKLE_SUFFIXES)
+TORCH_HUB_NAME = HubName("pytorch_model", ".bin")
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:

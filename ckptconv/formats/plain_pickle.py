@@ -43,8 +43,9 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
-from ckptconv.formats.layout import Layout, file_of
+from ckptconv.formats.layout import Layout, Writer, file_of
 from ckptconv.formats.pickle_writing import (
+    PICKLE_SUFFIXES,
     blob_bytes,
     little_endian,
     refuse_unknown_dtypes,
@@ -73,7 +74,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "Decoded", "layout", "looks_like", "read"]
+__all__ = ["NAME", "WRITER", "Decoded", "layout", "looks_like", "read"]
 
 NAME = "pickle"
 _LEGACY = b"\x80\x02" + torch_legacy.MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
@@ -178,10 +179,8 @@ class _Reader:
         calls.sort(key=lambda call: call.order or 0)
         new: dict[Node, Node] = {}
         for i, call in enumerate(calls):
-            try:
+            with self.source.faults:
                 new[call] = self.reference(call, str(i))
-            except InputError as error:
-                self.source.faults.found(error)
         if len(new) < len(calls):
             raise MalformedError("not all storages in it can be read", where=self.source.path)
         replace_nodes(graph, new)
@@ -231,7 +230,7 @@ class _Reader:
         dangers = sorted(dangerous_globals(graph))
         if dangers:
             raise DangerousError(
-                f"it names what no checkpoint needs ({some(dangers, 3)})", where=self.where(key), hint="do not load it"
+                f"it names what no checkpoint needs ({some(dangers)})", where=self.where(key), hint="do not load it"
             )
         root = graph.root
         made = [*graph.calls, *graph.discarded, *graph.globals]
@@ -384,6 +383,18 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
     return Layout((file,), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
+
+
+WRITER = Writer(
+    "pickle",
+    NAME,
+    layout,
+    suffixes=PICKLE_SUFFIXES,
+    new_suffix=".pkl",
+    about="what pickle.load reads",
+    stays=True,
+    safe_loader=False,
+)
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:

@@ -25,14 +25,14 @@ from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import Layout, file_of
+from ckptconv.formats.layout import HubName, Layout, Writer, file_of
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["NAME", "layout", "looks_like", "read"]
+__all__ = ["NAME", "WRITER", "layout", "looks_like", "read"]
 
 NAME = "safetensors"
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
@@ -117,8 +117,7 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
     """ENTRY's dtype and shape as torch counts them, where torch can."""
     if entry.word == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
         return BY_NAME[_PACKED], (*entry.shape[:-1], entry.shape[-1] // 2)
-    dtype = BY_WORD[entry.word]
-    return dtype, entry.shape
+    return BY_WORD[entry.word], entry.shape
 
 
 # Writing
@@ -156,6 +155,23 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
     file = file_of(path, [Literal(header), *pieces], storages)
     return Layout((file,), tuple(left_behind), tuple(_notes(taken)), ties)
+
+
+WRITER = Writer(
+    "safetensors",
+    NAME,
+    layout,
+    suffixes=(".safetensors",),
+    new_suffix=".safetensors",
+    hub=HubName("model", ".safetensors"),
+    shards=True,
+    devices=False,
+    objects=False,
+    ties=False,
+    views=False,
+    texts=True,
+    safe_loader=False,
+)
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:

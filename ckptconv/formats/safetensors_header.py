@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
-from ckptconv.errors import InputError, LimitError, MalformedError
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError
 from ckptconv.limits import LIMITS
 
 __all__ = ["METADATA", "Entry", "Header", "header_bytes", "is_text", "read_header"]
@@ -33,7 +33,6 @@ _LENGTH = 8  # bytes of the integer in front
 _FIELDS = ("dtype", "shape", "data_offsets")
 _SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
 _ALIGNMENT = 8
-_AGAIN = "download or copy it again"
 
 
 class Entry(NamedTuple):
@@ -95,17 +94,15 @@ class _Reader:
                 f"the file ends inside it: {data_offset - size:,} bytes of it are missing, and all tensors",
                 expected=f"{data_offset:,} bytes",
                 got=f"{size:,}",
-                hint=_AGAIN,
+                hint=DOWNLOAD_AGAIN,
             )
         top = self.parsed(self.source.read(_LENGTH, length))
-        try:
+        metadata = None
+        with self.source.faults:
             metadata = self.metadata(top.pop(METADATA, None))
-        except InputError as error:
-            self.source.faults.found(error)
-            metadata = None
         entries = []
         for name, value in top.items():
-            try:
+            try:  # there can be a hundred thousand of them
                 entries.append(self.entry(name, value))
             except InputError as error:
                 self.source.faults.found(error)
@@ -215,7 +212,7 @@ class _Reader:
                 f"the file was cut short: {whole - size:,} bytes are missing of {whole:,}",
                 expected=f"{whole:,} bytes",
                 got=f"{size:,}",
-                hint=_AGAIN,
+                hint=DOWNLOAD_AGAIN,
             )
         if whole < size:
             found(

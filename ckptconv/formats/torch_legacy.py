@@ -38,9 +38,11 @@ from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
-from ckptconv.errors import MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.formats.layout import Layout, file_of
+from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
+from ckptconv.formats.layout import Layout, Writer, file_of
 from ckptconv.formats.pickle_writing import (
+    TORCH_HUB_NAME,
+    TORCH_SUFFIXES,
     little_endian,
     pickle_pieces,
     refuse_unknown_dtypes,
@@ -75,6 +77,7 @@ from ckptconv.pickles.parser import parse
 __all__ = [
     "MAGIC_BYTES",
     "NAME",
+    "WRITER",
     "LegacyFile",
     "layout",
     "looks_like",
@@ -86,7 +89,6 @@ __all__ = [
 
 NAME = "torch legacy"
 _KIND = "a checkpoint in torch's format from before 1.6"
-_AGAIN = "download or copy it again"
 _MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
@@ -148,7 +150,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
         keys, at = parse(source.read, end, where=where, offset=at)
     except MalformedError as error:
         error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: {error.what}"
-        error.hint = _AGAIN
+        error.hint = DOWNLOAD_AGAIN
         raise
     _refuse_code(keys, where)
     ids, class_ids = _read_ids(graph, where)
@@ -346,7 +348,9 @@ def _read_sizes(
     whole = at + sum(_SIZE + first[key].numel * first[key].dtype.itemsize for key in keys)
     if whole > end:
         raise MalformedError(
-            f"{_KIND} that was cut short: {whole - end:,} of {whole:,} bytes are missing", where=where, hint=_AGAIN
+            f"{_KIND} that was cut short: {whole - end:,} of {whole:,} bytes are missing",
+            where=where,
+            hint=DOWNLOAD_AGAIN,
         )
     spans = {}
     for key in keys:
@@ -492,6 +496,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
     file = file_of(path, pieces, storages.values())
     return Layout((file,), tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
+
+
+WRITER = Writer(
+    "legacy", NAME, layout, suffixes=TORCH_SUFFIXES, new_suffix=".pt", about="torch's before 1.6", hub=TORCH_HUB_NAME
+)
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:

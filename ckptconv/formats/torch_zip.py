@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, crc32_of
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
@@ -45,8 +45,10 @@ from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
-from ckptconv.formats.layout import Layout, joined
+from ckptconv.formats.layout import Layout, Writer, joined
 from ckptconv.formats.pickle_writing import (
+    TORCH_HUB_NAME,
+    TORCH_SUFFIXES,
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
@@ -68,7 +70,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "PICKLE", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
+__all__ = ["NAME", "PICKLE", "WRITER", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
@@ -179,22 +181,12 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
             expected=f"at most {most:,} bytes",
             got=f"{member.size:,} from {member.stored_size:,}",
         )
-    return b"".join(
-        inflated(
-            Inflate(
-                ByteRange(source, member.data_offset, member.stored_size),
-                member.size,
-                member.crc32 if checked else None,
-            )
-        )
-    )
+    return b"".join(reading.read(member.data(source, checked=checked)))
 
 
 def _check_crc(source: Readable, member: Member, where: str) -> None:
-    try:
+    with source.faults:
         check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_offset, member.size)), where)
-    except MalformedError as error:
-        source.faults.found(error)
 
 
 def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
@@ -263,6 +255,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     refuse_unknown_dtypes(checkpoint)
     left_behind = [*texts_left_behind(checkpoint), *sources_left_behind(checkpoint)]
     return Layout((_written(checkpoint, path, checked=True),), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
+
+
+WRITER = Writer(
+    "pt", NAME, layout, suffixes=TORCH_SUFFIXES, new_suffix=".pt", hub=TORCH_HUB_NAME, shards=True, records=True
+)
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:

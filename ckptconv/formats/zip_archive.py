@@ -35,6 +35,7 @@ __all__ = [
     "DEFLATED",
     "DESCRIPTOR",
     "END",
+    "END_FIELDS",
     "END_SIZE",
     "HAS_DESCRIPTOR",
     "LOCAL",
@@ -43,6 +44,8 @@ __all__ = [
     "STORED",
     "UTF8",
     "ZIP64_END",
+    "ZIP64_END_FIELDS",
+    "ZIP64_LOCATOR_SIZE",
     "Archive",
     "EndMissing",
     "Member",
@@ -57,10 +60,11 @@ LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
+END_FIELDS = struct.Struct("<4sHHHHIIH")
+ZIP64_END_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
-LOCAL_SIZE, CENTRAL_SIZE, END_SIZE = _LOCAL.size, _CENTRAL.size, _END.size
+LOCAL_SIZE, CENTRAL_SIZE, END_SIZE = _LOCAL.size, _CENTRAL.size, END_FIELDS.size
+ZIP64_END_SIZE, ZIP64_LOCATOR_SIZE = ZIP64_END_FIELDS.size, _ZIP64_LOCATOR.size
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
 LONGEST_END = END_SIZE + _ONES16  # with a comment
@@ -222,7 +226,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
     at = tail.rfind(END)  # as torch does, whatever the comment's length
-    if at < 0 or len(tail) - at < _END.size:
+    if at < 0 or len(tail) - at < END_SIZE:
         raise EndMissing(
             "a zip archive without its end",
             where=source.path,
@@ -230,14 +234,15 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
             hint="the file was cut short: download or copy it again",
         )
     offset = tail_offset + at
-    if not _reaches_end(tail, at):
-        raise _bad(source, offset, f"the zip archive's end is not the end of the file{_difference(tail, at)}")
+    if behind := _behind(tail, at):
+        what = f"{behind:,} bytes follow it" if behind > 0 else f"{-behind:,} bytes of its comment are missing"
+        raise _bad(source, offset, f"the zip archive's end is not the end of the file: {what}")
     other = tail.find(END)
     while other < at:
-        if _reaches_end(tail, other):
+        if not _behind(tail, other):
             raise _bad(source, tail_offset + other, "the zip archive has two ends")
         other = tail.find(END, other + 1)
-    _, disk, start_disk, on_disk, count, size, start, _ = _END.unpack_from(tail, at)
+    _, disk, start_disk, on_disk, count, size, start, _ = END_FIELDS.unpack_from(tail, at)
     end = offset
     wide = _read_zip64_end(source, offset)
     if wide:
@@ -258,32 +263,29 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     return count, size, start
 
 
-def _reaches_end(tail: bytes, at: int) -> bool:
-    """Whether the end at AT and its comment fill TAIL."""
-    comment = int.from_bytes(tail[at + _END.size - 2 : at + _END.size], "little")
-    return at + _END.size + comment == len(tail)
-
-
-def _difference(tail: bytes, at: int) -> str:
-    """By how many bytes the end at AT and its comment miss the end of TAIL."""
-    behind = len(tail) - at - _END.size - int.from_bytes(tail[at + _END.size - 2 : at + _END.size], "little")
-    return f": {behind:,} bytes follow it" if behind > 0 else f": {-behind:,} bytes of its comment are missing"
+def _behind(tail: bytes, at: int) -> int:
+    """How many bytes of `tail` follow the end at `at` and its comment; below 0, how many of the comment are missing."""
+    return len(tail) - at - END_SIZE - int.from_bytes(tail[at + END_SIZE - 2 : at + END_SIZE], "little")
 
 
 def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
     """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is one before END."""
-    if end < _ZIP64_LOCATOR.size:
+    if end < ZIP64_LOCATOR_SIZE:
         return None
-    signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - _ZIP64_LOCATOR.size, _ZIP64_LOCATOR.size))
+    signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
     if signature != ZIP64_LOCATOR:
         return None
-    if disk or disks != 1 or offset + _ZIP64_END.size + _ZIP64_LOCATOR.size != end:
+    if disk or disks != 1 or offset + ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE != end:
         raise _bad(
-            source, end, "the zip64 locator points to no zip64 end", end - _ZIP64_LOCATOR.size - _ZIP64_END.size, offset
+            source,
+            end,
+            "the zip64 locator points to no zip64 end",
+            end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE,
+            offset,
         )
-    signature, size, _, _, *numbers = _ZIP64_END.unpack(source.read(offset, _ZIP64_END.size))
-    if signature != ZIP64_END or size != _ZIP64_END.size - 12:
-        raise _bad(source, offset, "the zip64 end is damaged", _ZIP64_END.size - 12, size)
+    signature, size, _, _, *numbers = ZIP64_END_FIELDS.unpack(source.read(offset, ZIP64_END_SIZE))
+    if signature != ZIP64_END or size != ZIP64_END_SIZE - 12:
+        raise _bad(source, offset, "the zip64 end is damaged", ZIP64_END_SIZE - 12, size)
     return [offset, *numbers]
 
 
@@ -322,7 +324,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         variable = sum(fields[10:13])
         if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
             raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
-        try:
+        try:  # there can be a hundred thousand of them
             entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
         except InputError as error:
             source.faults.found(error)
@@ -548,7 +550,9 @@ def central_directory(entries: list[NewEntry], start: int) -> bytes:
         )
     count, size, end = len(entries), len(out), start + len(out)
     if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
-        out += _ZIP64_END.pack(ZIP64_END, _ZIP64_END.size - 12, 45, 45, 0, 0, count, count, size, start)
+        out += ZIP64_END_FIELDS.pack(ZIP64_END, ZIP64_END_SIZE - 12, 45, 45, 0, 0, count, count, size, start)
         out += _ZIP64_LOCATOR.pack(ZIP64_LOCATOR, 0, end, 1)
-    out += _END.pack(END, 0, 0, min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32), 0)
+    out += END_FIELDS.pack(
+        END, 0, 0, min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32), 0
+    )
     return bytes(out)

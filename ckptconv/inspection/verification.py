@@ -123,20 +123,16 @@ def verify(
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
         checkpoint, found = None, []
-        try:
+        with faults:
             checkpoint = opening.read(source)
             found = concerns(checkpoint)
-        except InputError as error:
-            faults.found(error)
         records = faults.records
         with progress(_length_of(records)) if progress else nullcontext() as tick:
             _check_records(records, faults, tick or _unheard)
         if expected and isinstance(source, Source):
             _check_sha256(source, expected, faults)
-        try:
+        with faults:
             source.check_unchanged()
-        except InputError as error:
-            faults.found(error)
         findings = _findings(checkpoint, found, faults, source.path)
         safety = _safety(checkpoint, found, findings)
     return Verdict(
@@ -243,10 +239,8 @@ def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted:
     apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
     alone = {id(record) for record in apart}
     for record in apart:
-        try:
+        with faults:
             _check_here(record)
-        except InputError as error:
-            faults.found(error)
         counted(record.data.length)
     plain = [record for record in records if id(record) not in alone]
     sums = _sums(plain, counted)
@@ -256,12 +250,10 @@ def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted:
             found, wrong = next(sums)
             crc32 = combined(crc32, found, piece.length) if i else found
             unreadable = unreadable or wrong
-        try:
+        with faults:
             if unreadable:
                 raise unreadable
             check_crc32(record.data.crc32, crc32, record.name)
-        except InputError as error:
-            faults.found(error)
 
 
 def _is_in_file(source: ByteSource) -> bool:

@@ -30,8 +30,8 @@ __all__ = [
     "make_folder",
     "no_space",
     "shares_blocks",
-    "still_in_place",
     "sync_folder",
+    "sync_name",
     "temporary_beside",
     "write",
 ]
@@ -90,8 +90,7 @@ def write(
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
                 os.unlink(temporary)
-    with still_in_place(file.path):
-        sync_folder(file.path.parent)
+    sync_name(file.path)
     return overflowed
 
 
@@ -125,17 +124,6 @@ def as_output_error(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"could not be written: {error.strerror}", where=path, got=error.errno and errno.errorcode.get(error.errno)
-        ) from error
-
-
-@contextlib.contextmanager
-def still_in_place(path: Path) -> Iterator[None]:
-    """Let an OSError inside be an OutputError that says that what stands at PATH is the new one."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
         ) from error
 
 
@@ -246,6 +234,16 @@ def make_folder(folder: Path) -> None:
         os.makedirs(folder, exist_ok=True)
         for each in missing:
             sync_folder(each.parent)
+
+
+def sync_name(path: Path) -> None:
+    """Let the name of what was put at `path` reach the disk. Raises OutputError, which says that it is the new one."""
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OutputError(
+            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:

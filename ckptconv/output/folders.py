@@ -14,8 +14,10 @@ import shutil
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
@@ -28,15 +30,14 @@ from ckptconv.output.files import (
     fill,
     no_space,
     shares_blocks,
-    still_in_place,
     sync_folder,
+    sync_name,
     temporary_beside,
 )
 from ckptconv.output.other_files import OtherFile, copy_into
 
-__all__ = ["names_in", "no_name", "write_folder"]
+__all__ = ["NewFolder", "names_in", "no_name", "write_folder"]
 
-_SHOWN = 3  # names in an error
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
 _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where something stands by now
 
@@ -44,38 +45,6 @@ _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where s
 def no_name(name: str) -> bool:  # noqa: ARG001 - as all that say which names may go
     """No file of an old folder may go that the new one has not."""
     return False
-
-
-def check_target_folder(
-    target: Path, names: Collection[str], *, replace: bool, may_go: Callable[[str], bool] = no_name
-) -> None:
-    """Raise unless a folder with files of these NAMES may be put at TARGET.
-
-    In the way are what is no folder, a folder that is not empty without REPLACE, and, even with it, one in which
-    something stands that the new one would not have and that is none of what MAY_GO.
-    """
-    try:
-        mode = os.lstat(target).st_mode
-    except FileNotFoundError:
-        check_parent(target)
-        return
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=target) from error
-    if not stat.S_ISDIR(mode):
-        raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
-    with as_output_error(target):
-        there = sorted(names_in(target))
-    if not there:
-        return
-    if not replace:
-        raise TargetExistsError("the output exists, and is not empty", where=target, hint="--force replaces the folder")
-    lost = [name for name in there if name not in names and not may_go(name)]
-    if lost:
-        raise RefusedError(
-            f"the folder has what the new one would not have: {some(lost, _SHOWN)}",
-            where=target,
-            hint="take another folder, or --copy-others if they are the input's",
-        )
 
 
 def names_in(folder: Path) -> Iterator[str]:
@@ -93,28 +62,57 @@ def names_in(folder: Path) -> Iterator[str]:
             yield str(below)
 
 
-def write_folder(
-    target: Path,
-    files: Sequence[OutFile],
-    source: Readable,
-    *,
-    replace: bool,
-    verify: bool,
-    jobs: int = 1,
-    progress: Progress | None = None,
-    may_go: Callable[[str], bool] = no_name,
-    others: Sequence[OtherFile] = (),
-    like: Path | None = None,
-) -> Overflow:
-    """Write FILES, whose paths are below TARGET and whose ranges come from SOURCE, and bring OTHERS along; what
-    overflowed. Raises what :func:`ckptconv.output.files.write` raises.
+@dataclass(frozen=True)
+class NewFolder:
+    """A folder that is to be written.
 
-    REPLACE: an old folder may go, with those of its files that the new one has and what else MAY_GO. JOBS: threads that
-    write files. LIKE: the folder whose folders' modes new ones get.
+    Attributes:
+        target: Its path.
+        files: Planned files, whose paths are below `target`.
+        others: What comes along as it is, below `target` too.
+        may_go: Which names in an old folder may go, beside those that the new one has.
+        like: The folder whose folders' modes new ones get.
     """
-    every: list[OutFile | OtherFile] = [*files, *others]
-    names = {str(each.path.relative_to(target)) for each in every}
-    check_target_folder(target, names, replace=replace, may_go=may_go)
+
+    target: Path
+    files: Sequence[OutFile]
+    others: Sequence[OtherFile] = ()
+    may_go: Callable[[str], bool] = no_name
+    like: Path | None = None
+
+    @cached_property
+    def entries(self) -> list[OutFile | OtherFile]:
+        """All that will be in it."""
+        return [*self.files, *self.others]
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The paths of these from `target`."""
+        return {str(each.path.relative_to(self.target)) for each in self.entries}
+
+
+def write_folder(
+    new: NewFolder, source: Readable, *, replace: bool, verify: bool, jobs: int = 1, progress: Progress | None = None
+) -> Overflow:
+    """Write a folder whose files' ranges come from `source`.
+
+    Args:
+        new: What it will be.
+        source: What must not change meanwhile.
+        replace: An old folder may go, with what of it may.
+        verify: Read the files back before the folder appears.
+        jobs: Threads that write files.
+        progress: Called with each number of bytes written.
+
+    Returns:
+        What overflowed.
+
+    Raises:
+        OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: As for
+            :func:`ckptconv.output.files.write`; an old folder is then as it was.
+    """
+    target = new.target
+    _check_target(target, new, replace=replace)
     temporary = temporary_beside(target)
     ours = True
     try:
@@ -124,30 +122,54 @@ def write_folder(
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
-            _check_space(temporary, files, sum(each.size for each in every))
-            _make_folders(temporary, target, every, like)
-            tasks = [each for each in every if not (isinstance(each, OtherFile) and each.kind == "folder")]
-            overflowed = _fill_all(temporary, target, tasks, source, verify=verify, jobs=jobs, progress=progress)
+            _check_space(temporary, new)
+            _make_folders(temporary, new)
+            overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
             for path, _, _ in os.walk(temporary, topdown=False):
                 sync_folder(Path(path))
             source.check_unchanged()
-
-            def check(folder: Path) -> None:
-                check_target_folder(folder, names, replace=replace, may_go=may_go)
-
-            _publish(temporary, target, check)
+            _publish(temporary, target, partial(_check_target, new=new, replace=replace))
     except BaseException:
         if ours:
             _remove(temporary)
         raise
     try:
-        with still_in_place(target):
-            sync_folder(target.parent)
+        sync_name(target)
     finally:
         is_gone = _remove(temporary)  # the old folder
     if not is_gone:
         raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
     return overflowed
+
+
+def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
+    """Raise unless `new` may be put at `target`.
+
+    In the way are what is no folder, a folder that is not empty without `replace`, and, even with it, one in which
+    something stands that the new one would not have and that may not go.
+    """
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        check_parent(target)
+        return
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=target) from error
+    if not stat.S_ISDIR(mode):
+        raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
+    with as_output_error(target):
+        there = sorted(names_in(target))
+    if not there:
+        return
+    if not replace:
+        raise TargetExistsError("the output exists, and is not empty", where=target, hint="--force replaces the folder")
+    lost = [name for name in there if name not in new.names and not new.may_go(name)]
+    if lost:
+        raise RefusedError(
+            f"the folder has what the new one would not have: {some(lost)}",
+            where=target,
+            hint="take another folder, or --copy-others if they are the input's",
+        )
 
 
 def _remove(folder: Path) -> bool:
@@ -167,20 +189,22 @@ def _remove(folder: Path) -> bool:
     return not os.path.lexists(folder)
 
 
-def _make_folders(temporary: Path, target: Path, files: Sequence[OutFile | OtherFile], like: Path | None) -> None:
-    """Make the folders that FILES of TARGET need below TEMPORARY, with the modes of those that they take the place of,
-    or that are LIKE them in the source.
+def _make_folders(temporary: Path, new: NewFolder) -> None:
+    """Make the folders in `new` below `temporary`, with the modes of those that they take the place of, or that are
+    like them in the source.
     """
     needed: set[Path] = set()
-    for file in files:
-        place = file.path.relative_to(target)
-        needed.update(place.parents)
-        if isinstance(file, OtherFile) and file.kind == "folder":
-            needed.add(place)
+    for each in new.entries:
+        place = each.path.relative_to(new.target)
+        needed.update([place, *place.parents] if _is_folder(each) else place.parents)
     for place in sorted(needed - {Path()}, key=lambda each: each.parts):
-        os.mkdir(temporary / place, _mode_of(like / place) if like else 0o777)
-        if (target / place).is_dir():
-            os.chmod(temporary / place, _mode_of(target / place))
+        os.mkdir(temporary / place, _mode_of(new.like / place) if new.like else 0o777)
+        if (new.target / place).is_dir():
+            os.chmod(temporary / place, _mode_of(new.target / place))
+
+
+def _is_folder(entry: OutFile | OtherFile) -> bool:
+    return isinstance(entry, OtherFile) and entry.kind == "folder"
 
 
 def _mode_of(folder: Path) -> int:
@@ -190,17 +214,18 @@ def _mode_of(folder: Path) -> int:
         return 0o777
 
 
-def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None:
-    """Raise OutputError where what is NEEDED for FILES and what comes along is more than is free, unless their blocks
-    will be shared. Each file's own is reserved when it is written.
+def _check_space(temporary: Path, new: NewFolder) -> None:
+    """Raise OutputError where what is needed for `new` is more than is free, unless the blocks of its files will be
+    shared. Each file's own is reserved when it is written.
     """
+    needed = sum(each.size for each in new.entries)
     space = os.statvfs(temporary)
     if space.f_bavail * space.f_frsize >= needed:
         return
     probe = temporary / "probe"
     fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
     try:
-        if not shares_blocks(fd, max(files, key=lambda file: file.size)):
+        if not shares_blocks(fd, max(new.files, key=lambda file: file.size)):
             raise no_space(space, temporary.parent, needed)
     finally:
         os.close(fd)
@@ -208,16 +233,10 @@ def _check_space(temporary: Path, files: Sequence[OutFile], needed: int) -> None
 
 
 def _fill_all(
-    temporary: Path,
-    target: Path,
-    files: Sequence[OutFile | OtherFile],
-    source: Readable,
-    *,
-    verify: bool,
-    jobs: int,
-    progress: Progress | None,
+    temporary: Path, new: NewFolder, source: Readable, *, verify: bool, jobs: int, progress: Progress | None
 ) -> Overflow:
-    """Write FILES of TARGET below TEMPORARY, so many JOBS at a time; what overflowed."""
+    """Write the files in `new` below `temporary`, so many `jobs` at a time; what overflowed."""
+    files = [each for each in new.entries if not _is_folder(each)]
     stopped = threading.Event()
     overflowed: Counter[tuple[str, ...]] = Counter()
 
@@ -228,7 +247,7 @@ def _fill_all(
             progress(nbytes)
 
     def one(file: OutFile | OtherFile) -> Overflow:
-        path = temporary / file.path.relative_to(target)
+        path = temporary / file.path.relative_to(new.target)
         if isinstance(file, OtherFile):
             copy_into(file, path, verify=verify, progress=tick)
             return {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
+from ckptconv.byteranges.spans import OutFile, Progress
 from ckptconv.errors import InputChangedError
 from ckptconv.output.files import fill, is_temporary
 
@@ -116,8 +116,6 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
                     expected=other.size,
                     got=source.size,
                 )
-            pieces = (ByteRange(source, 0, source.size),) if source.size else ()
-            file = OutFile(other.path, pieces, source.size)
             mode = stat.S_IMODE(os.stat(other.source).st_mode)
-            fill(path, file, source, verify=verify, progress=progress, mode=mode)
+            fill(path, OutFile.copy_of(source, other.path), source, verify=verify, progress=progress, mode=mode)
             source.check_unchanged()

@@ -216,7 +216,7 @@ class _Move:
             new = self.storage(storage)
             return tensor if new._cdata == storage._cdata else _dressed(_view(new, tensor), tensor)
         tag = self.target(tensor)
-        return tensor if tag == _tag(tensor) else _dressed(_tensor_on(tag, tensor), tensor)
+        return tensor if tag == _tag(tensor) else _dressed(tensor.detach().to(tag), tensor)
 
 
 def _resolved(map_location: MapLocation) -> Devices:
@@ -287,11 +287,6 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def _storage_on(tag: str, storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The bytes of STORAGE on another device. As a tensor's, because every backend moves tensors."""
     return _bytes(storage).to(tag).untyped_storage()
-
-
-def _tensor_on(tag: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is more than a view of one storage, on another device."""
-    return tensor.detach().to(tag)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

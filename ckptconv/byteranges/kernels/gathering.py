@@ -7,7 +7,7 @@ their elements costs less to read than another call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
@@ -60,14 +60,24 @@ def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
     """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut:
     row-major order stays.
     """
-    todo: list[Region] = [((0,) * len(shape), shape)]
+    return _parts(
+        ((0,) * len(shape), shape),
+        lambda sizes: prod(sizes) <= most,
+        lambda sizes: next(d for d, size in enumerate(sizes) if size > 1),
+    )
+
+
+def _parts(
+    region: Region, fits: Callable[[tuple[int, ...]], bool], longest: Callable[[tuple[int, ...]], int]
+) -> Iterator[Region]:
+    """`region` in parts whose sizes fit, each cut in half along its longest dimension until it does."""
+    todo = [region]
     while todo:
         starts, sizes = todo.pop()
-        if prod(sizes) <= most:
+        if fits(sizes):
             yield starts, sizes
-            continue
-        dimension = next(d for d, size in enumerate(sizes) if size > 1)
-        todo += _cut(starts, sizes, dimension)[::-1]
+        else:
+            todo += _cut(starts, sizes, longest(sizes))[::-1]
 
 
 def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> list[Region]:
@@ -81,14 +91,11 @@ def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[R
     """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along
     the dimension that reaches farthest.
     """
-    todo = [region]
-    while todo:
-        starts, sizes = todo.pop()
-        if _packed(sizes, stride, itemsize) <= _TILE:
-            yield starts, sizes
-            continue
-        dimension = max((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: (sizes[d] - 1) * stride[d])
-        todo += _cut(starts, sizes, dimension)[::-1]
+    return _parts(
+        region,
+        lambda sizes: _packed(sizes, stride, itemsize) <= _TILE,
+        lambda sizes: max((d for d, size in enumerate(sizes) if size > 1), key=lambda d: (sizes[d] - 1) * stride[d]),
+    )
 
 
 def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:

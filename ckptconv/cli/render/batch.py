@@ -4,48 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.text import Style, cells, count, fact, size
 from ckptconv.errors import some
 
 if TYPE_CHECKING:
+    from ckptconv.conversion.jobs import Outcome
     from ckptconv.conversion.plan import Report
+    from ckptconv.conversion.targets import Listing
 
-__all__ = ["Sum", "item_line", "skipped_line", "sum_lines"]
+__all__ = ["item_line", "skipped_line", "sum_lines"]
 
-_SHOWN = 3  # things in one place
 _REASONS = 10  # of failures
-_PLAIN = Style()
 
 
-class Sum(NamedTuple):
-    """What became of all items: the reports of what was CONVERTED and COPIED, how many were SKIPPED and FAILED, and
-    WHY, with the inputs of which that is true, those beside sets among them.
-
-    OTHER and UNENTERED are what was left in their folders, NOTES what else to know.
-    IN_FULL: the report of each was shown.
-    """
-
-    converted: Sequence[Report]
-    copied: Sequence[Report]
-    skipped: int
-    failed: int
-    why: Mapping[str, Sequence[str]]
-    seconds: float
-    other: Sequence[Path]
-    unentered: Sequence[Path]
-    notes: Sequence[str]
-    in_full: bool
-
-
-def item_line(report: Report, style: Style = _PLAIN, *, copied: bool = False) -> str:
+def item_line(report: Report, style: Style, *, copied: bool = False) -> str:
     """What became of one item, in one line. COPIED: it is no checkpoint, and was copied."""
     said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
     return _line(style, report.dst, ", ".join(said))
 
 
-def skipped_line(dst: str, style: Style = _PLAIN) -> str:
+def skipped_line(dst: str, style: Style) -> str:
     """The line of an item whose output is there already."""
     return _line(style, dst, "exists, skipped")
 
@@ -72,49 +52,66 @@ def _parts(report: Report) -> Iterator[str]:
         yield count(len(report.notes), "note")
 
 
-def sum_lines(all_: Sum, style: Style = _PLAIN) -> Iterator[str]:
-    """How many items there were and what became of them, what failed, and what was left in their folders."""
-    done = [*all_.converted, *all_.copied]
+def sum_lines(
+    outcomes: Sequence[Outcome],
+    listing: Listing,
+    why: Mapping[str, Sequence[str]],
+    style: Style,
+    *,
+    seconds: float,
+    in_full: bool,
+) -> Iterator[str]:
+    """How many items there were and what became of them, what failed, and what was left in their folders.
+
+    Args:
+        outcomes: What became of each.
+        listing: What the command meant.
+        why: What went wrong, with the inputs of which that is true, those beside sets among them.
+        style: What it is drawn for.
+        seconds: How long it took.
+        in_full: The report of each was shown.
+    """
+    converted = [each.report for each in outcomes if each.report and not each.is_copy]
+    copied = [each.report for each in outcomes if each.report and each.is_copy]
+    done = [*converted, *copied]
     would = "" if all(report.written for report in done) else "would be "
-    in_time = "" if would else f" in {all_.seconds:.2f} s"
-    said = [f"{len(all_.converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
-    beside = sum(len(report.failed) for report in all_.converted)
+    in_time = "" if would else f" in {seconds:.2f} s"
+    said = [f"{len(converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
+    beside = sum(len(report.failed) for report in converted)
     counts = (
-        (len(all_.copied), f"{would}copied"),
-        (all_.skipped, "skipped"),
-        (all_.failed, "failed"),
+        (len(copied), f"{would}copied"),
+        (sum(each.skipped for each in outcomes), "skipped"),
+        (sum(each.error is not None for each in outcomes), "failed"),
         (beside, "beside a set failed"),
     )
     said += [f"{n:,} {what}" for n, what in counts if n]
-    yield style.paint(
-        style.text(f"{count(len(done) + all_.skipped + all_.failed, 'item')}: {', '.join(said)}"), "title"
-    )
-    for why, paths in [*all_.why.items()][:_REASONS]:
-        yield from fact(style, "failed", f"{why}: {some(paths, _SHOWN)}")
-    if len(all_.why) > _REASONS:
-        yield from fact(style, "failed", f"… for {count(len(all_.why) - _REASONS, 'more reason')}")
-    if all_.other:
-        them = "it" if len(all_.other) == 1 else "them"
+    yield style.paint(style.text(f"{count(len(outcomes), 'item')}: {', '.join(said)}"), "title")
+    for reason, paths in [*why.items()][:_REASONS]:
+        yield from fact(style, "failed", f"{reason}: {some(paths)}")
+    if len(why) > _REASONS:
+        yield from fact(style, "failed", f"… for {count(len(why) - _REASONS, 'more reason')}")
+    if listing.other:
+        them = "it" if len(listing.other) == 1 else "them"
         yield from fact(
             style,
             "left",
-            f"{count(len(all_.other), 'other file')}: {_names(all_.other)}; --copy-others takes {them} along",
+            f"{count(len(listing.other), 'other file')}: {_names(listing.other)}; --copy-others takes {them} along",
         )
-    if all_.unentered:
-        yield from fact(style, "not entered", f"{_names(all_.unentered)}: hidden, or a link to a folder")
-    for note in all_.notes:
+    if listing.unentered:
+        yield from fact(style, "not entered", f"{_names(listing.unentered)}: hidden, or a link to a folder")
+    for note in listing.notes:
         yield from fact(style, "note", note)
-    if not all_.in_full and any(report.notes or report.left_behind for report in done):
+    if not in_full and any(report.notes or report.left_behind for report in done):
         yield from fact(style, "note", "-v tells all of each")
 
 
 def _names(paths: Sequence[Path]) -> str:
-    return some([path.name for path in paths], _SHOWN)
+    return some([path.name for path in paths])
 
 
 def _some(things: Iterable[str]) -> str:
     listed = list(dict.fromkeys(things))
-    return ", ".join(listed[:_SHOWN]) + (", …" if len(listed) > _SHOWN else "")
+    return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
 def _line(style: Style, path: str, said: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.renames import Pattern, patterns
 from ckptconv.cli.render.text import Style, count, fact, first_of, headline, size
+from ckptconv.formats.writers import writer_of
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
@@ -17,7 +18,6 @@ __all__ = ["report_lines"]
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
-_NO_DEVICES = ("safetensors", "sharded safetensors", "DCP safetensors")
 _PLAIN = Style()
 
 
@@ -37,7 +37,7 @@ def report_lines(report: Report, style: Style = _PLAIN, *, every_name: bool = Fa
     if old_format != new_format:
         yield from fact(style, "format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
-        old = "none stored" if old_format in _NO_DEVICES else old
+        old = old if _holds(old_format, "devices") else "none stored"
         yield from fact(style, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name, style)
     if changes.unprefixed:
@@ -57,6 +57,12 @@ def report_lines(report: Report, style: Style = _PLAIN, *, every_name: bool = Fa
         yield from fact(style, "changes", "none")
     for note in report.notes:
         yield from fact(style, "note", note)
+
+
+def _holds(container: str, quality: str) -> bool:
+    """Whether a container has a `quality` of :class:`~ckptconv.formats.layout.Writer`; of several nobody knows."""
+    writer = None if " and " in container else writer_of(container)
+    return writer is None or getattr(writer, quality)
 
 
 def _dtype_lines(report: Report, every_one: bool, style: Style) -> Iterator[str]:
@@ -89,7 +95,7 @@ def _tie_lines(report: Report, style: Style) -> Iterator[str]:
     """The names that a safetensors file has as texts alone."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
-        if report.formats[1].endswith("safetensors"):
+        if not _holds(report.formats[1].split(" and ")[-1], "ties"):
             listed = (
                 f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
                 "(load_model reads them, load_file does not; --copy-tied writes the tensors)"

@@ -24,7 +24,6 @@ __all__ = ["ChunkFiles", "in_file"]
 _ID = ".data/serialization_id"
 _CRC_IN_ENTRY = 16  # APPNOTE 4.3.12
 _LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
-_SHOWN = 3  # names in an error
 _MOST = 16  # files of one size that are remembered
 
 
@@ -102,7 +101,7 @@ def _refuse_unknown(checkpoint: Checkpoint, window: SliceSource) -> None:
         raise kind(
             "the file of a chunk names what no tensor needs",
             where=f"{window.path} at byte {window.offset:,}",
-            got=some([str(node) for node in unknown] or ["an extension code"], _SHOWN),
+            got=some([str(node) for node in unknown] or ["an extension code"]),
             hint="do not load it unless you trust who made it",
         )
 

@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from math import prod
+from pathlib import Path
 from typing import TypeAlias
 
-from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
+from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder, first_bytes, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
@@ -39,7 +40,7 @@ from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, Te
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Value, set_items
 
-__all__ = ["NAME", "looks_like", "read"]
+__all__ = ["NAME", "looks_like", "looks_like_metadata", "read"]
 
 NAME = "DCP"
 _METADATA = ".metadata"
@@ -64,32 +65,13 @@ def looks_like(folder: SourceFolder) -> bool:
     """Whether FOLDER, given as such, is one, or what is left of one."""
     if folder.path != folder.folder:
         return False
-    names = _names(folder)
-    return any(name.endswith(_SUFFIX) for name in names) or (_METADATA in names and _starts_like_a_pickle(folder))
+    _, names = list_folder(folder.folder)
+    return any(name.endswith(_SUFFIX) for name in names) or (_METADATA in names and looks_like_metadata(folder.folder))
 
 
-def _names(folder: SourceFolder) -> set[str]:
-    """What is in FOLDER but for folders."""
-    try:
-        with os.scandir(folder.folder) as entries:
-            return {entry.name for entry in entries if not _is_folder(entry)}
-    except OSError as error:
-        raise InputError(f"cannot be listed: {error.strerror}", where=folder.path) from error
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-def _starts_like_a_pickle(folder: SourceFolder) -> bool:
-    try:
-        with Source(folder.folder / _METADATA) as source:
-            return source.size > 0 and source.read(0, 1) == _PICKLE
-    except InputError:
-        return False
+def looks_like_metadata(folder: Path) -> bool:
+    """Whether ``.metadata`` in `folder`, as others call a file too, is the one that stands beside parts: a pickle."""
+    return first_bytes(folder / _METADATA, 1) == _PICKLE
 
 
 def read(
@@ -100,14 +82,14 @@ def read(
 
     Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
     """
-    names = _names(folder)
+    _, names = list_folder(folder.folder)
     if _METADATA not in names:
         raise _without_metadata(folder, names)
     metadata = read_metadata(folder.open(_METADATA))
     return _Reader(folder, metadata).checkpoint()
 
 
-def _without_metadata(folder: SourceFolder, names: set[str]) -> InputError:
+def _without_metadata(folder: SourceFolder, names: list[str]) -> InputError:
     """The error for a folder that has parts and nothing that says of what."""
     if any(map(_OWN_METADATA.fullmatch, names)):
         return UnsupportedError(
@@ -146,11 +128,9 @@ class _Reader:
         """All of it."""
         self.check_files()
         for name, item in self.metadata.items.items():
-            try:
+            with self.folder.faults:
                 if item is not None:
                     check_cover(self.where, name, item.shape, item.chunks)
-            except InputError as error:
-                self.folder.faults.found(error)
         nest = _Nest(str(self.where))
         for name in self.metadata.items:
             nest.add(name, self.metadata.paths.get(name, (name,)))
@@ -190,7 +170,7 @@ class _Reader:
                     f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'}"
                     " missing",
                     where=self.folder.path,
-                    got=f"no {some(sorted(missing), 3)}",
+                    got=f"no {some(sorted(missing))}",
                     hint=_COPY,
                 )
             )

@@ -146,7 +146,7 @@ class _Reader:
         if unknown:
             self.refuse(
                 "it names what torch.distributed.checkpoint's own metadata does not have",
-                got=some(unknown, 3),
+                got=some(unknown),
                 hint="load it with the framework that wrote it, and save it with torch.save",
             )
 
@@ -155,7 +155,7 @@ class _Reader:
         fields = self.object(root, f"{_METADATA}.Metadata")
         others = sorted(fields.keys() - _FIELDS)
         if others:
-            self.refuse("Metadata has fields that this version does not know", got=some(others, 3))
+            self.refuse("Metadata has fields that this version does not know", got=some(others))
         version = fields.get("version")
         if version is not None and not (isinstance(version, str) and version.startswith(_VERSION)):
             self.refuse(
@@ -265,7 +265,7 @@ class _Reader:
                 if isinstance(transforms, List)
                 else []
             )
-            self.refuse(f"{name!r} was stored through a transform", got=some(words, 3) or None, hint=_EXTENSIONS)
+            self.refuse(f"{name!r} was stored through a transform", got=some(words) or None, hint=_EXTENSIONS)
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _stays_inside(file):
             self.fail(

@@ -15,12 +15,11 @@ files, so they are never merged by their names: parts must fit together without 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from math import prod
 
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Source, SourceFolder, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -51,10 +50,7 @@ def looks_like(folder: SourceFolder) -> bool:
 
 
 def _names(folder: SourceFolder) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder.folder) if name.endswith(_SUFFIX))
-    except OSError as error:
-        raise InputError(f"cannot be listed: {error.strerror}", where=folder.path) from error
+    return [name for name in list_folder(folder.folder)[1] if name.endswith(_SUFFIX)]
 
 
 def _has_parts(folder: SourceFolder, name: str) -> bool:

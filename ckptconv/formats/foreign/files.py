@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, LFS
 from ckptconv.formats.foreign.zips import displaced
 from ckptconv.hints import literal, saved_by_torch, shell
@@ -26,7 +26,6 @@ from ckptconv.limits import LIMITS
 __all__ = ["foreign_file_error"]
 
 _HEAD = 4096
-_AGAIN = "download or copy it again"
 _SHOWN = 40  # characters of a text
 _BLOCK = 512  # of a tar archive
 
@@ -76,33 +75,33 @@ def _text(head: bytes) -> str | None:
     return None if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]", text) else text
 
 
-# By signature
+_Text = str | Callable[[_File], str]
 
 
-def _starts(signature: bytes, what: str, hint: str, at: int = 0) -> _Row:
-    """The row for files with SIGNATURE at the offset AT; {path} in HINT is the file's."""
+def _when(fits: Callable[[_File], object], what: _Text, hint: _Text, *, damaged: bool = False) -> _Row:
+    """The row for files of which `fits` is true; {path} in a text is the file's, quoted for a shell."""
 
     def row(file: _File) -> _Answer | None:
-        if file.head[at : at + len(signature)] != signature:
+        if not fits(file):
             return None
-        return _Answer(what, hint.replace("{path}", shell(file.path)))
+        said, then = (
+            text.replace("{path}", shell(file.path)) if isinstance(text, str) else text(file) for text in (what, hint)
+        )
+        return _Answer(said, then, damaged)
 
     return row
+
+
+def _starts(signature: bytes, what: str, hint: _Text, at: int = 0) -> _Row:
+    """The row for files with `signature` at the offset `at`."""
+    return _when(lambda file: file.head[at : at + len(signature)] == signature, what, hint)
 
 
 def _compressed(signature: bytes, name: str, command: str) -> _Row:
     return _starts(signature, f"compressed with {name}", f"unpack it: {command}")
 
 
-def _gguf_hint() -> str:
-    return "ask its publisher for the weights it was made from, or read it with the gguf package"
-
-
-# Nothing, or next to nothing
-
-
-def _empty(file: _File) -> _Answer | None:
-    return None if file.head else _Answer("the file is empty", _AGAIN)
+# Next to nothing
 
 
 def _zeros(file: _File) -> _Answer | None:
@@ -117,15 +116,9 @@ def _zeros(file: _File) -> _Answer | None:
         if rest:
             break
     if at == file.source.size:
-        return _Answer(f"nothing but zeros, {at:,} bytes of them", _AGAIN, damaged=True)
+        return _Answer(f"nothing but zeros, {at:,} bytes of them", DOWNLOAD_AGAIN, damaged=True)
     least = "at least " if at == most else ""
-    return _Answer(f"damaged: {least}its first {at:,} bytes are zeros", _AGAIN, damaged=True)
-
-
-def _cut_signature(file: _File) -> _Answer | None:
-    if file.head not in (b"PK", b"PK\x03"):
-        return None
-    return _Answer(f"a zip archive of which only {len(file.head)} bytes are left", _AGAIN, damaged=True)
+    return _Answer(f"damaged: {least}its first {at:,} bytes are zeros", DOWNLOAD_AGAIN, damaged=True)
 
 
 # Text
@@ -212,12 +205,6 @@ def _json(file: _File) -> Any:
         return None
 
 
-def _any_text(file: _File) -> _Answer | None:
-    if not file.text or not file.text.strip():
-        return None
-    return _Answer(f"a text file, which starts with {_start(file)}", "give the file with the weights")
-
-
 def _start(file: _File) -> str:
     return repr(_cut(" ".join((file.text or "").split())))
 
@@ -227,10 +214,6 @@ def _cut(text: str, most: int = _SHOWN) -> str:
 
 
 # Archives
-
-
-def _displaced(file: _File) -> InputError | None:
-    return displaced(file.source)
 
 
 def _tar(file: _File) -> _Answer | None:
@@ -293,28 +276,11 @@ def _zlib(file: _File) -> _Answer | None:
     )
 
 
-def _array(file: _File) -> _Answer | None:
-    if not file.head.startswith(b"\x93NUMPY"):
-        return None
-    load = f"torch.from_numpy(numpy.load({literal(file.path)}))"
-    return _Answer("a NumPy array (.npy)", f"save it with torch: {saved_by_torch(load, 'numpy')}")
-
-
 # By structure
 
 
-def _flax(file: _File) -> _Answer | None:
-    """A msgpack map whose keys are text, with one of flax's own types of value in it."""
-    if not _is_flax(file.head):
-        return None
-    return _Answer(
-        "a Flax checkpoint (msgpack)",
-        "load it with flax.serialization.msgpack_restore and save its arrays with torch: torch.from_numpy makes tensors"
-        " of them",
-    )
-
-
 def _is_flax(head: bytes) -> bool:
+    """Whether it starts a msgpack map whose keys are text, with one of flax's own types of value in it."""
     if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
         return False
     key = 1 + {0xDE: 2, 0xDF: 4}.get(head[0], 0)
@@ -362,62 +328,46 @@ def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
     return 1 + width + int.from_bytes(head[at + 1 : at + 1 + width], "big")
 
 
-def _onnx(file: _File) -> _Answer | None:
+def _is_onnx(file: _File) -> bool:
     """Protocol buffers have no signature: the version of the format, then the producer's name, or the suffix."""
     head = file.head
     if len(head) < 8 or head[0] != 0x08 or not 1 <= head[1] <= 30:
-        return None
+        return False
     name = head[4 : 4 + head[3]]
     producer = head[2] == 0x12 and 0 < len(name) < 64 and name.isascii() and name.decode("latin-1").isprintable()
-    if not producer and not (head[2] in (0x3A, 0x42) and file.path.suffix == ".onnx"):
-        return None
-    return _Answer(
-        "an ONNX model, which is a program and not only weights",
-        "read its weights with the onnx package: onnx.numpy_helper.to_array of each initializer",
-    )
+    return producer or (head[2] in (0x3A, 0x42) and file.path.suffix == ".onnx")
 
 
-def _saved_model(file: _File) -> _Answer | None:
-    if not (file.head[:3] == b"\x08\x01\x12" and file.path.name == "saved_model.pb"):
-        return None
-    return _Answer("a TensorFlow SavedModel's program", _TENSORFLOW)
-
-
-def _tensorflow(file: _File) -> _Answer | None:
-    """An index ends in the magic number of its tables; data have no mark but their name."""
+def _ends(file: _File, magic: bytes) -> bool:
     size = file.source.size
-    if size >= 8 and file.source.read(size - 8, 8) == b"\x57\xfb\x80\x8b\x24\x75\x47\xdb":
-        return _Answer("the index of a TensorFlow checkpoint, or another table of LevelDB's kind", _TENSORFLOW)
-    return None
+    return size >= len(magic) and file.source.read(size - len(magic), len(magic)) == magic
 
 
-def _tensorflow_data(file: _File) -> _Answer | None:
-    if not re.search(r"\.data-[0-9]{5}-of-[0-9]{5}$", file.path.name):
-        return None
-    return _Answer("by its name the data of a TensorFlow checkpoint", _TENSORFLOW)
-
-
-def _windows_program(file: _File) -> _Answer | None:
-    at = int.from_bytes(file.head[60:64], "little")
-    if file.head[:2] != b"MZ" or file.head[at : at + 4] != b"PE\0\0":
-        return None
-    return _Answer("a program for Windows and not a checkpoint", "do not run it; download the checkpoint itself")
+def _is_for_windows(head: bytes) -> bool:
+    at = int.from_bytes(head[60:64], "little")
+    return head[:2] == b"MZ" and head[at : at + 4] == b"PE\0\0"
 
 
 _TENSORFLOW = "load it with TensorFlow and save its weights with torch"
 _PICTURE = "give the file with the weights"
+_GGUF = "ask its publisher for the weights it was made from, or read it with the gguf package"
 
 _ROWS: tuple[_Row, ...] = (
-    _empty,
+    _when(lambda file: not file.head, "the file is empty", DOWNLOAD_AGAIN),
     _zeros,
-    _cut_signature,
+    _when(
+        lambda file: file.head in (b"PK", b"PK\x03"),
+        lambda file: f"a zip archive of which only {len(file.head)} bytes are left",
+        DOWNLOAD_AGAIN,
+        damaged=True,
+    ),
     _pointer,
     _page,
     _refusal,
     _index,
-    _starts(b"GGUF", "a GGUF file and not a checkpoint of torch", _gguf_hint()),
+    _starts(b"GGUF", "a GGUF file and not a checkpoint of torch", _GGUF),
     *(
-        _starts(magic, "a GGML file (llama.cpp, before GGUF) and not a checkpoint of torch", _gguf_hint())
+        _starts(magic, "a GGML file (llama.cpp, before GGUF) and not a checkpoint of torch", _GGUF)
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
     _starts(
@@ -426,7 +376,13 @@ _ROWS: tuple[_Row, ...] = (
         "load it with Keras or h5py and save its weights with torch",
     ),
     _tar,
-    _array,
+    _starts(
+        b"\x93NUMPY",
+        "a NumPy array (.npy)",
+        lambda file: (
+            "save it with torch: " + saved_by_torch(f"torch.from_numpy(numpy.load({literal(file.path)}))", "numpy")
+        ),
+    ),
     _gzip,
     _compressed(b"BZh", "bzip2", "bzip2 -dc {path} > OUT"),
     _compressed(b"\xfd7zXZ\0", "xz", "xz -dc {path} > OUT"),
@@ -440,7 +396,11 @@ _ROWS: tuple[_Row, ...] = (
         "a program or library for Linux and not a checkpoint",
         "do not run it; download the checkpoint itself",
     ),
-    _windows_program,
+    _when(
+        lambda file: _is_for_windows(file.head),
+        "a program for Windows and not a checkpoint",
+        "do not run it; download the checkpoint itself",
+    ),
     _starts(b"\x89PNG\r\n\x1a\n", "a PNG picture and not a checkpoint", _PICTURE),
     _starts(b"\xff\xd8\xff", "a JPEG picture and not a checkpoint", _PICTURE),
     _starts(b"GIF8", "a GIF picture and not a checkpoint", _PICTURE),
@@ -448,12 +408,37 @@ _ROWS: tuple[_Row, ...] = (
     _starts(b"PAR1", "a Parquet table and not a checkpoint", _PICTURE),
     _starts(b"SQLite format 3\0", "an SQLite database and not a checkpoint", _PICTURE),
     _starts(b"TFL3", "a TensorFlow Lite model, which is a program and not only weights", _TENSORFLOW, at=4),
-    _flax,
-    _onnx,
-    _saved_model,
+    _when(
+        lambda file: _is_flax(file.head),
+        "a Flax checkpoint (msgpack)",
+        "load it with flax.serialization.msgpack_restore and save its arrays with torch: torch.from_numpy makes tensors"
+        " of them",
+    ),
+    _when(
+        _is_onnx,
+        "an ONNX model, which is a program and not only weights",
+        "read its weights with the onnx package: onnx.numpy_helper.to_array of each initializer",
+    ),
+    _when(
+        lambda file: file.head[:3] == b"\x08\x01\x12" and file.path.name == "saved_model.pb",
+        "a TensorFlow SavedModel's program",
+        _TENSORFLOW,
+    ),
     _configuration,
-    _any_text,
-    _displaced,
-    _tensorflow,
-    _tensorflow_data,
+    _when(
+        lambda file: file.text and file.text.strip(),
+        lambda file: f"a text file, which starts with {_start(file)}",
+        "give the file with the weights",
+    ),
+    lambda file: displaced(file.source),
+    _when(
+        lambda file: _ends(file, b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"),  # the magic number of its tables
+        "the index of a TensorFlow checkpoint, or another table of LevelDB's kind",
+        _TENSORFLOW,
+    ),
+    _when(  # which has no mark but its name
+        lambda file: re.search(r"\.data-[0-9]{5}-of-[0-9]{5}$", file.path.name),
+        "by its name the data of a TensorFlow checkpoint",
+        _TENSORFLOW,
+    ),
 )

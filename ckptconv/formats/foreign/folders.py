@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.byteranges.sources import first_bytes
 from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.hints import shell
 from ckptconv.limits import LIMITS
@@ -27,7 +28,6 @@ CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".
 #: What a folder's files are converted by, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
-_SHOWN = 3  # names that are listed
 #: The names that transformers, peft and diffusers give to a whole model, the better format first.
 _MODELS = (
     "model.safetensors",
@@ -43,7 +43,7 @@ _KNOWN = (
     "saved_model.pb", "saved_model.pbtxt", "_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA",
     "model.weights.h5",
 )  # a table  # fmt: skip
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>(?!00000)[0-9]{5})(?P<suffix>\.safetensors|\.bin)")
+_SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # whose folder is read as one checkpoint
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 
 
@@ -73,6 +73,9 @@ class _Answer(NamedTuple):
     hint: str
 
 
+_Row = Callable[[_Folder], "_Answer | None"]
+
+
 def folder_error(path: Path) -> InputError:
     """The error that says what the folder PATH is, and what to type instead."""
     try:
@@ -85,9 +88,8 @@ def folder_error(path: Path) -> InputError:
 
 def name_like(path: Path) -> Path | None:
     """A path beside PATH, which is missing, with nearly its name, if there is one."""
-    try:
-        folder = _list(path.parent)
-    except (OSError, ValueError):
+    folder = _folder_at(path.parent)
+    if folder is None:
         return None
     names = {name.rstrip("/") for name in folder.names}
     if folder.cut:
@@ -103,10 +105,8 @@ def distributed_part_error(path: Path) -> InputError | None:
     """
     if path.suffix != ".distcp" and path.name != ".metadata":
         return None
-    try:
-        answer = _distributed(_list(path.parent))
-    except OSError:
-        return None
+    folder = _folder_at(path.parent)
+    answer = folder and _distributed(folder)
     return UnsupportedError(f"a part of {answer.what}", where=path, hint=answer.hint) if answer else None
 
 
@@ -135,8 +135,9 @@ def _kind(entry: os.DirEntry[str]) -> str | None:
 # Whose it is
 
 
-def _empty(folder: _Folder) -> _Answer | None:
-    return None if folder.names or folder.others else _Answer("it is empty", "give the path of the checkpoint itself")
+def _when(fits: Callable[[_Folder], object], what: str, hint: str) -> _Row:
+    """The row for folders of which `fits` is true."""
+    return lambda folder: _Answer(what, hint) if fits(folder) else None
 
 
 def _torch_records(folder: _Folder) -> _Answer | None:
@@ -170,16 +171,8 @@ def _pointers(folder: _Folder) -> _Answer | None:
 
 
 def _is_pointer(path: Path) -> bool:
-    try:
-        if not path.is_file() or path.stat().st_size > _POINTER:  # a FIFO is none
-            return False
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            return os.read(fd, len(LFS)) == LFS
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
+    head = first_bytes(path, _POINTER + 1)
+    return len(head) <= _POINTER and head.startswith(LFS)
 
 
 def _model(folder: _Folder) -> _Answer | None:
@@ -189,30 +182,7 @@ def _model(folder: _Folder) -> _Answer | None:
     path, beside = shell(folder.path / name), [each for each in _found(folder) if each not in _MODELS]
     if not beside:
         return _Answer(f"the checkpoint in it is {name}", f"give that file: {path}")
-    return _Answer(
-        f"the model in it is {name}, beside {some(beside, _SHOWN)}", f"give that file: {path}; {_or_all(folder)}"
-    )
-
-
-def _shards(folder: _Folder) -> _Answer | None:
-    shards = [match for name in sorted(folder.names) if (match := _SHARD.fullmatch(name))]
-    if not shards:
-        return None
-    first = max(shards, key=lambda shard: (shard["suffix"] == ".safetensors", -shards.index(shard)))
-    mine = {int(shard["number"]) for shard in shards if _set_of(shard) == _set_of(first)}
-    missing = [n for n in range(1, int(first["count"]) + 1) if n not in mine]
-    what = f"a checkpoint in {int(first['count']):,} shards"
-    if missing and not folder.cut:
-        names = [f"{first['stem']}-{n:05d}-of-{first['count']}{first['suffix']}" for n in missing]
-        return _Answer(
-            f"{what}, of which {some(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} missing",
-            "download or copy what is missing",
-        )
-    return _Answer(what, f"make it one file: {shell('ckptconv', 'convert', folder.path, 'out' + first['suffix'])}")
-
-
-def _set_of(shard: re.Match[str]) -> tuple[str, str, str]:
-    return shard["stem"], shard["count"], shard["suffix"]
+    return _Answer(f"the model in it is {name}, beside {some(beside)}", f"give that file: {path}; {_or_all(folder)}")
 
 
 def _deepspeed(folder: _Folder) -> _Answer | None:
@@ -225,31 +195,6 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         where, tag = whole.parent, ["--tag", whole.name]
     command = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
     return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {command}")
-
-
-def _saved_model(folder: _Folder) -> _Answer | None:
-    if not folder.names & {"saved_model.pb", "saved_model.pbtxt"}:
-        return None
-    return _Answer("a TensorFlow SavedModel", "load it with TensorFlow and save its weights with torch")
-
-
-def _tensorflow(folder: _Folder) -> _Answer | None:
-    if not folder.any(r".*\.data-[0-9]{5}-of-[0-9]{5}") or not folder.any(r".*\.index"):
-        return None
-    return _Answer("a TensorFlow checkpoint", "load it with TensorFlow and save its weights with torch")
-
-
-def _orbax(folder: _Folder) -> _Answer | None:
-    marks = {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA"}
-    if not folder.names & marks:
-        return None
-    return _Answer("an Orbax checkpoint (JAX)", "restore it with orbax.checkpoint and save its weights with torch")
-
-
-def _keras(folder: _Folder) -> _Answer | None:
-    if not folder.has("model.weights.h5"):
-        return None
-    return _Answer("a Keras model", "load it with Keras and save its weights with torch")
 
 
 def _listed(folder: _Folder) -> _Answer | None:
@@ -265,7 +210,7 @@ def _listed(folder: _Folder) -> _Answer | None:
         row(inner) for name in found if (inner := _folder_at(folder.path / name)) for row in (_torch_records, _orbax)
     )
     return _Answer(
-        f"the checkpoints {where} are {some(found, _SHOWN)}",
+        f"the checkpoints {where} are {some(found)}",
         f"give one of them: {path}" + ("" if strange else f"; {_or_all(folder)}"),
     )
 
@@ -286,7 +231,7 @@ def _found(folder: _Folder) -> list[str]:
         if inner is None:
             continue
         left -= len(inner.names)
-        if any(row(inner) for row in (_torch_records, _distributed, _shards, _orbax, _deepspeed)):
+        if inner.any(_SHARD) or any(row(inner) for row in (_torch_records, _distributed, _orbax, _deepspeed)):
             found.append(name.rstrip("/"))
         else:
             found += (name + file for file in _files(inner))
@@ -306,12 +251,12 @@ def _folders(folder: _Folder) -> list[str]:
 def _folder_at(path: Path) -> _Folder | None:
     try:
         return _list(path)
-    except OSError:
+    except (OSError, ValueError):  # a NUL in the path
         return None
 
 
 def _nothing(folder: _Folder) -> _Answer:
-    found = some(sorted(folder.names | folder.others), _SHOWN)
+    found = some(sorted(folder.names | folder.others))
     what = f"no checkpoint is among {_looked_at()}," if folder.cut else "no checkpoint is in it,"
     return _Answer(f"{what} but {found}", "give the path of the checkpoint itself")
 
@@ -320,8 +265,35 @@ def _looked_at() -> str:
     return f"the first {LIMITS.folder_names:,} names in it"
 
 
+_orbax = _when(
+    lambda folder: folder.names & {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA"},
+    "an Orbax checkpoint (JAX)",
+    "restore it with orbax.checkpoint and save its weights with torch",
+)
+_TENSORFLOW = "load it with TensorFlow and save its weights with torch"
+
 #: The first that answers is right.
-_ROWS: tuple[Callable[[_Folder], _Answer | None], ...] = (
-    _empty, _torch_records, _distributed, _pointers, _model, _shards, _deepspeed, _saved_model, _tensorflow, _orbax,
-    _keras, _listed, _nothing,
-)  # a table  # fmt: skip
+_ROWS: tuple[_Row, ...] = (
+    _when(lambda folder: not (folder.names or folder.others), "it is empty", "give the path of the checkpoint itself"),
+    _torch_records,
+    _distributed,
+    _pointers,
+    _model,
+    _deepspeed,
+    _when(
+        lambda folder: folder.names & {"saved_model.pb", "saved_model.pbtxt"}, "a TensorFlow SavedModel", _TENSORFLOW
+    ),
+    _when(
+        lambda folder: folder.any(r".*\.data-[0-9]{5}-of-[0-9]{5}") and folder.any(r".*\.index"),
+        "a TensorFlow checkpoint",
+        _TENSORFLOW,
+    ),
+    _orbax,
+    _when(
+        lambda folder: folder.has("model.weights.h5"),
+        "a Keras model",
+        "load it with Keras and save its weights with torch",
+    ),
+    _listed,
+    _nothing,
+)

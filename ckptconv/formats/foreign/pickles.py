@@ -8,7 +8,15 @@ from __future__ import annotations
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
 from ckptconv.checkpoint.storage_ids import storage_sizes
-from ckptconv.errors import CkptconvError, DangerousError, InputError, MalformedError, UnsupportedError
+from ckptconv.errors import (
+    DOWNLOAD_AGAIN,
+    CkptconvError,
+    DangerousError,
+    InputError,
+    MalformedError,
+    UnsupportedError,
+    count,
+)
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -27,7 +35,6 @@ from ckptconv.pickles.parser import parse
 __all__ = ["LOADER", "looks_like_pickle", "pickle_error"]
 
 LOADER = "torch.storage._load_from_bytes"  #: by which a plain pickle holds a storage, and nothing else does
-_AGAIN = "download or copy it again"
 _NO_WEIGHTS = "it holds no weights; give the file with the weights"
 _PROTOCOLS = (2, 3, 4, 5)
 _OLD_STARTS = b"(])}cIJKMLNSUVXFG"  # opcodes that a pickle of protocol 0 or 1 can start with
@@ -73,7 +80,7 @@ def pickle_error(source: Readable) -> InputError:
             where=error.where,
             expected=error.expected,
             got=error.got,
-            hint=_AGAIN,
+            hint=DOWNLOAD_AGAIN,
         )
     except InputError as error:
         return error
@@ -110,7 +117,7 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
 def _root(root: Value) -> str:
     """What the pickle's value is, in Python's words."""
     if isinstance(root, Dict):
-        return f"a dict of {_items(sum(1 for _ in root.pairs()))}"
+        return f"a dict of {count(sum(1 for _ in root.pairs()), 'item')}"
     if isinstance(root, Call):
         name = str(root.callable)[:80] if isinstance(root.callable, Global) else "an unknown class"
         if is_global(root.callable, "copyreg._reconstructor", "copy_reg._reconstructor") and isinstance(
@@ -119,12 +126,8 @@ def _root(root: Value) -> str:
             name = str(next((item for item in root.args.items if isinstance(item, Global)), name))[:80]
         return f"an object of {name}"
     if isinstance(root, Object):
-        return f"a {type(root).__name__.lower()} of {_items(sum(1 for _ in root.elements()))}"
+        return f"a {type(root).__name__.lower()} of {count(sum(1 for _ in root.elements()), 'item')}"
     if isinstance(root, Tuple):
-        return f"a tuple of {_items(len(root.items))}"
+        return f"a tuple of {count(len(root.items), 'item')}"
     kind = root.kind if isinstance(root, Blob) else "None" if root is None else type(root).__name__.lower()
     return kind if root is None else f"one {kind}"
-
-
-def _items(count: int) -> str:
-    return "1 item" if count == 1 else f"{count:,} items"

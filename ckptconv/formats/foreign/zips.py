@@ -11,23 +11,26 @@ Stable-Baselines' and Stable-Baselines3's "save format" pages, Keras' ``save_mod
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.storage_ids import storage_sizes
-from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
 from ckptconv.formats.zip_archive import (
     CENTRAL_SIZE,
     END,
+    END_FIELDS,
     END_SIZE,
     LOCAL,
     LOCAL_SIZE,
     LONGEST_END,
     STORED,
     ZIP64_END,
+    ZIP64_END_FIELDS,
+    ZIP64_END_SIZE,
+    ZIP64_LOCATOR_SIZE,
     first_member,
 )
 from ckptconv.hints import literal, saved_by_torch, shell
@@ -36,13 +39,9 @@ from ckptconv.pickles.parser import parse
 
 __all__ = ["cut_short", "displaced", "refuse_foreign_zips"]
 
-_AGAIN = "download or copy it again"
 _PICKLE = "data.pkl"
-_SHOWN = 3  # member names
 _TAME = re.compile(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
-_END_FIELDS = struct.Struct("<4sHHHHIIH")
-_ZIP64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
-_ZIP64_TAIL = 76  # bytes of the zip64 end and its locator
+_ZIP64_TAIL = ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE
 _METHOD = re.compile(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # of a local header: two bytes behind version and flags
 _BEHIND = 4096  # bytes behind data.pkl, in which a few small records and the first storage start
 
@@ -58,8 +57,17 @@ class _Names(NamedTuple):
         """The command that takes the member NAME out."""
         return shell("unzip", self.path, name) if _TAME.fullmatch(name) else shell("unzip", self.path)
 
+    @property
+    def checkpoint(self) -> str | None:
+        """The first member that is a checkpoint by its name."""
+        return next((name for name in self.whole if name.endswith(CHECKPOINT_SUFFIXES)), None)
 
-_Row = Callable[[_Names], "InputError | None"]
+
+class _Row(NamedTuple):
+    """A kind of archive: whether names are of it, and the error that says so."""
+
+    fits: Callable[[_Names], object]
+    error: Callable[[_Names], InputError]
 
 
 def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
@@ -68,117 +76,107 @@ def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
         return
     found = _Names(str(source.path), dict.fromkeys(names), below)
-    error = next(error for row in _ROWS if (error := row(found)))
+    error = next(row.error(found) for row in _ROWS if row.fits(found))
     error.where = source.path
     raise error
 
 
 # Whose it is
 
-_NO_CHECKPOINT = ("attributes.pkl", "archive_format", "serialized_exported_program.json")
+_PROGRAM = "serialized_exported_program.json"  # torch 2.1 to 2.7
+_NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM)
 
 
-def _old_torchscript(names: _Names) -> InputError | None:
+def _is_old_torchscript(names: _Names) -> bool:
     old = "model.json" in names.below and any(name.startswith("code/") for name in names.below)  # torch 1.0 to 1.2
-    if not old and names.below.isdisjoint(("constants.pkl", "attributes.pkl")):
-        return None
-    load = f'torch.jit.load({literal(names.path)}, map_location="cpu").state_dict()'
-    return UnsupportedError(
-        "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
-        hint=f"save its weights alone with torch 1.13, which does: {saved_by_torch(load)}",
-    )
+    return old or not names.below.isdisjoint(("constants.pkl", "attributes.pkl"))
 
 
-def _exported(names: _Names) -> InputError | None:
-    file = "serialized_exported_program.json"  # torch 2.1 to 2.7
-    if "archive_format" not in names.below and file not in names.below and file not in names.whole:
-        return None
-    load = f"torch.export.load({literal(names.path)}).state_dict"
-    return UnsupportedError(
-        "a .pt2 archive (torch.export), which holds a program and not only weights",
-        hint=f"save its weights alone: {saved_by_torch(load)}",
-    )
+def _unzipped(names: _Names, to: str, inner: str | None) -> str:
+    return f"{to}: {names.unzip(inner)}" if inner else f"unpack it: {shell('unzip', names.path)}"
 
 
-def _records_without_folder(names: _Names) -> InputError | None:
-    if _PICKLE not in names.whole:
-        return None
-    again = f"{shell('unzip', names.path, '-d', 'out')} && {shell('python', '-m', 'zipfile', '-c', 'out.pt', 'out')}"
-    return MalformedError(
-        "torch's records without the folder that they must be in",
-        expected=f"a member FOLDER/{_PICKLE}",
-        hint=f"zip them again: {again}",
-    )
+def _listed(names: _Names) -> str:
+    return some([name[:80] for name in names.whole])
 
 
-def _torchserve(names: _Names) -> InputError | None:
-    if "MAR-INF/MANIFEST.json" not in names.whole:
-        return None
-    inner = _checkpoint_in(names)
-    hint = f"take the checkpoint out: {names.unzip(inner)}" if inner else f"unpack it: {shell('unzip', names.path)}"
-    return UnsupportedError("a TorchServe model archive (.mar), which holds a program beside its checkpoint", hint=hint)
-
-
-def _stable_baselines(names: _Names) -> InputError | None:
-    if {"data", "parameters", "parameter_list"} <= names.whole.keys():
-        return UnsupportedError(
+#: The first that fits is right.
+_ROWS = (
+    _Row(
+        _is_old_torchscript,
+        lambda names: UnsupportedError(
+            "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
+            hint="save its weights alone with torch 1.13, which does: "
+            + saved_by_torch(f'torch.jit.load({literal(names.path)}, map_location="cpu").state_dict()'),
+        ),
+    ),
+    _Row(
+        lambda names: not names.below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names.whole,
+        lambda names: UnsupportedError(
+            "a .pt2 archive (torch.export), which holds a program and not only weights",
+            hint="save its weights alone: " + saved_by_torch(f"torch.export.load({literal(names.path)}).state_dict"),
+        ),
+    ),
+    _Row(
+        lambda names: _PICKLE in names.whole,
+        lambda names: MalformedError(
+            "torch's records without the folder that they must be in",
+            expected=f"a member FOLDER/{_PICKLE}",
+            hint=f"zip them again: {shell('unzip', names.path, '-d', 'out')} && "
+            + shell("python", "-m", "zipfile", "-c", "out.pt", "out"),
+        ),
+    ),
+    _Row(
+        lambda names: "MAR-INF/MANIFEST.json" in names.whole,
+        lambda names: UnsupportedError(
+            "a TorchServe model archive (.mar), which holds a program beside its checkpoint",
+            hint=_unzipped(names, "take the checkpoint out", names.checkpoint),
+        ),
+    ),
+    _Row(
+        lambda names: {"data", "parameters", "parameter_list"} <= names.whole.keys(),
+        lambda names: UnsupportedError(
             "a model of Stable-Baselines 2 (TensorFlow), its weights as NumPy arrays inside a zip",
-            hint=f"take them out: {names.unzip('parameters')}",
-        )
-    if not {"data", "policy.pth"} <= names.whole.keys():
-        return None
-    return UnsupportedError(
-        "a model of Stable-Baselines3, its checkpoints inside a zip", hint=f"take one out: {names.unzip('policy.pth')}"
-    )
-
-
-def _keras(names: _Names) -> InputError | None:
-    if not {"config.json", "metadata.json", "model.weights.h5"} <= names.whole.keys():
-        return None
-    return UnsupportedError("a Keras model (.keras)", hint="load it with Keras and save its weights with torch")
-
-
-def _arrays(names: _Names) -> InputError | None:
-    if not names.whole or not all(name.endswith(".npy") for name in names.whole):
-        return None
-    load = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(names.path)}).items()}}"
-    return UnsupportedError(
-        f"NumPy arrays (.npz): {some([name[:80] for name in names.whole], _SHOWN)}",
-        hint=f"save them with torch: {saved_by_torch(load, 'numpy')}",
-    )
-
-
-def _holding_a_checkpoint(names: _Names) -> InputError | None:
-    inner = _checkpoint_in(names)
-    if inner is None:
-        return None
-    return UnsupportedError(
-        f"a zip archive with a checkpoint in it: {inner}", hint=f"take it out: {names.unzip(inner)}"
-    )
-
-
-def _any_zip(names: _Names) -> InputError:
-    return UnsupportedError(
-        f"a zip archive, but none of torch's: {some([name[:80] for name in names.whole], _SHOWN) or 'it is empty'}",
-        expected=f"a member FOLDER/{_PICKLE}",
-    )
-
-
-def _checkpoint_in(names: _Names) -> str | None:
-    return next((name for name in names.whole if name.endswith(CHECKPOINT_SUFFIXES)), None)
-
-
-#: The first that answers is right.
-_ROWS: tuple[_Row, ...] = (
-    _old_torchscript,
-    _exported,
-    _records_without_folder,
-    _torchserve,
-    _stable_baselines,
-    _keras,
-    _arrays,
-    _holding_a_checkpoint,
-    _any_zip,
+            hint=_unzipped(names, "take them out", "parameters"),
+        ),
+    ),
+    _Row(
+        lambda names: {"data", "policy.pth"} <= names.whole.keys(),
+        lambda names: UnsupportedError(
+            "a model of Stable-Baselines3, its checkpoints inside a zip",
+            hint=_unzipped(names, "take one out", "policy.pth"),
+        ),
+    ),
+    _Row(
+        lambda names: {"config.json", "metadata.json", "model.weights.h5"} <= names.whole.keys(),
+        lambda names: UnsupportedError(
+            "a Keras model (.keras)", hint="load it with Keras and save its weights with torch"
+        ),
+    ),
+    _Row(
+        lambda names: names.whole and all(name.endswith(".npy") for name in names.whole),
+        lambda names: UnsupportedError(
+            f"NumPy arrays (.npz): {_listed(names)}",
+            hint="save them with torch: "
+            + saved_by_torch(
+                f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(names.path)}).items()}}", "numpy"
+            ),
+        ),
+    ),
+    _Row(
+        lambda names: names.checkpoint,
+        lambda names: UnsupportedError(
+            f"a zip archive with a checkpoint in it: {names.checkpoint}",
+            hint=_unzipped(names, "take it out", names.checkpoint),
+        ),
+    ),
+    _Row(
+        lambda names: True,
+        lambda names: UnsupportedError(
+            f"a zip archive, but none of torch's: {_listed(names) or 'it is empty'}",
+            expected=f"a member FOLDER/{_PICKLE}",
+        ),
+    ),
 )
 
 
@@ -190,7 +188,9 @@ def cut_short(source: Readable) -> InputError:
     first = first_member(source)
     root, _, record = first.name.rpartition("/") if first else ("", "", "")
     if first is None or record != _PICKLE or first.method != STORED:
-        return MalformedError("a zip archive that was cut short: its end is missing", where=source.path, hint=_AGAIN)
+        return MalformedError(
+            "a zip archive that was cut short: its end is missing", where=source.path, hint=DOWNLOAD_AGAIN
+        )
     try:
         with gc_paused():
             graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=first.data_offset)
@@ -201,19 +201,21 @@ def cut_short(source: Readable) -> InputError:
         return MalformedError(
             f"a torch checkpoint that was cut short, or damaged, inside {_PICKLE}, its first record: {error.what}",
             where=source.path,
-            hint=_AGAIN,
+            hint=DOWNLOAD_AGAIN,
         )
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
     whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
     if whole <= source.size or not _only_stored(source, end):
         return MalformedError(
-            "a torch checkpoint that was cut short: the zip archive's end is missing", where=source.path, hint=_AGAIN
+            "a torch checkpoint that was cut short: the zip archive's end is missing",
+            where=source.path,
+            hint=DOWNLOAD_AGAIN,
         )
     return MalformedError(
         f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
         where=source.path,
-        hint=_AGAIN,
+        hint=DOWNLOAD_AGAIN,
     )
 
 
@@ -233,19 +235,19 @@ def displaced(source: Readable) -> InputError | None:
     at = tail.rfind(END)
     if at < 0 or len(tail) - at < END_SIZE:
         return None
-    *_, count, size, offset, comment = _END_FIELDS.unpack_from(tail, at)
+    *_, count, size, offset, comment = END_FIELDS.unpack_from(tail, at)
     if at + END_SIZE + comment != len(tail) or not count:
         return None
     if tail[at - _ZIP64_TAIL :][:4] == ZIP64_END and at >= _ZIP64_TAIL:
         at -= _ZIP64_TAIL
-        *_, size, offset = _ZIP64_FIELDS.unpack_from(tail, at)
+        *_, size, offset = ZIP64_END_FIELDS.unpack_from(tail, at)
     before = start + at - size - offset
     if before < 0:
         return MalformedError(
-            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=_AGAIN
+            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=DOWNLOAD_AGAIN
         )
     if before == 0 or before + 4 > source.size or source.read(before, 4) != LOCAL:
-        return MalformedError("a zip archive whose start is damaged", where=source.path, hint=_AGAIN)
+        return MalformedError("a zip archive whose start is damaged", where=source.path, hint=DOWNLOAD_AGAIN)
     return MalformedError(
         f"a zip archive with {before:,} bytes before it",
         where=source.path,

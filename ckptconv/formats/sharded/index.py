@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.sources import Readable, Source, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
+from ckptconv.formats.layout import HubName
 from ckptconv.formats.safetensors_header import is_text
+from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import shell
 from ckptconv.limits import LIMITS
 
@@ -38,9 +40,11 @@ __all__ = [
     "Index",
     "family_of",
     "find_set",
+    "hub_name",
     "index_bytes",
     "index_name",
     "is_index_file",
+    "names_in",
     "of_other_suffix",
     "read_index",
     "refuse_missing",
@@ -54,15 +58,19 @@ __all__ = [
 TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
-_SUFFIXES = r"\.safetensors|\.bin"
+#: What the Hub's tools call a model in shards, by the suffix of these.
+_MODELS = {writer.hub.suffix: writer.hub.model for writer in WRITERS.values() if writer.hub and writer.shards}
+_SUFFIXES = "|".join(map(re.escape, _MODELS))
 _SHARD = re.compile(
     rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII
 )
 _INDEX = re.compile(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
 #: The stems that transformers, diffusers and peft give to a model, and what tells its variants apart.
-_STEMS = r"model|pytorch_model|diffusion_pytorch_model|adapter_model"
+_ONE_NAME = ("diffusion_pytorch_model", "adapter_model")  # in all formats
+_STEMS = "|".join((*_MODELS.values(), *_ONE_NAME))
 _HUB = re.compile(rf"(?P<stem>{_STEMS})(?P<variant>\.[^.]+)?")
 _WHOLE = re.compile(rf"({_STEMS})({_SUFFIXES})")
+_MODEL = re.compile(rf"({'|'.join(_MODELS.values())})(-[0-9]{{5}}-of-[0-9]{{5}})?")
 
 
 # Names
@@ -136,6 +144,15 @@ def stem_for(name: str, suffix: str) -> str:
     return _stem_like(stem if _HUB.fullmatch(stem) else "model", suffix)
 
 
+def hub_name(stem: str, hub: HubName) -> str | None:
+    """What the Hub's tools call the file `stem`, a whole model or a shard, in the format of `hub`; None where they have
+    no name for it.
+    """
+    if found := _MODEL.fullmatch(stem):
+        return f"{hub.model}{found[2] or ''}{hub.suffix}"
+    return stem + hub.suffix if stem.endswith(_ONE_NAME) else None
+
+
 def of_other_suffix(name: str, suffix: str) -> str:
     """What the shard or index NAME is called in a set with SUFFIX: ``pytorch_model-….bin`` is
     ``model-….safetensors``.
@@ -172,14 +189,14 @@ def family_of(name: str) -> str | None:
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     whole = re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
     stem = _family(found)[0] if found else whole[1] if whole else None
-    return _stem_like(stem, ".safetensors") if stem else None
+    return _stem_like(stem, next(iter(_MODELS))) if stem else None
 
 
 def _stem_like(stem: str, suffix: str) -> str:
     """STEM as the Hub's tools spell it beside SUFFIX: transformers has two names for one thing."""
     model, dot, variant = stem.partition(".")
-    if model in ("model", "pytorch_model"):
-        model = "model" if suffix == ".safetensors" else "pytorch_model"
+    if model in _MODELS.values():
+        model = _MODELS[suffix]
     return model + dot + variant
 
 
@@ -208,6 +225,12 @@ def _family(found: re.Match[str]) -> tuple[str, str]:
     return found["stem"] + (found["variant"] or ""), found["suffix"]
 
 
+def names_in(folder: Path) -> list[str]:
+    """What is in `folder`, folders too: one with the name of a shard is said to be one. Raises InputError."""
+    folders, files = list_folder(folder)
+    return [*folders, *files]
+
+
 def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
     """The set of shards that PATH means, which is an index or a folder; None where it has none.
 
@@ -216,10 +239,7 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
     if not path.is_dir():
         found = _INDEX.fullmatch(path.name)
         return ShardSet(*(_family(found) if found else ("model", "")), path.name, (), 0)
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=path) from error
+    names = names_in(path)
     sets = sets_in(names)
     whole = sorted(name for name in names if _WHOLE.fullmatch(name))
     if sets and len(sets) + len(whole) > 1:
@@ -276,12 +296,10 @@ def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
     """
     named = index.shards()
     numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=folder) from error
     beside = [
-        name for name in names if (found := _SHARD.fullmatch(name)) and (_family(found), found["count"]) in numbered
+        name
+        for name in names_in(folder)
+        if (found := _SHARD.fullmatch(name)) and (_family(found), found["count"]) in numbered
     ]
     unnamed = sorted({*beside} - {*named})
     if unnamed:

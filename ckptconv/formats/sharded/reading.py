@@ -8,7 +8,6 @@ layout of the index.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from typing import Any
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
-from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
+from ckptconv.errors import MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.index import (
     TOTAL_SIZE,
     Index,
     find_set,
     index_name,
+    names_in,
     read_index,
     refuse_missing,
     refuse_unnamed,
@@ -69,12 +69,7 @@ class ShardedContainer:
 
 def looks_like(folder: SourceFolder) -> bool:
     """Whether FOLDER is an index, or has shards."""
-    if not folder.path.is_dir():
-        return True
-    try:
-        return bool(sets_in(os.listdir(folder.path)))
-    except OSError:
-        return False
+    return not folder.path.is_dir() or bool(sets_in(names_in(folder.path)))
 
 
 def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
@@ -93,12 +88,10 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
     merger = Merger(folder)
     shards = []
     for name in names:
-        try:
+        with folder.faults:
             part = read_file(folder.open(name))
             shards.append(Shard(name, part, _root_of(part, name)))
             merger.take(part, in_order=True)
-        except InputError as error:
-            folder.faults.found(error)
     if not shards:
         raise MalformedError("none of its shards can be read", where=folder.path)
     _check_formats(folder, shards)

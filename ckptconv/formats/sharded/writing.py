@@ -16,16 +16,16 @@ from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import RefusedError, UsageError, count, some
-from ckptconv.formats import safetensors, torch_zip
-from ckptconv.formats.layout import Layout
+from ckptconv.formats.layout import Layout, Writer
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suffix, renumbered, stem_for
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
 from ckptconv.formats.sharded.reading import FORMAT_KEY, ShardedContainer, names_of
+from ckptconv.formats.writers import words
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
-__all__ = ["format_of", "layout"]
+__all__ = ["layout"]
 _SHOWN = 5  # names in an error
 _TOTAL_PARAMETERS = "total_parameters"  # transformers' count, which leaves out buffers
 
@@ -57,7 +57,7 @@ class _Set:
 def layout(
     checkpoint: Checkpoint,
     folder: Path,
-    format: str,
+    writer: Writer,
     *,
     copy_tied: bool = False,
     max_shard_size: int | str | None = None,
@@ -65,33 +65,25 @@ def layout(
     """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at
     most MAX_SHARD_SIZE. Raises UsageError, RefusedError.
     """
-    if format not in ("pt", "safetensors"):
+    if not writer.shards:
         raise UsageError(
-            f"--format {format} writes one file, and no shards", where=folder, expected="pt or safetensors"
+            f"--format {writer.word} writes one file, and no shards", where=folder, expected=words("shards")
         )
-    suffix = ".safetensors" if format == "safetensors" else ".bin"
     container = checkpoint.container if isinstance(checkpoint.container, ShardedContainer) else None
     if max_shard_size is not None:
-        planned = _dealt(checkpoint, container, suffix, max_shard_size, copy_tied=copy_tied)
+        planned = _dealt(checkpoint, container, writer, max_shard_size, copy_tied=copy_tied)
     elif container and checkpoint.graph.root is container.root:
-        planned = _as_it_was(checkpoint, container, suffix)
+        planned = _as_it_was(checkpoint, container, writer)
     else:
         raise UsageError(
             "what is to be written is not in shards, and a folder is the output",
             where=folder,
             hint="--max-shard-size 5GB makes shards of it; a path with a suffix, one file",
         )
-    return _Writer(checkpoint, folder, format, copy_tied).layout(planned)
+    return _SetWriter(checkpoint, folder, writer, copy_tied).layout(planned)
 
 
-def format_of(checkpoint: Checkpoint) -> str:
-    """The format of shards that are made of CHECKPOINT where nobody says which: what holds
-    names and tensors alone stays safetensors.
-    """
-    return "safetensors" if checkpoint.is_state_dict else "pt"
-
-
-def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str) -> _Set:
+def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writer) -> _Set:
     """Each shard, without what the edits took out of it; those that are empty then are left out."""
     kept = {id(effect) for effect in container.root.effects}
     for shard in container.shards:
@@ -99,11 +91,11 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, suffix: str)
     shards = [shard for shard in container.shards if any(shard.root.pairs())]
     names = [shard.name for shard in shards]
     index, metadata = container.index, dict(container.metadata)
-    if (suffix == ".safetensors") != container.shards[0].part.is_state_dict:
-        names = [of_other_suffix(name, suffix) for name in names]
-        index = of_other_suffix(index, suffix)
+    if writer.objects is container.shards[0].part.is_state_dict:  # of another format than they were
+        names = [of_other_suffix(name, writer.shard_suffix) for name in names]
+        index = of_other_suffix(index, writer.shard_suffix)
     texts = [shard.part.metadata for shard in shards]
-    if suffix == ".safetensors":  # each keeps its own
+    if writer.texts:  # each keeps its own
         checkpoint.unused = [each for each in checkpoint.unused if each not in container.contradictions]
     else:
         texts = [{} for _ in shards]
@@ -133,7 +125,7 @@ def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: di
 def _dealt(
     checkpoint: Checkpoint,
     container: ShardedContainer | None,
-    suffix: str,
+    writer: Writer,
     max_shard_size: int | str,
     *,
     copy_tied: bool,
@@ -141,14 +133,14 @@ def _dealt(
     """The names of CHECKPOINT dealt anew, by size."""
     items, left = _items_of(checkpoint)
     weights: dict[str, Weight]
-    if suffix == ".safetensors":
-        weights = weights_of_tensors(checkpoint, items, copy_tied=copy_tied)
-    else:
+    if writer.views:
         weights = weights_of_storages(checkpoint, items)
+    else:
+        weights = weights_of_tensors(checkpoint, items, copy_tied=copy_tied)
     if not weights:
         raise RefusedError("there is no tensor to put into shards", where=checkpoint.source.path)
-    stem = stem_for(container.index if container else checkpoint.source.path.name, suffix)
-    dealt = deal(weights, max_shard_size, stem, suffix)
+    stem = stem_for(container.index if container else checkpoint.source.path.name, writer.shard_suffix)
+    dealt = deal(weights, max_shard_size, stem, writer.shard_suffix)
     others = {name for name in items if name not in weights}
     texts = dict(checkpoint.metadata)
     metadata = {**(container.metadata if container else {}), **texts}
@@ -199,13 +191,13 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     return items, left_behind_at(checkpoint, others, kept, "shards have no place for attributes")
 
 
-class _Writer:
+class _SetWriter:
     """Lays out the files of a set, and gathers what they say of themselves."""
 
-    def __init__(self, checkpoint: Checkpoint, folder: Path, format_: str, copy_tied: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, folder: Path, writer: Writer, copy_tied: bool) -> None:
         self.checkpoint = checkpoint
         self.folder = folder
-        self.is_safetensors = format_ == "safetensors"
+        self.writer = writer
         self.copy_tied = copy_tied
         self.weight_map: dict[str, str] = {}
         self.total_size = 0
@@ -231,7 +223,7 @@ class _Writer:
 
     def metadata(self, planned: _Set, left: dict[tuple[str, str], LeftBehind]) -> dict[str, Any]:
         """What the index says beside sizes and places, ties among it; LEFT gains what cannot stand there."""
-        if not self.is_safetensors:
+        if self.writer.ties:
             return planned.metadata
         metadata: dict[str, Any] = dict(self.ties)
         for key, value in planned.metadata.items():
@@ -248,14 +240,13 @@ class _Writer:
         mine = {*names}
         part.ties = {name: kept for name, kept in part.ties.items() if name in mine and kept in mine}
         part.metadata = file.metadata
-        path = self.folder / file.name
-        if self.is_safetensors:
-            laid = safetensors.layout(part, path, copy_tied=self.copy_tied)
-            tied = dict(laid.ties)
-            written = [info for info in part.tensors.values() if info.name in mine and info.name not in tied]
-            self.total_size += sum(info.nbytes for info in written)
-            self.weight_map |= {info.name: file.name for info in written if info.name is not None}
+        laid = self.writer.lay_out(part, self.folder / file.name, copy_tied=self.copy_tied)
+        if self.writer.views:
+            self.total_size += sum(storage.nbytes for storage in part.storages.values())
+            self.weight_map |= dict.fromkeys(names, file.name)
             return laid
-        self.total_size += sum(storage.nbytes for storage in part.storages.values())
-        self.weight_map |= dict.fromkeys(names, file.name)
-        return torch_zip.layout(part, path)
+        mine.difference_update(dict(laid.ties))
+        written = [info for info in part.tensors.values() if info.name in mine]
+        self.total_size += sum(info.nbytes for info in written)
+        self.weight_map |= {info.name: file.name for info in written if info.name is not None}
+        return laid

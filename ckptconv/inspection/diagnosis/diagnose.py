@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
+from ckptconv.formats.writers import WRITERS
 from ckptconv.inspection.diagnosis.devices import missing_devices, optimizers, rng_states
 from ckptconv.inspection.diagnosis.findings import (
     Advice,
@@ -88,7 +89,7 @@ def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
     """FIX for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
     if fix is None or part is None:
         return None
-    return fix if fix.format == "safetensors" else replace(fix, part=("--state-dict",))
+    return fix if fix.format and not WRITERS[fix.format].objects else replace(fix, part=("--state-dict",))
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,9 +12,11 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
-from ckptconv.conversion.targets import suffix_of, usual_format
+from ckptconv.conversion.discovery import Found
+from ckptconv.conversion.targets import name_in_folder
 from ckptconv.errors import printable, some
 from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
 from ckptconv.hints import shell
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.pickles.graph import Node, PersistentId, walk
@@ -187,17 +188,14 @@ def together(fixes: list[Fix]) -> Fix:
 def fix_command(checkpoint: Checkpoint, fix: Fix) -> str | None:
     """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
     path = checkpoint.source.path
-    format = fix.format or ("safetensors" if checkpoint.is_state_dict else "pt")
-    if isinstance(checkpoint.source, SourceFolder):
-        name, suffix = os.path.basename(os.path.abspath(path)), ""
-        name = name if path.is_dir() else name.split(".")[0]
-    else:
-        name, suffix = path.name, suffix_of(path.name)
-    target = name[: len(name) - len(suffix)] + fix.suffix
+    writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
+    is_set = isinstance(checkpoint.source, SourceFolder)
+    target = name_in_folder(Found(path, "shards" if is_set else "file", ()), None, is_folder=True) + fix.suffix
     in_shards = checkpoint.format.startswith(sharded.NAME) and fix.format is None and not fix.part
     if not in_shards:
-        kept = suffix and usual_format(name, checkpoint.format) == format
-        target += suffix if kept else f".{format}"
+        suffix = "" if is_set else suffix_of(path.name)
+        kept = suffix and usual_format(path.name, checkpoint.format) == writer.word
+        target += suffix if kept else writer.new_suffix
     line = shell("ckptconv", "convert", path, Path(target), *fix.flags())
     return line if printable(line) == line else None
 

@@ -10,6 +10,7 @@ from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.views import extent
+from ckptconv.formats import safetensors
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.limits import LIMITS
@@ -46,7 +47,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 
 
-_TO_SAFETENSORS = Fix("-weights", format="safetensors")
+_TO_SAFETENSORS = Fix("-weights", format=safetensors.WRITER.word)
 
 
 def _covered(infos: list[TensorInfo]) -> int:

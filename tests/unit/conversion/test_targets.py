@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.targets import find_item, find_target, list_items, usual_format
+from ckptconv.conversion.targets import find_item, find_target, list_items
 from ckptconv.errors import InputError, RefusedError, UsageError
+from ckptconv.formats.writers import usual_format
 
 
 @pytest.mark.parametrize(

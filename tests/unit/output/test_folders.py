@@ -18,7 +18,7 @@ from ckptconv.byteranges.spans import ByteRange, Literal, OutFile
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import folders as output_folders
 from ckptconv.output import linux
-from ckptconv.output.folders import write_folder
+from ckptconv.output.folders import NewFolder, write_folder
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}
 #: All by which the state of a disk changes.
@@ -78,9 +78,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def convert_to(target: Path, source: Source, **options: Any) -> dict[str, bytes]:
+def convert_to(
+    target: Path, source: Source, may_go: Callable[[str], bool] = may_go, **options: Any
+) -> dict[str, bytes]:
     files, new = files_for(target, source)
-    write_folder(target, files, source, **{"replace": True, "verify": True, "may_go": may_go, **options})
+    write_folder(NewFolder(target, files, may_go=may_go), source, **{"replace": True, "verify": True, **options})
     return new
 
 

@@ -93,24 +93,6 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
         "the model in it is model.safetensors, beside optimizer.pt, rng_state.pth, scheduler.pt and 1 more",
         ["{}/model.safetensors"],
     ),
-    "shards": (
-        ["config.json", "model.safetensors.index.json", *SHARDS],
-        "a checkpoint in 3 shards;",
-        ["ckptconv", "convert", "{}", "out.safetensors"],
-    ),
-    "two formats of shards": (
-        ["pytorch_model-00001-of-00009.bin", *SHARDS],
-        "a checkpoint in 3 shards",
-        ["ckptconv", "convert", "{}", "out.safetensors"],
-    ),
-    "shards, some missing": (
-        SHARDS[1:2],
-        (
-            "3 shards, of which model-00001-of-00003.safetensors, model-00003-of-00003.safetensors are missing;"
-            " download or copy"
-        ),
-        [],
-    ),
     "DCP": (
         [".metadata", "__0_0.distcp", "__1_0.distcp"],
         "a checkpoint of torch.distributed.checkpoint",
@@ -340,15 +322,6 @@ def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     monkeypatch.setattr(os, "scandir", ordered)
-
-
-def test_no_shard_is_called_missing_in_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may stand behind."""
-    fill(folder, *(f"{i}.txt" for i in range(9)), SHARDS[0])
-    first_come_first(monkeypatch)
-    fill(folder, SHARDS[1], "z")
-    assert "in 3 shards" in str(error_of(folder))
-    assert "missing" not in str(error_of(folder))
 
 
 def test_a_folder_that_cannot_be_listed_is_an_input_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
     def denied(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(InputError, match="Permission denied"):
         find_set(tmp_path)
 

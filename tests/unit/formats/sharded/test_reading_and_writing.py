@@ -723,16 +723,14 @@ def test_nothing_to_deal(tmp_path: Path) -> None:
         convert(tmp_path / "model.safetensors", tmp_path / "no", max_shard_size="1GB")
 
 
-def test_a_folder_that_changes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose shards go after they were seen says what it is then; one that cannot be listed has none."""
+def test_a_folder_that_changes(saved: Path) -> None:
+    """One whose shards go after they were seen says what it is then."""
     with SourceFolder(saved) as folder:
         assert reading.looks_like(folder)
         for path in saved.iterdir():
             path.unlink()
         with pytest.raises(InputError, match="empty"):
             reading.read(folder, opening.read)
-        monkeypatch.setattr(os, "listdir", lambda path: os.scandir(path / "nowhere"))
-        assert not reading.looks_like(folder)
 
 
 # Whatever there is

@@ -1,0 +1,118 @@
+"""What each writer says that it can hold is what it holds, and nothing else knows a format by its name."""
+
+from __future__ import annotations
+
+import ast
+from argparse import Namespace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import get_args
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.errors import UsageError
+from ckptconv.formats import opening, writers
+from ckptconv.formats.layout import Writer
+from ckptconv.formats.writers import WRITERS, FormatWord, writer_of
+
+PACKAGE = Path(ckptconv.__file__).parent
+every_writer = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+
+
+def test_the_type_names_all_formats() -> None:
+    """Who calls from Python is told of a typo by a type checker."""
+    assert get_args(FormatWord) == (*WRITERS,)
+
+
+def test_a_suffix_of_one_writer_is_that_of_its_new_files() -> None:
+    """What is named after a format is taken for it again."""
+    for writer in WRITERS.values():
+        assert writer in writers.admitted(f"x{writer.new_suffix}")
+        if writer.hub:
+            assert writer in writers.admitted(f"{writer.hub.model}{writer.hub.suffix}")
+
+
+def test_no_format_is_compared_by_name() -> None:
+    """Code asks a writer what it can hold; a new format changes nothing else."""
+    names = {*WRITERS, *(writer.name for writer in WRITERS.values())}
+    suffixes = {writer.hub.suffix for writer in WRITERS.values() if writer.hub}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            if isinstance(node, ast.Compare) and (names | suffixes).intersection(map(str, words)):
+                assert path.parent.name == "foreign", f"{path}:{node.lineno}"  # what other programs call their files
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    """Tied tensors, a view of a larger storage, a device, and an object."""
+    big = torch.arange(100.0)
+    weight = torch.ones(2, 3)
+    torch.save({"a": weight, "b": weight, "view": big[:4]}, tmp_path / "weights.pt")
+    ckptconv.convert(tmp_path / "weights.pt", tmp_path / "src.pt", map_location="cuda:1")
+    return tmp_path / "src.pt"
+
+
+@every_writer
+def test_devices_ties_and_views(src: Path, writer: Writer) -> None:
+    """What comes back from a file has them where its writer says so."""
+    dst = src.with_name(f"dst{writer.new_suffix}")
+    ckptconv.convert(src, dst, format=writer.word)
+    with opening.open_file(dst) as source:
+        read = opening.read(source)
+        tensors = {info.path: info for info in read.tensors.values()}
+        assert read.format == writer.name
+        assert {info.device for info in tensors.values()} == {"cuda:1" if writer.devices else "cpu"}
+        assert bool(read.ties) is not writer.ties
+        view = tensors["view"].storage
+        assert view is not None and view.nbytes == (400 if writer.views else 16)
+
+
+@every_writer
+def test_objects(tmp_path: Path, writer: Writer) -> None:
+    """A number beside the tensors is left behind where there is no place for it."""
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / f"dst{writer.new_suffix}", format=writer.word)
+    assert bool(report.left_behind) is not writer.objects
+
+
+@every_writer
+def test_shards(src: Path, writer: Writer) -> None:
+    """Only what the Hub's tools read is dealt into shards, which are called as they say."""
+    out = src.with_name("out")
+    if not writer.shards:
+        with pytest.raises(UsageError, match="no shards"):
+            ckptconv.convert(src, out, format=writer.word, max_shard_size=30)
+        return
+    report = ckptconv.convert(src, out, format=writer.word, max_shard_size=30)
+    assert writer.hub
+    names = [name for name, _ in report.files]
+    assert len(names) > 2
+    assert all(name.startswith(f"{writer.hub.model}-") for name in names[:-1])
+    assert {Path(name).suffix for name in names[:-1]} == {writer.hub.suffix}
+    assert writer_of(report.formats[1]) is writer
+
+
+@every_writer
+def test_copies_of_ties(src: Path, writer: Writer) -> None:
+    """They are asked for where ties are texts, and nowhere else."""
+    dst = src.with_name(f"dst{writer.new_suffix}")
+    if writer.ties:
+        with pytest.raises(UsageError, match="copy_tied"):
+            ckptconv.convert(src, dst, format=writer.word, copy_tied=True)
+    else:
+        assert ckptconv.convert(src, dst, format=writer.word, copy_tied=True).ties == ()
+
+
+@every_writer
+def test_code(tmp_path: Path, writer: Writer) -> None:
+    """What torch's safe loader refuses is said where that loader reads the format, and nowhere else."""
+    torch.save({"model": {"w": torch.ones(2)}, "args": Namespace(lr=1)}, tmp_path / "src.pt")
+    dst = tmp_path / f"dst{writer.new_suffix}"
+    report = ckptconv.convert(tmp_path / "src.pt", dst, format=writer.word)
+    assert any("weights_only" in note for note in report.notes) is writer.safe_loader
+    if writer.safe_loader:
+        with pytest.raises(UnpicklingError, match="weights_only"):
+            torch.load(dst, weights_only=True)
