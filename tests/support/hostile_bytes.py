@@ -8,16 +8,22 @@ import io
 import struct
 import zipfile
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 __all__ = [
+    "FIELDS",
     "FOUR",
+    "added",
     "central_entry",
     "data_of",
     "dict_of",
     "end_of",
+    "flipped",
     "found_in",
+    "in_header",
+    "in_headers",
     "integer",
     "ints",
     "local_header",
@@ -78,10 +84,10 @@ def dict_of(*items: bytes, protocol: int = 2) -> bytes:
 # Archives
 
 
-def saved(obj: object) -> bytes:
-    """OBJ by torch's own writer."""
+def saved(obj: object, **options: Any) -> bytes:
+    """`obj` by torch's own writer, with these `options` of ``torch.save``."""
     file = io.BytesIO()
-    torch.save(obj, file)
+    torch.save(obj, file, **options)
     return file.getvalue()
 
 
@@ -123,6 +129,31 @@ def data_of(data: bytes, name: str) -> int:
     return start
 
 
+#: Where the numbers that both headers of a member have stand in the local one and in the central one, and their forms.
+FIELDS = {
+    "flags": (6, 8, "<H"),
+    "method": (8, 10, "<H"),
+    "crc": (14, 16, "<I"),
+    "stored size": (18, 20, "<I"),
+    "size": (22, 24, "<I"),
+}
+
+
+def in_header(data: bytes, side: str, name: str, field: str, value: int) -> bytes:
+    """`data` with `value` in a field of the "local" or of the "central" header of the member `name`."""
+    local, central, form = FIELDS[field]
+    at = local_header(data, name) + local if side == "local" else central_entry(data, name) + central
+    return patched(data, at, form, value)
+
+
+def in_headers(data: bytes, name: str, values: Mapping[str, int]) -> bytes:
+    """`data` with `values` in fields of both headers of the member `name`."""
+    for field, value in values.items():
+        for side in ("central", "local"):
+            data = in_header(data, side, name, field, value)
+    return data
+
+
 def end_of(data: bytes) -> int:
     """The offset of the end of the archive."""
     return data.rindex(b"PK\x05\x06")
@@ -135,9 +166,19 @@ def patched(data: bytes, offset: int, form: str, value: int) -> bytes:
     return bytes(out)
 
 
+def flipped(data: bytes, offset: int) -> bytes:
+    """`data` with the lowest bit of the byte at `offset` turned."""
+    return patched(data, offset, "B", data[offset] ^ 1)
+
+
 def number(data: bytes, offset: int, form: str) -> int:
     """The number at OFFSET."""
     return int(struct.unpack_from(form, data, offset)[0])
+
+
+def added(data: bytes, offset: int, form: str, by: int) -> bytes:
+    """`data` with `by` added to the number at `offset`."""
+    return patched(data, offset, form, number(data, offset, form) + by)
 
 
 def found_in(data: bytes, what: bytes, times: int = 1) -> int:

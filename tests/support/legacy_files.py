@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["Old", "keys_and_data", "legacy", "legacy_file", "object_pickle", "storage_id"]
+__all__ = ["MAGIC", "SYS_INFO", "Old", "keys_and_data", "legacy", "legacy_file", "object_pickle", "storage_id"]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 SYS_INFO = {

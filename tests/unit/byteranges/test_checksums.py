@@ -6,6 +6,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -119,11 +120,7 @@ def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path)
 
 def test_a_system_that_gives_no_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for the sums computes them."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     with Sums([span(source, 0, 5), span(source, 3, 4_000_000)]) as sums:
         assert list(sums.results()) == [zlib.crc32(DATA[:5]), zlib.crc32(DATA[3:4_000_000])]
     with Sums([span(source, 0, 5, 1)]) as sums, pytest.raises(MalformedError):

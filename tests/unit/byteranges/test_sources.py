@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.errors import InputChangedError, InputError
+from tests.support.no_files import NO_FILES
 
 
 @pytest.fixture
@@ -41,17 +43,31 @@ def test_short_reads_are_continued(source: Source, monkeypatch: pytest.MonkeyPat
     assert source.read(1, 8) == b"12345678"
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    """Said as it is."""
-    with pytest.raises(InputError, match="a folder and not a file"):
-        Source(tmp_path)
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
 
 
-def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
-    """Opening it for reading would wait for a writer."""
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(InputError, match="a FIFO and not a file"):
-        Source(tmp_path / "fifo")
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [
+        (NO_FILES["folder"], "a folder and not a file"),
+        (NO_FILES["FIFO"], "a FIFO and not a file"),
+        (NO_FILES["link to a device"], "a device and not a file"),
+        (bind_socket, "a socket and not a file"),
+    ],
+    ids=["folder", "FIFO", "device", "socket"],
+)
+def test_what_is_no_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], object], what: str
+) -> None:
+    """Said as it is. Opening a FIFO for reading would wait for a writer; /dev/null is empty and endless at once; a
+    socket cannot be opened at all.
+    """
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
+    put(Path("thing"))
+    with pytest.raises(InputError, match=what):
+        Source("thing")
 
 
 def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
@@ -68,17 +84,6 @@ def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
     again = os.open(path, os.O_RDONLY)
     os.close(again)
     assert again == free
-
-
-def test_devices_and_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/null is empty and endless at once; a socket cannot be opened at all."""
-    with pytest.raises(InputError, match="a device and not a file"):
-        Source("/dev/null")
-    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("s")
-        with pytest.raises(InputError, match="a socket and not a file"):
-            Source("s")
 
 
 def test_a_link_to_a_file_is_that_file(path: Path) -> None:
@@ -108,22 +113,14 @@ def test_a_path_with_nul_is_an_input_error() -> None:
 
 def test_a_file_without_permission_is_an_input_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """root reads everything, so the refusal is played."""
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(InputError, match="cannot be read: Permission denied"):
         Source(path)
 
 
 def test_a_read_that_fails_is_an_input_error(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector: named with its place."""
-
-    def fail(*_: object) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(InputError, match="at byte 4: cannot be read: Input/output error"):
         source.read(4, 2)
 

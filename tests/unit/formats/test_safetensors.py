@@ -6,9 +6,8 @@ import json
 import os
 import random
 import struct
-import subprocess
-import sys
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import _SIZE, load_file, load_model, save_file, save_model
 from torch import nn
 from torch.utils.serialization import config
@@ -28,6 +26,9 @@ from ckptconv.cli.main import main
 from ckptconv.edits import selection
 from ckptconv.errors import CollisionError, MalformedError, NoMatchError, RefusedError, UsageError
 from tests.support import zoo
+from tests.support.archives import big_endian, flip_bit, records_of, rezip, without_crc32
+from tests.support.conversions import converted, metadata_of, refused, run_without_torch, unreadable
+from tests.support.hostile_bytes import in_headers
 from tests.support.judge import assert_same, tags_of
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
@@ -81,6 +82,7 @@ def saved(name: str, path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 OURS = {"odd": odd, "every_dtype": every_dtype}
+CONTIGUOUS = {name: tensor.contiguous() for name, tensor in every_dtype().items()}
 NAMES = [*OURS, *STATE_DICTS]
 
 
@@ -113,12 +115,6 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def metadata_of(path: Path) -> dict[str, str]:
-    """The metadata, by the library."""
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata() or {})
-
-
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """The same names with the same values, bit for bit."""
     assert found.keys() == wanted.keys()
@@ -141,22 +137,19 @@ def assert_holds(path: Path, wanted: dict[str, torch.Tensor]) -> None:
     assert all((start + header[name]["data_offsets"][0]) % found[name].itemsize == 0 for name in filled)
 
 
-def rezipped(path: Path, out: Path, change: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
-    """PATH written again to OUT by Python's zipfile, some records changed."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", method) as new:
-        for name in old.namelist():
-            new.writestr(name, change.get(name.split("/", 1)[1], old.read(name)))
-
-
-def by_hint(error: RefusedError, src: Path, dst: Path) -> int:
-    """Run ``convert`` with the keywords that ERROR's hint names; the exit status that the command would have."""
+def follow_hint(error: RefusedError, src: Path, dst: Path) -> dict[str, torch.Tensor]:
+    """Convert SRC to DST with the keywords that ERROR's hint names; what DST then holds."""
     assert error.hint is not None
     keywords = eval(f"dict({error.hint[error.hint.index(': ') + 2 :]})")
-    try:
-        ckptconv.convert(src, dst, **keywords)
-    except ckptconv.CkptconvError:
-        return 1
-    return 0
+    found: dict[str, torch.Tensor] = converted(src, dst, **keywords)
+    return found
+
+
+def of_ones_and_metadata(items: dict[Any, int]) -> OrderedDict[Any, Any]:
+    """A state dict with a tensor of so many ones under each key; ``_metadata`` makes it one whatever its keys are."""
+    state = OrderedDict[Any, Any]({key: torch.ones(n) for key, n in items.items()})
+    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    return state
 
 
 # There
@@ -164,13 +157,13 @@ def by_hint(error: RefusedError, src: Path, dst: Path) -> int:
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_torch_loads_is_what_is_written(name: str, protocol: int, tmp_path: Path) -> None:
+def test_what_torch_loads_is_what_is_written(name: str, protocol: int, src: Path, safe: Path) -> None:
     """Each tensor of the state dict, bit for bit, in its order; ties recorded under the first name;
     sorted and aligned.
     """
-    state = saved(name, tmp_path / "src.pt", pickle_protocol=protocol)
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", verify=True)
-    assert_holds(tmp_path / "dst.safetensors", state)
+    state = saved(name, src, pickle_protocol=protocol)
+    ckptconv.convert(src, safe, verify=True)
+    assert_holds(safe, state)
 
 
 def test_every_dtype_of_the_library_is_among_them() -> None:
@@ -179,48 +172,42 @@ def test_every_dtype_of_the_library_is_among_them() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in (*STATE_DICTS, *UNHOLDABLE, "module")])
-def test_without_a_state_dict_it_is_refused(name: str, tmp_path: Path) -> None:
+def test_without_a_state_dict_it_is_refused(name: str, src: Path, safe: Path) -> None:
     """Nothing is guessed, and nothing is written."""
-    zoo.save(zoo.ZOO[name](), tmp_path / "src.pt", pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
-    with pytest.raises(RefusedError, match="no state dict"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
+    zoo.save(zoo.ZOO[name](), src, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
+    refused(RefusedError, "no state dict", src, safe)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["odd", "views", "conj_neg", "two_dtypes", "state_dict"])
-def test_from_a_zip_of_another_tool(name: str, method: int, tmp_path: Path) -> None:
+def test_from_a_zip_of_another_tool(name: str, method: int, src: Path, safe: Path) -> None:
     """Stored anywhere or deflated: whole storages, parts of them and views.
 
     Nothing that was inflated stays, or stays open.
     """
-    state = saved(name, tmp_path / "src.pt")
-    rezipped(tmp_path / "src.pt", tmp_path / "zipped.pt", {}, method)
+    state = saved(name, src)
+    rezip(src, src, method=method)
     before = len(os.listdir("/dev/fd"))
-    ckptconv.convert(tmp_path / "zipped.pt", tmp_path / "dst.safetensors", verify=True)
-    assert_holds(tmp_path / "dst.safetensors", state)
+    ckptconv.convert(src, safe, verify=True)
+    assert_holds(safe, state)
     assert len(os.listdir("/dev/fd")) == before
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(os.listdir(src.parent)) == 2
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["every_dtype", "odd", "views", "conj_neg", "state_dict"])
-def test_from_a_big_endian_machine(name: str, method: int, tmp_path: Path) -> None:
+def test_from_a_big_endian_machine(name: str, method: int, src: Path, safe: Path) -> None:
     """What such a machine would have written of the same state dict gives the same safetensors file."""
-    state = saved(name, tmp_path / "src.pt")
+    state = saved(name, src)
     storages: list[Any] = []  # in the order of their keys
-    loaded = torch.load(tmp_path / "src.pt", map_location=lambda storage, tag: storages.append(storage) or storage)
-    widths = {t.untyped_storage()._cdata: t.itemsize // (2 if t.is_complex() else 1) for t in loaded.values()}
-    swapped = {"byteorder": b"big"}
-    for key, storage in enumerate(storages):
-        data, width = bytes(storage.tolist()), widths[storage._cdata]
-        swapped[f"data/{key}"] = b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
-    rezipped(tmp_path / "src.pt", tmp_path / "big.pt", swapped, method)
-    ckptconv.convert(tmp_path / "big.pt", tmp_path / "dst.safetensors", verify=True)
-    assert_holds(tmp_path / "dst.safetensors", state)
+    tensors = torch.load(src, map_location=lambda storage, tag: storages.append(storage) or storage).values()
+    widths = {t.untyped_storage()._cdata: t.itemsize // (2 if t.is_complex() else 1) for t in tensors}
+    big_endian(src, src, {str(key): widths[each._cdata] for key, each in enumerate(storages)}, method=method)
+    ckptconv.convert(src, safe, verify=True)
+    assert_holds(safe, state)
 
 
-def test_random_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_views(src: Path, safe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever view of whatever storage, whatever stretches it is read and written in."""
     chance = random.Random(5)
     for _ in range(12):
@@ -228,9 +215,9 @@ def test_random_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gathering, "_TILE", chance.choice([64, 512, gathering._TILE]))
         monkeypatch.setattr(gathering, "_GAP", chance.choice([0, 16, gathering._GAP]))
         state = {f"{i}.{name}": view for i in range(10) for name, view in some_views(chance).items()}
-        torch.save(state, tmp_path / "src.pt")
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", force=True)
-        assert_holds(tmp_path / "dst.safetensors", state)
+        torch.save(state, src)
+        ckptconv.convert(src, safe, force=True)
+        assert_holds(safe, state)
 
 
 def some_views(chance: random.Random) -> dict[str, torch.Tensor]:
@@ -250,38 +237,37 @@ def some_views(chance: random.Random) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_same_bytes_every_time(tmp_path: Path) -> None:
+def test_the_same_bytes_every_time(src: Path, safe: Path) -> None:
     """Whatever the hash seed."""
-    saved("state_dict", tmp_path / "src.pt")
+    saved("state_dict", src)
+    ckptconv.convert(src, safe)
     for seed in ("1", "2"):
-        command = [sys.executable, "-m", "ckptconv", "convert", "src.pt", f"{seed}.safetensors"]
-        subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True
-        )
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "3.safetensors")
-    assert len({(tmp_path / f"{i}.safetensors").read_bytes() for i in (1, 2, 3)}) == 1
+        again = src.with_name(f"{seed}.safetensors")
+        program = "from ckptconv.cli.main import main; main(sys.argv[1:])"
+        run_without_torch(program, "convert", src, again, PYTHONHASHSEED=seed)
+        assert again.read_bytes() == safe.read_bytes()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_mode_follows_the_umask(umask: int, tmp_path: Path) -> None:
+def test_the_mode_follows_the_umask(umask: int, src: Path, safe: Path) -> None:
     """Not 0600, which is what the library's writer leaves."""
-    saved("state_dict", tmp_path / "src.pt")
+    saved("state_dict", src)
     before = os.umask(umask)
     try:
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
+        ckptconv.convert(src, safe)
     finally:
         os.umask(before)
-    assert (tmp_path / "dst.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert safe.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_what_the_format_does_not_say_is_a_note(tmp_path: Path) -> None:
+def test_what_the_format_does_not_say_is_a_note(src: Path, safe: Path) -> None:
     """Devices and requires_grad."""
-    zoo.save({"a": nn.Parameter(torch.ones(1)), "b": torch.ones(2)}, tmp_path / "src.pt", ("cuda:1", "mps"))
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
+    zoo.save({"a": nn.Parameter(torch.ones(1)), "b": torch.ones(2)}, src, ("cuda:1", "mps"))
+    report = ckptconv.convert(src, safe)
     assert any("cuda:1, mps" in note for note in report.notes)
     assert any("requires_grad: 1 parameters" in note for note in report.notes)
-    zoo.save({"a": torch.ones(1)}, tmp_path / "src.pt", ("cpu",))
-    assert ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", force=True).notes == ()
+    zoo.save({"a": torch.ones(1)}, src, ("cpu",))
+    assert ckptconv.convert(src, safe, force=True).notes == ()
 
 
 # And back
@@ -289,235 +275,207 @@ def test_what_the_format_does_not_say_is_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", [None, "cuda:1", "mps"])
 @pytest.mark.parametrize("name", NAMES)
-def test_there_and_back(name: str, device: str | None, tmp_path: Path) -> None:
+def test_there_and_back(name: str, device: str | None, src: Path, safe: Path, dst: Path) -> None:
     """The safe loader gives what the library gives, tagged as asked, ties tied;
     whatever way it is loaded; checksums right.
     """
-    state = saved(name, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt", map_location=device, verify=True)
-    found, tags = tags_of(tmp_path / "back.pt", weights_only=True)
+    state = saved(name, src)
+    ckptconv.convert(src, safe)
+    ckptconv.convert(safe, dst, map_location=device, verify=True)
+    found, tags = tags_of(dst, weights_only=True)
     ties = ties_of(state)
     assert type(found) is dict
     assert list(found) == [*(name for name in state if name not in ties), *ties]
-    library = load_file(tmp_path / "a.safetensors")
+    library = load_file(safe)
     assert_equal(found, {name: library[ties.get(name, name)] for name in found})
     assert ties_of(found) == ties
     assert len(tags) == len(library)
     assert set(tags) == {device or "cpu"}
-    with zipfile.ZipFile(tmp_path / "back.pt") as archive:
+    with zipfile.ZipFile(dst) as archive:
         assert archive.testzip() is None
         assert all(entry.CRC or not entry.file_size for entry in archive.infolist())
-    assert_same(found, tags_of(tmp_path / "back.pt", mmap=True)[0])
+    assert_same(found, tags_of(dst, mmap=True)[0])
     with config.patch({"load.calculate_storage_offsets": True}):
-        assert_same(found, tags_of(tmp_path / "back.pt")[0])
-    reader = torch._C.PyTorchFileReader(str(tmp_path / "back.pt"))
+        assert_same(found, tags_of(dst)[0])
+    reader = torch._C.PyTorchFileReader(str(dst))
     assert not [key for key in reader.get_all_records() if key[:5] == "data/" and reader.get_record_offset(key) % 64]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_time_it_is_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_a_second_time_it_is_the_same_bytes(name: str, src: Path, safe: Path, dst: Path) -> None:
     """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same
     file, but for the order of tied names.
     """
-    saved(name, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    for src in ("back.pt", "a.safetensors"):
-        ckptconv.convert(tmp_path / src, tmp_path / "b.safetensors", force=True)
-        assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes(), src
+    saved(name, src)
+    ckptconv.convert(src, safe)
+    ckptconv.convert(safe, dst)
+    for each in (dst, safe):
+        again = each.with_name("again.safetensors")
+        ckptconv.convert(each, again, force=True)
+        assert again.read_bytes() == safe.read_bytes(), each
 
 
-def test_without_edits_blocks_line_up(tmp_path: Path) -> None:
+def test_without_edits_blocks_line_up(src: Path, safe: Path, tmp_path: Path) -> None:
     """safetensors → safetensors with longer names: the data stands at the same place modulo
     4096, where it did at a multiple of 8.
     """
-    saved("state_dict", tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", add_prefix="module")
-    a, b = (header_of(tmp_path / name)[1] for name in ("a.safetensors", "b.safetensors"))
+    saved("state_dict", src)
+    ckptconv.convert(src, safe)
+    longer = tmp_path / "longer.safetensors"
+    found = converted(safe, longer, add_prefix="module")
+    a, b = header_of(safe)[1], header_of(longer)[1]
     assert b > a
     assert (b - a) % 4096 == 0
-    assert_equal(
-        load_file(tmp_path / "b.safetensors"),
-        {f"module.{name}": tensor for name, tensor in load_file(tmp_path / "a.safetensors").items()},
-    )
+    assert_equal(found, {f"module.{name}": tensor for name, tensor in load_file(safe).items()})
 
 
 @pytest.mark.parametrize(
-    "metadata", [None, {}, {"format": "pt"}, {"format": "tf", "note": 'ä\n"', "": "empty", "b": "none"}]
+    ("tensors", "metadata"),
+    [
+        (CONTIGUOUS, None),
+        (CONTIGUOUS, {}),
+        (CONTIGUOUS, {"format": "pt"}),
+        (CONTIGUOUS, {"format": "tf", "note": 'ä\n"', "": "empty", "b": "none"}),
+        ({}, None),
+        ({}, {"note": "empty"}),
+    ],
+    ids=["no metadata", "empty metadata", "the format", "texts", "no tensors", "texts alone"],
 )
-def test_files_of_the_library(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_files_of_the_library(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, tmp_path: Path, safe: Path, dst: Path
+) -> None:
     """Equal tensors and metadata; on the way to torch's format the metadata is left behind, and named."""
-    state = {name: tensor.contiguous() for name, tensor in every_dtype().items()}
-    save_file(state, tmp_path / "a.safetensors", metadata)
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert_equal(load_file(tmp_path / "b.safetensors"), state)
-    assert metadata_of(tmp_path / "b.safetensors") == {"format": "pt", **(metadata or {})}
-    report = ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    assert_equal(torch.load(tmp_path / "back.pt", weights_only=True), state)
+    theirs = tmp_path / "a.safetensors"
+    save_file(tensors, theirs, metadata)
+    assert_equal(converted(theirs, safe), tensors)
+    assert metadata_of(safe) == {"format": "pt", **(metadata or {})}
+    report = ckptconv.convert(theirs, dst)
+    assert_equal(torch.load(dst), tensors)
     wanted = {f"__metadata__/{key}": len(text.encode()) for key, text in (metadata or {}).items() if key != "format"}
     assert {left.path: left.nbytes for left in report.left_behind} == wanted
-
-
-def test_from_and_to_tensorless_files(tmp_path: Path) -> None:
-    """A file of nothing but metadata."""
-    save_file({}, tmp_path / "a.safetensors", {"note": "empty"})
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert metadata_of(tmp_path / "b.safetensors") == {"note": "empty", "format": "pt"}
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    assert torch.load(tmp_path / "back.pt", weights_only=True) == {}
 
 
 # Ties
 
 
-def test_tied_tensors_under_every_name(tmp_path: Path) -> None:
-    """``copy_tied``: each name has its own bytes, and nothing is recorded."""
-    state = saved("state_dict", tmp_path / "src.pt")
+def test_tied_tensors_under_every_name(src: Path, safe: Path, dst: Path, tmp_path: Path) -> None:
+    """``copy_tied``: each name has its own bytes, and nothing is recorded; of a recorded tie as well."""
+    state = saved("state_dict", src)
     assert ties_of(state) == {"tail.weight": "head.weight"}
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors", copy_tied=True)
-    assert metadata_of(tmp_path / "a.safetensors") == {"format": "pt"}
-    assert_equal(load_file(tmp_path / "a.safetensors"), state)
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    assert ties_of(torch.load(tmp_path / "back.pt")) == {}
-    with pytest.raises(UsageError, match="copy_tied"):
-        ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "c.pt", copy_tied=True)
+    ckptconv.convert(src, tmp_path / "tied.safetensors")
+    for path in (src, tmp_path / "tied.safetensors"):
+        assert_equal(converted(path, safe, copy_tied=True), state)
+        assert metadata_of(safe) == {"format": "pt"}
+    assert ties_of(converted(safe, dst)) == {}
+    refused(UsageError, "copy_tied", safe, tmp_path / "c.pt", copy_tied=True)
 
 
-def test_from_recorded_ties_to_copies(tmp_path: Path) -> None:
-    """safetensors → safetensors with ``copy_tied``: the record becomes a tensor."""
-    state = saved("state_dict", tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", copy_tied=True)
-    assert metadata_of(tmp_path / "b.safetensors") == {"format": "pt"}
-    assert_equal(load_file(tmp_path / "b.safetensors"), state)
-
-
-def test_the_library_reads_ties_into_a_module_and_we_read_its(tmp_path: Path) -> None:
+def test_the_library_reads_ties_into_a_module_and_we_read_its(src: Path, safe: Path, dst: Path) -> None:
     """``load_model`` takes our files, and what ``save_model`` wrote is tied again."""
     module = zoo.module()
-    torch.save(module.state_dict(), tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "ours.safetensors")
+    torch.save(module.state_dict(), src)
+    ckptconv.convert(src, safe)
     other = zoo.Net()
-    assert load_model(other, tmp_path / "ours.safetensors") == (set(), [])
+    assert load_model(other, safe) == (set(), [])
     assert_equal(other.state_dict(), module.state_dict())
-    save_model(module, str(tmp_path / "theirs.safetensors"))
-    ckptconv.convert(tmp_path / "theirs.safetensors", tmp_path / "back.pt")
-    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    save_model(module, str(safe))
+    found = converted(safe, dst)
     assert_equal(found, module.state_dict())
     assert found["head.weight"].data_ptr() == found["tail.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("names", [("a", "format", "b"), ("format", "a", "b")])
-def test_a_tie_named_format(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_tie_named_format(names: tuple[str, ...], src: Path, safe: Path, dst: Path) -> None:
     """``format`` in the metadata says whose file it is: such a tensor is written whole; others can be tied to it."""
     weight = torch.arange(3.0)
-    torch.save(dict.fromkeys(names, weight), tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
+    torch.save(dict.fromkeys(names, weight), src)
     first = names[0]
     tied = {name: first for name in names[1:] if name != "format"}
-    assert metadata_of(tmp_path / "a.safetensors") == {"format": "pt", **tied}
-    assert set(load_file(tmp_path / "a.safetensors")) == {first, "format"}
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert set(converted(src, safe)) == {first, "format"}
+    assert metadata_of(safe) == {"format": "pt", **tied}
+    found = converted(safe, dst)
     assert_equal(found, dict.fromkeys(names, weight))
     assert {name: other for name, other in ties_of(found).items() if other == first} == tied
 
 
-def test_metadata_that_only_looks_like_a_tie(tmp_path: Path) -> None:
+def test_metadata_that_only_looks_like_a_tie(tmp_path: Path, safe: Path, dst: Path) -> None:
     """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that
     is none with a value that is one is a tie.
     """
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0)}
     metadata = {"a": "b", "format": "a", "note": "c", "tied": "b"}
-    save_file(state, tmp_path / "a.safetensors", metadata)
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "back.pt")
-    found = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert_equal(found, {**state, "tied": state["b"]})
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert metadata_of(tmp_path / "b.safetensors") == metadata
-    assert_equal(load_file(tmp_path / "b.safetensors"), state)
+    theirs = tmp_path / "a.safetensors"
+    save_file(state, theirs, metadata)
+    assert_equal(converted(theirs, dst), {**state, "tied": state["b"]})
+    assert_equal(converted(theirs, safe), state)
+    assert metadata_of(safe) == metadata
 
 
-def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path, safe: Path) -> None:
     """A tie whose dropped name is a key of the metadata already is written out, and the metadata stays."""
-    save_file({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "a.safetensors", {"tied": "a", "note": "hello"})
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rename=[("^tied$", "note")])
-    assert metadata_of(tmp_path / "b.safetensors") == {"format": "pt", "note": "hello"}
-    assert_equal(
-        load_file(tmp_path / "b.safetensors"),
-        {"a": torch.arange(3.0), "b": torch.ones(2), "note": torch.arange(3.0)},
-    )
+    theirs = tmp_path / "a.safetensors"
+    state = {"a": torch.arange(3.0), "b": torch.ones(2)}
+    save_file(state, theirs, {"tied": "a", "note": "hello"})
+    assert_equal(converted(theirs, safe, rename=[("^tied$", "note")]), {**state, "note": torch.arange(3.0)})
+    assert metadata_of(safe) == {"format": "pt", "note": "hello"}
 
 
-def test_ties_follow_edits_of_names(tmp_path: Path) -> None:
+def test_ties_follow_edits_of_names(src: Path, safe: Path, tmp_path: Path) -> None:
     """Both names of a record are renamed; where the kept one is left out, the other one is written."""
-    state = saved("state_dict", tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", add_prefix="m")
-    assert metadata_of(tmp_path / "b.safetensors") == {"format": "pt", "m.tail.weight": "m.head.weight"}
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "c.safetensors", exclude="head.*")
-    assert metadata_of(tmp_path / "c.safetensors") == {"format": "pt"}
-    assert_equal(
-        load_file(tmp_path / "c.safetensors"),
-        {name: tensor for name, tensor in state.items() if name != "head.weight"},
-    )
+    state = saved("state_dict", src)
+    ckptconv.convert(src, safe)
+    edited = tmp_path / "edited.safetensors"
+    ckptconv.convert(safe, edited, add_prefix="m")
+    assert metadata_of(edited) == {"format": "pt", "m.tail.weight": "m.head.weight"}
+    found = converted(safe, edited, exclude="head.*")
+    assert metadata_of(edited) == {"format": "pt"}
+    assert_equal(found, {name: tensor for name, tensor in state.items() if name != "head.weight"})
 
 
-def test_views_that_share_bytes_are_each_whole(tmp_path: Path) -> None:
+def test_views_that_share_bytes_are_each_whole(src: Path, safe: Path) -> None:
     """Overlapping, transposed, of another shape: not equal, so not tied.
 
     (Of another dtype: ``two_dtypes`` of the zoo.)
     """
     base = torch.arange(6.0).reshape(2, 3)
     state = {"base": base, "t": base.t(), "flat": base.reshape(-1), "row": base[1], "more": base[:, :2]}
-    zoo.save({**state, "again": base}, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "a.safetensors")
-    assert metadata_of(tmp_path / "a.safetensors") == {"format": "pt", "again": "base"}
-    assert_equal(load_file(tmp_path / "a.safetensors"), state)
+    zoo.save({**state, "again": base}, src)
+    assert_equal(converted(src, safe), state)
+    assert metadata_of(safe) == {"format": "pt", "again": "base"}
 
 
 # What it cannot hold
 
 
 def unholdable() -> OrderedDict[Any, Any]:
-    """What safetensors has no way to say, and two names between them that it can hold.
-
-    ``_metadata`` makes it a state dict whatever its keys are.
-    """
-    sparse, quantized = torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8)
-    state = OrderedDict[Any, Any](
-        [
-            ("fine", torch.arange(3.0)),
-            ("sparse", sparse),
-            ("a.csr", torch.eye(2).to_sparse_csr()),
-            ("quantized[0]", quantized),
-            ("double*", torch.ones(1, dtype=torch.complex128)),
-            ("a/half", torch.ones(1, dtype=torch.complex32)),
-            ("me\\ta", torch.empty(3, device="meta")),
-            ("", torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])),
-            ("__metadata__", torch.ones(1)),
-            ("half \ud800", torch.ones(1)),
-            ("-n it's", torch._neg_view(torch.arange(3))),
-            ("double", torch.ones(2)),
-            ("quantized0", torch.ones(3)),
-            ("wrapper", zoo.WrapperTensor(torch.ones(2), "cpu")),
-        ]
-    )
-    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    """What safetensors has no way to say, and three names between them that it can hold."""
+    state = of_ones_and_metadata({})
+    state |= {
+        "fine": torch.arange(3.0),
+        "sparse": torch.eye(2).to_sparse(),
+        "a.csr": torch.eye(2).to_sparse_csr(),
+        "quantized[0]": torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8),
+        "double*": torch.ones(1, dtype=torch.complex128),
+        "a/half": torch.ones(1, dtype=torch.complex32),
+        "me\\ta": torch.empty(3, device="meta"),
+        "": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        "__metadata__": torch.ones(1),
+        "half \ud800": torch.ones(1),
+        "-n it's": torch._neg_view(torch.arange(3)),
+        "double": torch.ones(2),
+        "quantized0": torch.ones(3),
+        "wrapper": zoo.WrapperTensor(torch.ones(2), "cpu"),
+    }
     return state
 
 
 @pytest.mark.parametrize("at", ["root", "nested"])
-def test_everything_it_cannot_hold_is_named_at_once(at: str, tmp_path: Path) -> None:
+def test_everything_it_cannot_hold_is_named_at_once(at: str, src: Path, safe: Path) -> None:
     """By path and reason, and the flags of the hint leave out exactly that."""
-    state, src, dst = unholdable(), tmp_path / "src.pt", tmp_path / "dst.safetensors"
+    state = unholdable()
     zoo.save(state if at == "root" else {"model": state, "epoch": 3}, src, ("cpu",))
     fine = ("fine", "double", "quantized0")
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(src, dst)
-    error = caught.value
+    error = refused(RefusedError, "cannot hold", src, safe)
     paths = {name: name.replace("/", "\\/").replace("[", "\\[") for name in state}
     paths |= {"me\\ta": "me\\\\ta", "": "\\e"}
     prefix = "" if at == "root" else "model/"
@@ -528,50 +486,34 @@ def test_everything_it_cannot_hold_is_named_at_once(at: str, tmp_path: Path) -> 
     }
     assert reasons == {"sparse": 2, "quantized": 1, "complex128": 1, "meta": 1, "nested": 1}
     assert error.what.count("(") == len(state) - len(fine)
-    assert list(tmp_path.iterdir()) == [src]
-    assert by_hint(error, src, dst) == 0
-    assert_equal(load_file(dst), {name: state[name] for name in fine})
+    assert_equal(follow_hint(error, src, safe), {name: state[name] for name in fine})
 
 
-def test_a_key_that_is_no_string_can_be_left_out(tmp_path: Path) -> None:
-    """As the error's hint says."""
-    state = OrderedDict[Any, Any]({"a": torch.ones(2), 3: torch.ones(1), (1, "b"): torch.ones(1)})
-    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    torch.save(state, tmp_path / "src.pt")
-    with pytest.raises(RefusedError, match="no string") as caught:
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert by_hint(caught.value, tmp_path / "src.pt", tmp_path / "dst.safetensors") == 0
-    assert_equal(load_file(tmp_path / "dst.safetensors"), {"a": torch.ones(2)})
-
-
-def test_a_key_that_is_no_string_is_named(tmp_path: Path) -> None:
-    """Each of them."""
-    state = OrderedDict[Any, Any]({"a": torch.ones(2), 3: torch.ones(1), (1, "b"): torch.ones(1)})
-    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    torch.save(state, tmp_path / "src.pt")
-    with pytest.raises(RefusedError, match=r"\[3\] \(its key is no string\), \[\(1, 'b'\)\] \(its key is no string\)"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
+def test_a_key_that_is_no_string_is_named_and_can_be_left_out(src: Path, safe: Path) -> None:
+    """Each of them, as the error's hint says."""
+    torch.save(of_ones_and_metadata({"a": 2, 3: 1, (1, "b"): 1}), src)
+    said = r"\[3\] \(its key is no string\), \[\(1, 'b'\)\] \(its key is no string\)"
+    error = refused(RefusedError, said, src, safe)
+    assert_equal(follow_hint(error, src, safe), {"a": torch.ones(2)})
 
 
 @pytest.mark.parametrize("name", UNHOLDABLE)
-def test_objects_of_the_zoo_that_it_cannot_hold(name: str, tmp_path: Path) -> None:
+def test_objects_of_the_zoo_that_it_cannot_hold(name: str, src: Path, safe: Path) -> None:
     """Every tensor of a dtype that the library does not know, or that is not strided; the hint leaves the rest."""
-    made, src, dst = zoo.ZOO[name](), tmp_path / "src.pt", tmp_path / "dst.safetensors"
+    made = zoo.ZOO[name]()
     zoo.save(made, src)
     known = set(_SIZE)
     fine = {key: t for key, t in made.items() if t.dtype in known and t.layout == torch.strided and not t.is_quantized}
-    with pytest.raises(RefusedError, match="cannot hold") as caught:
-        ckptconv.convert(src, dst)
+    error = refused(RefusedError, "cannot hold", src, safe)
     for key in made:
-        assert (f" {key} (" in str(caught.value.what)) == (key not in fine), key
+        assert (f" {key} (" in str(error.what)) == (key not in fine), key
     if fine:
-        assert by_hint(caught.value, src, dst) == 0
-        assert_equal(load_file(dst), fine)
+        assert_equal(follow_hint(error, src, safe), fine)
     else:
-        assert caught.value.hint is None
+        assert error.hint is None
 
 
-def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path) -> None:
+def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path, dst: Path) -> None:
     """The dtypes of safetensors that torch has not: 6 bits, and 4 bits in odd rows; on to safetensors
     they are copied.
     """
@@ -587,13 +529,11 @@ def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path) -> None:
         header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(header).encode()
-    src, dst, copy_ = tmp_path / "src.safetensors", tmp_path / "dst.pt", tmp_path / "copy.safetensors"
+    src, copy_ = tmp_path / "src.safetensors", tmp_path / "copy.safetensors"
     src.write_bytes(struct.pack("<Q", len(text)) + text + bytes(range(at)))
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(src, dst)
-    assert "six (F6_E2M3), odd (F4), other six (F6_E3M2)" in caught.value.what
-    assert by_hint(caught.value, src, dst) == 0
-    found = torch.load(dst, weights_only=True)
+    error = refused(RefusedError, None, src, dst)
+    assert "six (F6_E2M3), odd (F4), other six (F6_E3M2)" in error.what
+    found = follow_hint(error, src, dst)
     assert {name: (tensor.dtype, list(tensor.shape), list(bits(tensor))) for name, tensor in found.items()} == {
         "one": (torch.float32, [1], [3, 4, 5, 6]),
         "even": (torch.float4_e2m1fn_x2, [3, 1], [16, 17, 18]),
@@ -609,17 +549,12 @@ def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path) -> None:
         assert data[new:new_end] == bytes(range(old, old_end)), name
 
 
-def test_names_that_become_one(tmp_path: Path) -> None:
+def test_names_that_become_one(src: Path, safe: Path) -> None:
     """Both are named, and nothing is written; a name that an edit makes ``__metadata__`` is refused as well."""
-    torch.save({"module.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "src.pt")
-    dst = tmp_path / "dst.safetensors"
-    with pytest.raises(CollisionError, match=r"become 'a' .*'module.a' and 'a'"):
-        ckptconv.convert(tmp_path / "src.pt", dst, strip_prefix="module")
-    with pytest.raises(CollisionError):
-        ckptconv.convert(tmp_path / "src.pt", dst, rename=[("^.*$", "x")])
-    with pytest.raises(RefusedError, match="reserved"):
-        ckptconv.convert(tmp_path / "src.pt", dst, rename=[("^b$", "__metadata__")])
-    assert not dst.exists()
+    torch.save({"module.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(2)}, src)
+    refused(CollisionError, r"become 'a' .*'module.a' and 'a'", src, safe, strip_prefix="module")
+    refused(CollisionError, None, src, safe, rename=[("^.*$", "x")])
+    refused(RefusedError, "reserved", src, safe, rename=[("^b$", "__metadata__")])
 
 
 class Twice:
@@ -630,22 +565,17 @@ class Twice:
         return dict, (), None, None, iter(items)
 
 
-def test_a_name_that_is_set_twice(tmp_path: Path) -> None:
+def test_a_name_that_is_set_twice(src: Path, safe: Path) -> None:
     """Which of the two is meant is not guessed; without the first one it is what torch loads, the last."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({"model": Twice()}, src)
-    with pytest.raises(RefusedError, match="a second value of that name"):
-        ckptconv.convert(src, dst)
-    ckptconv.convert(src, dst, exclude="model/w")
-    assert_equal(load_file(dst), torch.load(src, weights_only=False)["model"])
+    refused(RefusedError, "a second value of that name", src, safe)
+    assert_equal(converted(src, safe, exclude="model/w"), torch.load(src, weights_only=False)["model"])
 
 
-def test_a_view_that_fills_no_disk(tmp_path: Path) -> None:
+def test_a_view_that_fills_no_disk(src: Path, safe: Path) -> None:
     """An expanded scalar of terabytes is refused by name before anything is written."""
-    torch.save({"a": torch.ones(1), "huge": torch.ones(1).expand(1 << 20, 1 << 20)}, tmp_path / "src.pt")
-    with pytest.raises(RefusedError, match=r" huge \(written out it has 4,398,046,511,104 bytes"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
+    torch.save({"a": torch.ones(1), "huge": torch.ones(1).expand(1 << 20, 1 << 20)}, src)
+    refused(RefusedError, r" huge \(written out it has 4,398,046,511,104 bytes", src, safe)
 
 
 # Which state dict
@@ -662,56 +592,52 @@ def averaged() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name", ["state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state"]
 )
-def test_the_one_under_a_usual_name_is_meant(name: str, tmp_path: Path) -> None:
+def test_the_one_under_a_usual_name_is_meant(name: str, src: Path, safe: Path) -> None:
     """Though there is another."""
-    torch.save({"ema": averaged(), name: WEIGHTS, "epoch": 3}, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert_equal(load_file(tmp_path / "dst.safetensors"), WEIGHTS)
+    torch.save({"ema": averaged(), name: WEIGHTS, "epoch": 3}, src)
+    assert_equal(converted(src, safe), WEIGHTS)
 
 
-@pytest.mark.parametrize("path", ["teacher", "a/b/c", "list[1]", "odd\\/name"])
-def test_the_only_one_is_meant(path: str, tmp_path: Path) -> None:
+#: Where the only state dict can stand, and what it stands in.
+PLACES: dict[str, dict[str, Any]] = {
+    "teacher": {"teacher": WEIGHTS},
+    "a/b/c": {"a": {"b": {"c": WEIGHTS}}},
+    "list[1]": {"list": [1, WEIGHTS]},
+    "odd\\/name": {"odd/name": WEIGHTS},
+}
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_the_only_one_is_meant(path: str, src: Path, safe: Path) -> None:
     """Wherever it stands; an optimizer's tensors are none."""
-    places: dict[str, Any] = {
-        "teacher": {"teacher": WEIGHTS},
-        "a/b/c": {"a": {"b": {"c": WEIGHTS}}},
-        "list[1]": {"list": [1, WEIGHTS]},
-        "odd\\/name": {"odd/name": WEIGHTS},
-    }
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
-    torch.save({**places[path], "optimizer": optimizer}, tmp_path / "src.pt")
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert_equal(load_file(tmp_path / "dst.safetensors"), WEIGHTS)
+    torch.save({**PLACES[path], "optimizer": optimizer}, src)
+    report = ckptconv.convert(src, safe)
+    assert_equal(load_file(safe), WEIGHTS)
     assert ("optimizer", 12, f"not in {path}") in {(left.path, left.nbytes, left.why) for left in report.left_behind}
 
 
 @pytest.mark.parametrize("names", [("student", "teacher"), ("model", "state_dict"), ("it's [odd]", "b")])
-def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], tmp_path: Path) -> None:
+def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], src: Path, safe: Path) -> None:
     """Where it is not clear, each is named with its bytes, and the hint's ``--select``
     takes the first; any can be selected.
     """
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({names[0]: WEIGHTS, names[1]: averaged()}, src)
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(src, dst)
+    error = refused(RefusedError, None, src, safe)
     paths = [name.replace("[", "\\[") for name in names]
-    assert caught.value.what.endswith(f"{paths[0]} (32 bytes), {paths[1]} (32 bytes)")
-    assert not dst.exists()
-    assert by_hint(caught.value, src, dst) == 0
-    assert_equal(load_file(dst), WEIGHTS)
-    report = ckptconv.convert(src, dst, select=paths[1], force=True)
-    assert_equal(load_file(dst), averaged())
+    assert error.what.endswith(f"{paths[0]} (32 bytes), {paths[1]} (32 bytes)")
+    assert_equal(follow_hint(error, src, safe), WEIGHTS)
+    report = ckptconv.convert(src, safe, select=paths[1], force=True)
+    assert_equal(load_file(safe), averaged())
     assert [(left.path, left.nbytes) for left in report.left_behind] == [(paths[0], 32)]
 
 
-def test_a_selection_that_means_nothing(tmp_path: Path) -> None:
+def test_a_selection_that_means_nothing(src: Path, safe: Path) -> None:
     """The state dicts are listed; what is none is refused."""
-    torch.save({"model": WEIGHTS, "epoch": 3, "list": [torch.ones(1)]}, tmp_path / "src.pt")
-    with pytest.raises(NoMatchError, match=r"neither .* stands at modle .*model \(32 bytes\)"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", select="modle")
+    torch.save({"model": WEIGHTS, "epoch": 3, "list": [torch.ones(1)]}, src)
+    refused(NoMatchError, r"neither .* stands at modle .*model \(32 bytes\)", src, safe, select="modle")
     for path in ("list", "model/layer.bias"):
-        with pytest.raises(RefusedError, match="no state dict"):
-            ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", select=path)
+        refused(RefusedError, "no state dict", src, safe, select=path)
 
 
 def shared_training() -> dict[str, Any]:
@@ -738,39 +664,35 @@ def shared_training() -> dict[str, Any]:
 LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
 
 
-def test_what_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part with its bytes: a storage counts once, one that the model uses as well not
     at all; in the report and in ``--json``.
     """
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     zoo.save(shared_training(), src)
-    for with_cli in (False, True):
-        if with_cli:
-            assert main(["convert", str(src), str(dst), "--json", "-f"]) == 0
-            listed = json.loads(capsys.readouterr().out)["left_behind"]
-        else:
-            listed = [vars(left) for left in ckptconv.convert(src, dst).left_behind]
+    in_report = [vars(left) for left in ckptconv.convert(src, safe).left_behind]
+    assert main(["convert", str(src), str(safe), "--json", "-f"]) == 0
+    in_json = json.loads(capsys.readouterr().out)["left_behind"]
+    for listed in (in_report, in_json):
         assert {left["path"]: left["nbytes"] for left in listed} == {**LEFT, "model/none": 0, "model/._metadata": 0}
         whys = {left["why"] for left in listed}
         assert whys == {"not in model", "no tensor with a name", "the modules' versions"}
     state = shared_training()["model"]
-    assert_equal(load_file(dst), {name: state[name] for name in ("layer.weight", "view", "bias")})
-    assert metadata_of(dst) == {"format": "pt", "tied": "layer.weight"}
+    assert_equal(load_file(safe), {name: state[name] for name in ("layer.weight", "view", "bias")})
+    assert metadata_of(safe) == {"format": "pt", "tied": "layer.weight"}
 
 
 @pytest.mark.parametrize("method", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_the_state_dict_alone_in_torchs_format(method: int | None, tmp_path: Path) -> None:
+def test_the_state_dict_alone_in_torchs_format(method: int | None, src: Path, dst: Path) -> None:
     """``--state-dict``: everything that it is, and nothing of the rest; records numbered from 0."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(shared_training(), src)
-    loaded, tags = tags_of(src)
+    assert b"KRAM" in src.read_bytes()
+    whole, tags = tags_of(src)
     if method is not None:
-        rezipped(src, tmp_path / "zipped.pt", {}, method)
-        src = tmp_path / "zipped.pt"
+        rezip(src, src, method=method)
     report = ckptconv.convert(src, dst, state_dict=True)
     assert {left.path: left.nbytes for left in report.left_behind} == LEFT
     found, found_tags = tags_of(dst, weights_only=True)
-    assert_same(loaded["model"], found)
+    assert_same(whole["model"], found)
     assert type(found["layer.weight"]) is nn.Parameter
     assert found["layer.weight"] is found["tied"]
     assert found._metadata["layer"] == {"version": 2}
@@ -778,44 +700,34 @@ def test_the_state_dict_alone_in_torchs_format(method: int | None, tmp_path: Pat
     assert_same(found, tags_of(dst, mmap=True)[0])
     with zipfile.ZipFile(dst) as archive:
         assert archive.testzip() is None
-        records = [name.split("/", 1)[1] for name in archive.namelist()]
-    assert [name for name in records if name.startswith("data/")] == ["data/0", "data/1"]
-    assert b"KRAM" in tmp_path.joinpath("src.pt").read_bytes()
-    assert b"KRAM" not in dst.read_bytes()
-    assert b"exp_avg" not in dst.read_bytes()
+    assert [name for name in records_of(dst) if name.startswith("data/")] == ["data/0", "data/1"]
+    for text in (b"KRAM", b"exp_avg"):
+        assert text not in dst.read_bytes()
 
 
 @pytest.mark.parametrize(
     "flags", [{"state_dict": True}, {"select": "model"}, {"exclude": "ema/*"}, {"exclude": "first"}]
 )
-def test_a_tensor_that_stood_in_what_is_left_behind(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tensor_that_stood_in_what_is_left_behind(flags: dict[str, Any], src: Path, dst: Path) -> None:
     """The safe loader takes the rest, as it took the source, though the same tensor object stood before it."""
     weight = torch.ones(2)
     made = {"ema": {"w": weight}, "model": {"a": torch.zeros(1), "w": weight}}
     if flags == {"exclude": "first"}:
         made = {"first": weight, "a": torch.zeros(1), "w": weight}  # type: ignore[dict-item]
-    torch.save(made, tmp_path / "src.pt")
-    torch.load(tmp_path / "src.pt", weights_only=True)
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", **flags)
-    torch.load(tmp_path / "dst.pt", weights_only=False)
-    torch.load(tmp_path / "dst.pt", weights_only=True)
+    torch.save(made, src)
+    torch.load(src, weights_only=True)
+    ckptconv.convert(src, dst, **flags)
+    torch.load(dst, weights_only=False)
+    torch.load(dst, weights_only=True)
 
 
-def test_any_part_alone_in_torchs_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["buffers", "optimizer", "model/view", "buffers[1]", "."])
+def test_any_part_alone_in_torchs_format(path: str, src: Path, dst: Path) -> None:
     """``--select``: a list, an optimizer, a tensor, the root."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(shared_training(), src, ("cpu",))
-    loaded = torch.load(src)
-    parts = {
-        "buffers": loaded["buffers"],
-        "optimizer": loaded["optimizer"],
-        "model/view": loaded["model"]["view"],
-        "buffers[1]": loaded["buffers"][1],
-        ".": loaded,
-    }
-    for path, part in parts.items():
-        ckptconv.convert(src, dst, select=path, force=True)
-        assert_same(part, torch.load(dst))
+    whole = torch.load(src)
+    parts = {"model/view": whole["model"]["view"], "buffers[1]": whole["buffers"][1], ".": whole, **whole}
+    assert_same(parts[path], converted(src, dst, select=path))
 
 
 # Some tensors
@@ -841,26 +753,25 @@ def partial() -> dict[str, Any]:
         ({"exclude": "dec.?"}, ["enc.w", "enc.b", "lone"], ["enc.w", "enc.b"]),
     ],
 )
-def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], tmp_path: Path) -> None:
+def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], src: Path, dst: Path) -> None:
     """By name in every state dict, by path where the glob has a slash; what stays keeps its order, ties and storages;
     bytes of what goes are gone.
     """
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     made = partial()
     made["list"] = made["list"][1:]  # or it keeps a storage
     zoo.save(made, src)
-    loaded = torch.load(src, map_location="cpu")
+    whole = torch.load(src, map_location="cpu")
     report = ckptconv.convert(src, dst, **flags)
     wanted = {
-        "model": {name: loaded["model"][name] for name in model},
-        "ema": {name: loaded["ema"][name] for name in ema},
-        "list": loaded["list"],
+        "model": {name: whole["model"][name] for name in model},
+        "ema": {name: whole["ema"][name] for name in ema},
+        "list": whole["list"],
     }
     assert_same(wanted, torch.load(dst, map_location="cpu", weights_only=True))
-    gone = {f"model/{name}" for name in loaded["model"] if name not in model}
-    gone |= {f"ema/{name}" for name in loaded["ema"] if name not in ema}
+    gone = {f"model/{name}" for name in whole["model"] if name not in model}
+    gone |= {f"ema/{name}" for name in whole["ema"] if name not in ema}
     assert {left.path for left in report.left_behind} == gone
-    every, kept = storages_of(loaded), storages_of(wanted)
+    every, kept = storages_of(whole), storages_of(wanted)
     assert sum(left.nbytes for left in report.left_behind) == sum(every.values()) - sum(kept.values())
     assert (b"ENOL" in dst.read_bytes()) == ("lone" in model)
     reader = torch._C.PyTorchFileReader(str(dst))
@@ -874,70 +785,53 @@ def storages_of(loaded: dict[str, Any]) -> dict[int, int]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
 
 
-def test_some_tensors_to_safetensors(tmp_path: Path) -> None:
+def test_some_tensors_to_safetensors(src: Path, safe: Path) -> None:
     """The state dict is chosen first; where a tie's first name goes, the next one has the bytes; names as the source
     has them, before edits.
     """
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save(partial(), src)
     state = partial()["model"]
-    ckptconv.convert(src, dst, exclude=["dec.w", "lone"], add_prefix="m")
-    assert_equal(load_file(dst), {f"m.{name}": state[name] for name in ("enc.w", "enc.b", "dec.t")})
-    assert metadata_of(dst) == {"format": "pt"}
-    ckptconv.convert(src, dst, include="dec.*", force=True)
-    assert_equal(load_file(dst), {"dec.w": torch.ones(2)})
-    assert metadata_of(dst) == {"format": "pt", "dec.t": "dec.w"}
-    with pytest.raises(NoMatchError, match="ema"):
-        ckptconv.convert(src, dst, exclude="ema/*", force=True)
-    assert_equal(load_file(dst), {"dec.w": torch.ones(2)})
+    found = converted(src, safe, exclude=["dec.w", "lone"], add_prefix="m")
+    assert_equal(found, {f"m.{name}": state[name] for name in ("enc.w", "enc.b", "dec.t")})
+    assert metadata_of(safe) == {"format": "pt"}
+    assert_equal(converted(src, safe, include="dec.*"), {"dec.w": torch.ones(2)})
+    assert metadata_of(safe) == {"format": "pt", "dec.t": "dec.w"}
+    refused(NoMatchError, "ema", src, safe, exclude="ema/*", force=True)
+    assert_equal(load_file(safe), {"dec.w": torch.ones(2)})
 
 
-def test_tensors_outside_state_dicts_need_a_slash(tmp_path: Path) -> None:
+def test_tensors_outside_state_dicts_need_a_slash(src: Path, dst: Path) -> None:
     """``--include`` without one leaves them; with one they go, unless a glob means them.
 
     What has no name cannot be left out.
     """
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     torch.save({"model": WEIGHTS, "other": {"mean": torch.ones(1), "n": 3}, "epoch": 1}, src)
-    ckptconv.convert(src, dst, include="*.bias")
-    assert torch.load(dst)["other"] == {"mean": torch.ones(1), "n": 3}
-    ckptconv.convert(src, dst, include="model/*", force=True)
-    assert torch.load(dst)["other"] == {"n": 3}
-    assert list(torch.load(dst)["model"]) == list(WEIGHTS)
-    ckptconv.convert(src, dst, include="*/mean", force=True)
-    assert torch.load(dst)["model"] == {}
+    assert converted(src, dst, include="*.bias")["other"] == {"mean": torch.ones(1), "n": 3}
+    found = converted(src, dst, include="model/*")
+    assert found["other"] == {"n": 3}
+    assert list(found["model"]) == list(WEIGHTS)
+    assert converted(src, dst, include="*/mean")["model"] == {}
     torch.save({"model": WEIGHTS, "a": {"list": [torch.ones(1)]}}, src)
-    with pytest.raises(RefusedError, match=r"a/list\[0\]"):
-        ckptconv.convert(src, dst, exclude="a/*", force=True)
+    refused(RefusedError, r"a/list\[0\]", src, dst, exclude="a/*", force=True)
 
 
 @pytest.mark.parametrize("flag", ["include", "exclude"])
 @pytest.mark.parametrize("glob", ["encoder.*", "model/nothing", "ENC.*", "enc", "mean"])
-def test_a_glob_that_matches_nothing_is_a_typo(flag: str, glob: str, tmp_path: Path) -> None:
+def test_a_glob_that_matches_nothing_is_a_typo(flag: str, glob: str, src: Path, dst: Path, safe: Path) -> None:
     """Though another one matches; nothing is written."""
-    torch.save({"model": partial()["model"], "other": {"mean": torch.ones(1), "n": 3}}, tmp_path / "src.pt")
-    for dst in ("dst.pt", "dst.safetensors"):
-        flags: dict[str, Any] = {"include": ["enc.*"], "exclude": ["lone"]}
-        flags[flag].append(glob)
-        with pytest.raises(NoMatchError, match=r"no (tensor|name in a state dict) matches"):
-            ckptconv.convert(tmp_path / "src.pt", tmp_path / dst, **flags)
-    assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
+    torch.save({"model": partial()["model"], "other": {"mean": torch.ones(1), "n": 3}}, src)
+    flags: dict[str, Any] = {"include": ["enc.*"], "exclude": ["lone"]}
+    flags[flag].append(glob)
+    for path in (dst, safe):
+        refused(NoMatchError, r"no (tensor|name in a state dict) matches", src, path, **flags)
 
 
 # Damage
 
 
-def damage(path: Path, data: bytes) -> None:
-    """Flip a bit in the middle of the first place in PATH at which DATA stands."""
-    raw = bytearray(path.read_bytes())
-    at = raw.index(data) + len(data) // 2
-    raw[at] ^= 0x10
-    path.write_bytes(raw)
-
-
 @pytest.mark.parametrize("method", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("kind", ["whole", "head", "tail", "transposed", "view beside"])
-def test_damage_is_found(kind: str, method: int | None, tmp_path: Path) -> None:
+def test_damage_is_found(kind: str, method: int | None, src: Path, safe: Path) -> None:
     """A flipped bit anywhere in a storage that is used, though the view does not reach it, and no output appears."""
     base = torch.arange(3000, dtype=torch.int32)
     views = {
@@ -947,56 +841,44 @@ def test_damage_is_found(kind: str, method: int | None, tmp_path: Path) -> None:
         "transposed": base.view(30, 100).t(),
         "view beside": base[5::7],
     }
-    torch.save({"other": torch.ones(9000), "x": views[kind]}, tmp_path / "src.pt")
+    torch.save({"other": torch.ones(9000), "x": views[kind]}, src)
     if method is not None:
-        rezipped(tmp_path / "src.pt", tmp_path / "zipped.pt", {}, method)
-        (tmp_path / "zipped.pt").rename(tmp_path / "src.pt")
-    if method == zipfile.ZIP_DEFLATED:
-        spoil_deflated(tmp_path / "src.pt", "data/1")
-    else:
-        damage(tmp_path / "src.pt", base.numpy().tobytes())
+        rezip(src, src, method=method)
+    damage(src, base, deflated=method == zipfile.ZIP_DEFLATED)
     for flags in ({}, {"verify": True}, {"include": "x"}):
-        with pytest.raises(MalformedError, match=r"damaged|checksum"):
-            ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", **flags)
-        assert [path.name for path in tmp_path.iterdir()] == ["src.pt"]
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", exclude="x")  # what is damaged is not used
+        refused(MalformedError, "damaged|checksum", src, safe, **flags)
+    ckptconv.convert(src, safe, exclude="x")  # what is damaged is not used
 
 
-def spoil_deflated(path: Path, key: str) -> None:
-    """Write the archive at PATH again with the sum of KEY wrong, in its header and in the directory."""
-    with zipfile.ZipFile(path) as archive:
-        (entry,) = (info for info in archive.infolist() if info.filename.endswith(key))
-    right, wrong = struct.pack("<I", entry.CRC), struct.pack("<I", entry.CRC ^ 1)
-    raw = path.read_bytes()
-    assert raw.count(right) == 2
-    path.write_bytes(raw.replace(right, wrong))
+def damage(path: Path, tensor: torch.Tensor, *, deflated: bool = False) -> None:
+    """Flip a bit in the middle of the TENSOR in the archive at PATH; or, where it is deflated, one of its checksum."""
+    data, raw = path.read_bytes(), tensor.numpy().tobytes()
+    if deflated:
+        name = next(name for name in zipfile.ZipFile(path).namelist() if name.endswith("data/1"))
+        path.write_bytes(in_headers(data, name, {"crc": zlib.crc32(raw) ^ 1}))
+    else:
+        flip_bit(path, data.index(raw) + len(raw) // 2)
 
 
-def test_without_checksums_it_is_converted(tmp_path: Path) -> None:
+def test_without_checksums_it_is_converted(src: Path, safe: Path) -> None:
     """There is nothing to compare with, which a note says; the way back has checksums."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        state = saved("views", tmp_path / "src.pt")
-    finally:
-        torch.serialization.set_crc32_options(before)
-    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
+    with without_crc32():
+        state = saved("views", src)
+    with zipfile.ZipFile(src) as archive:
         assert {entry.CRC for entry in archive.infolist()} == {0}
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
+    report = ckptconv.convert(src, safe)
     assert any("checksums" in note for note in report.notes)
-    assert_holds(tmp_path / "dst.safetensors", state)
+    assert_holds(safe, state)
 
 
-def test_an_error_leaves_the_old_output(tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_output(src: Path, safe: Path) -> None:
     """Though the copy had begun."""
     base = torch.arange(3000, dtype=torch.int32)
-    torch.save({"x": base}, tmp_path / "src.pt")
-    damage(tmp_path / "src.pt", base.numpy().tobytes())
-    (tmp_path / "dst.safetensors").write_bytes(b"old")
-    with pytest.raises(MalformedError):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", force=True)
-    assert (tmp_path / "dst.safetensors").read_bytes() == b"old"
-    assert len(list(tmp_path.iterdir())) == 2
+    torch.save({"x": base}, src)
+    damage(src, base)
+    safe.write_bytes(b"old")
+    refused(MalformedError, None, src, safe, force=True)
+    assert safe.read_bytes() == b"old"
 
 
 def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
@@ -1005,13 +887,11 @@ def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, a, {"note": "c", "other": "d"})
     report = ckptconv.convert(a, b, rename=[("^a$", "c")])
     assert [left.path for left in report.left_behind] == ["__metadata__/note"]
-    with safe_open(b, "pt") as file:
-        assert file.metadata() == {"other": "d", "format": "pt"}
-    ckptconv.convert(b, c)
-    assert sorted(load_file(c)) == ["b", "c"]
+    assert metadata_of(b) == {"other": "d", "format": "pt"}
+    assert sorted(converted(b, c)) == ["b", "c"]
 
 
-def test_no_glob_is_printed_for_one_of_two_values(tmp_path: Path) -> None:
+def test_no_glob_is_printed_for_one_of_two_values(src: Path, safe: Path) -> None:
     """Of a key that is set twice the last value counts in Python: leaving that out would keep another."""
     w, v = torch.ones(2), torch.zeros(2)
 
@@ -1019,43 +899,30 @@ def test_no_glob_is_printed_for_one_of_two_values(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return OrderedDict, (), {"_metadata": {}}, None, iter([("w", w), ("w", v)])
 
-    torch.save(Twice(), tmp_path / "src.pt")
-    with pytest.raises(RefusedError, match="second value of that name") as caught:
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
-    assert caught.value.hint is None
+    torch.save(Twice(), src)
+    assert refused(RefusedError, "second value of that name", src, safe).hint is None
 
 
-def test_a_safetensors_file_is_a_state_dict_whatever_is_in_it(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_a_state_dict_whatever_is_in_it(tmp_path: Path, safe: Path, dst: Path) -> None:
     """Even where its tensors look like states of random generators."""
-    src, dst = tmp_path / "src.safetensors", tmp_path / "dst.safetensors"
-    save_file({"random": torch.zeros(16, dtype=torch.uint8), "seed": torch.zeros(5056, dtype=torch.uint8)}, src)
-    ckptconv.convert(src, dst, add_prefix="module", exclude="seed")
-    assert list(load_file(dst)) == ["module.random"]
-    ckptconv.convert(src, tmp_path / "dst.pt", state_dict=True, add_prefix="module")
-    assert list(torch.load(tmp_path / "dst.pt")) == ["module.random", "module.seed"]
+    theirs = tmp_path / "src.safetensors"
+    save_file({"random": torch.zeros(16, dtype=torch.uint8), "seed": torch.zeros(5056, dtype=torch.uint8)}, theirs)
+    assert list(converted(theirs, safe, add_prefix="module", exclude="seed")) == ["module.random"]
+    found = converted(theirs, dst, state_dict=True, add_prefix="module")
+    assert list(found) == ["module.random", "module.seed"]
 
 
-def test_an_empty_file_converts(tmp_path: Path) -> None:
-    """No tensors are a state dict too."""
-    save_file({}, tmp_path / "src.safetensors")
-    ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "b.pt")
-    assert torch.load(tmp_path / "b.pt") == {}
-    ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "b.safetensors")
-    assert load_file(tmp_path / "b.safetensors") == {}
-
-
-def test_what_is_conjugated_is_not_tied_to_what_is_not(tmp_path: Path) -> None:
+def test_what_is_conjugated_is_not_tied_to_what_is_not(src: Path) -> None:
     """The same bytes, other values."""
     z = torch.randn(3, dtype=torch.complex64)
-    torch.save({"z": z, "c": z.conj(), "again": z}, tmp_path / "z.pt")
-    assert ckptconv.inspect(tmp_path / "z.pt")["ties"] == [["z", "again"]]
+    torch.save({"z": z, "c": z.conj(), "again": z}, src)
+    assert ckptconv.inspect(src)["ties"] == [["z", "again"]]
 
 
-def test_a_filter_that_leaves_nothing(tmp_path: Path) -> None:
+def test_a_filter_that_leaves_nothing(src: Path, dst: Path) -> None:
     """A file without tensors is not what anybody asks for."""
-    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
-    with pytest.raises(NoMatchError, match="no tensor would be left"):
-        ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude="*")
+    torch.save({"a": torch.ones(1)}, src)
+    refused(NoMatchError, "no tensor would be left", src, dst, exclude="*")
 
 
 def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1084,18 +951,17 @@ def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert "cpu" not in capsys.readouterr().out
 
 
-def test_a_selected_mapping_need_not_be_a_state_dict(tmp_path: Path) -> None:
+def test_a_selected_mapping_need_not_be_a_state_dict(src: Path, safe: Path) -> None:
     """Tensors beside an epoch: the refusal says how, and the rest is left behind, named."""
-    src, dst = tmp_path / "src.pt", tmp_path / "dst.safetensors"
     torch.save({"a": torch.ones(2), "epoch": 3, "part": {"b": torch.zeros(1), "lr": 0.1}}, src)
-    with pytest.raises(RefusedError, match=r"no state dict in it.*select='\.' takes the 1 tensors"):
-        ckptconv.convert(src, dst)
-    report = ckptconv.convert(src, dst, select=".")
-    assert_equal(load_file(dst), {"a": torch.ones(2)})
-    assert [left.path for left in report.left_behind] == ["epoch", "part"]
-    report = ckptconv.convert(src, dst, select="part", force=True)
-    assert_equal(load_file(dst), {"b": torch.zeros(1)})
-    assert [left.path for left in report.left_behind] == ["a", "epoch", "part/lr"]
+    refused(RefusedError, r"no state dict in it.*select='\.' takes the 1 tensors", src, safe)
+    for path, wanted, left_behind in (
+        (".", {"a": torch.ones(2)}, ["epoch", "part"]),
+        ("part", {"b": torch.zeros(1)}, ["a", "epoch", "part/lr"]),
+    ):
+        report = ckptconv.convert(src, safe, select=path, force=True)
+        assert_equal(load_file(safe), wanted)
+        assert [left.path for left in report.left_behind] == left_behind
 
 
 @pytest.mark.parametrize(
@@ -1119,38 +985,35 @@ def test_arguments_of_wrong_types(wrong: dict[str, Any], tmp_path: Path) -> None
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_a_command_in_an_error_is_never_cut(tmp_path: Path) -> None:
+def test_a_command_in_an_error_is_never_cut(src: Path, safe: Path) -> None:
     """Where it would be too long, it says how it goes; all names stand in the error all the same."""
-    torch.save(
-        {f"layer_{i:03}.weight": torch.eye(2).to_sparse() for i in range(100)} | {"w": torch.ones(1)}, tmp_path / "a.pt"
-    )
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
-    assert all(f"layer_{i:03}.weight (sparse)" in str(caught.value) for i in range(100))
-    assert str(caught.value).endswith("such as exclude='layer_000.weight'")
+    torch.save({f"layer_{i:03}.weight": torch.eye(2).to_sparse() for i in range(100)} | {"w": torch.ones(1)}, src)
+    said = str(refused(RefusedError, None, src, safe))
+    assert all(f"layer_{i:03}.weight (sparse)" in said for i in range(100))
+    assert said.endswith("such as exclude='layer_000.weight'")
 
 
-def converted(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> tuple[Path, list[str]]:
-    """The conversion of MADE, and the paths of what it left behind."""
+def left_of(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> list[str]:
+    """The paths of what the conversion of MADE leaves behind."""
     torch.save(made, folder / "made.pt")
     report = ckptconv.convert(folder / "made.pt", folder / f"out.{suffix}", force=True, **edits)
-    return folder / f"out.{suffix}", [left.path for left in report.left_behind]
+    return [left.path for left in report.left_behind]
 
 
 def test_what_is_selected_is_all_that_there_is(tmp_path: Path) -> None:
     """Names and globs do not reach what stands outside, though it be the same object."""
     a, b = torch.ones(2), torch.zeros(3)
     with pytest.raises(NoMatchError, match=r"a/\*"):
-        converted({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*")
+        left_of({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*")
     inner = {"module.q": b}
     outer: OrderedDict[str, Any] = OrderedDict({"w": a, "m._extra_state": inner})
     outer._metadata = {"": {}}  # type: ignore[attr-defined]
     made = {"x": {"E": inner, "n": 1}, "D": outer}
     with pytest.raises(NoMatchError, match=r"no name starts with 'module\.'"):
-        converted(made, tmp_path, select="D", strip_prefix="module")
-    assert converted(made, tmp_path, "safetensors", select="D")[1] == ["x", "D/m._extra_state", "D/._metadata"]
+        left_of(made, tmp_path, select="D", strip_prefix="module")
+    assert left_of(made, tmp_path, "safetensors", select="D") == ["x", "D/m._extra_state", "D/._metadata"]
     ema = {"ema": {"model": {"w": a}, "shadow": {"w": b}}}
-    assert converted(ema, tmp_path, "safetensors", select="ema")[1] == ["ema/shadow"]
+    assert left_of(ema, tmp_path, "safetensors", select="ema") == ["ema/shadow"]
 
 
 def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -1171,76 +1034,66 @@ def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", parts())
-def test_a_part_is_as_loadable_as_the_whole(name: str, tmp_path: Path) -> None:
+def test_a_part_is_as_loadable_as_the_whole(name: str, src: Path, dst: Path) -> None:
     """Whatever order the part has its objects in, torch's safe loader takes it, and finds what the whole had there."""
     made, edits = parts()[name]
-    out, _ = converted(made, tmp_path, **edits)
-    expected = torch.load(tmp_path / "made.pt")
+    torch.save(made, src)
+    expected = torch.load(src)
     if name == "exclude":
         del expected["x"]["a"]
     else:
         expected = expected[edits.get("select", "model")]
-    assert_same(torch.load(out), expected)
+    assert_same(converted(src, dst, **edits), expected)
 
 
-def test_attributes_of_tensors_are_named(tmp_path: Path) -> None:
+def test_attributes_of_tensors_are_named(src: Path, safe: Path) -> None:
     """They stay behind, with their bytes."""
     x = torch.ones(4)
     x.scale, x.k = torch.ones(100), 5  # type: ignore[attr-defined]
-    torch.save({"x": x}, tmp_path / "src.pt")
-    left = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors").left_behind
+    torch.save({"x": x}, src)
+    left = ckptconv.convert(src, safe).left_behind
     assert [(each.path, each.nbytes) for each in left] == [("x/.scale", 400), ("x/.k", 0)]
 
 
 def test_a_mapping_in_two_places_loses_its_items_in_both(tmp_path: Path) -> None:
     """And the report says so."""
     state = {"w": torch.ones(1), "v": torch.ones(2)}
-    assert converted({"model": state, "ema": state}, tmp_path, exclude="model/w")[1] == ["model/w", "ema/w"]
+    assert left_of({"model": state, "ema": state}, tmp_path, exclude="model/w") == ["model/w", "ema/w"]
 
 
-def test_hints_speak_of_the_sources_names(tmp_path: Path) -> None:
+def test_hints_speak_of_the_sources_names(src: Path, safe: Path) -> None:
     """Globs see the names before the edits, so that is what the hint says; a tensor at
     the root has a path with a slash too.
     """
-    torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, tmp_path / "src.pt")
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", strip_prefix="module")
-    assert str(caught.value.hint).endswith("exclude='module.bad'")
+    torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, src)
+    error = refused(RefusedError, None, src, safe, strip_prefix="module")
+    assert str(error.hint).endswith("exclude='module.bad'")
     mixed = {"epoch": 1, "w": torch.ones(1), "model": {"w": torch.ones(2)}}
-    assert converted(mixed, tmp_path, exclude="./w")[1] == ["w"]
+    assert left_of(mixed, src.parent, exclude="./w") == ["w"]
 
 
-def test_elements_that_no_key_names_are_not_dropped(tmp_path: Path) -> None:
+def test_elements_that_no_key_names_are_not_dropped(src: Path, dst: Path) -> None:
     """What cannot be taken out is not said to have been."""
-    with pytest.raises(RefusedError, match="only what has a key"):
-        converted({"m": {"l": [torch.ones(1)]}, "w": {"a": torch.ones(1)}}, tmp_path, exclude="m/l*")
+    torch.save({"m": {"l": [torch.ones(1)]}, "w": {"a": torch.ones(1)}}, src)
+    refused(RefusedError, "only what has a key", src, dst, exclude="m/l*")
 
 
 @pytest.mark.parametrize("name", ["..pt", "...pt", "a\\b.pt"])
 def test_the_folder_in_the_archive_leads_nowhere(name: str, tmp_path: Path) -> None:
     """Whatever the target is called, unpacking the zip writes below it."""
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / name)
+    assert_equal(converted(tmp_path / "a.safetensors", tmp_path / name), {"a": torch.ones(1)})
     with zipfile.ZipFile(tmp_path / name) as archive:
         assert all(not {"..", ".", ""} & set(entry.split("/")) and "\\" not in entry for entry in archive.namelist())
-    assert_equal(torch.load(tmp_path / name), {"a": torch.ones(1)})
 
 
-def test_a_pickle_cannot_say_what_torch_has_not(tmp_path: Path) -> None:
+def test_a_pickle_cannot_say_what_torch_has_not(src: Path) -> None:
     """The 6-bit dtypes of safetensors are no words of a pickle."""
-    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    ckptconv.convert(tmp_path / "a.safetensors", tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
-        records = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
-    dtype = b"csafetensors\nF6_E2M3\n"
-    records["data.pkl"] = records["data.pkl"].replace(b"rebuild_tensor_v2", b"rebuild_tensor_v3")
-    at = records["data.pkl"].rindex(b"t")  # the tuple of arguments
-    records["data.pkl"] = records["data.pkl"][:at] + dtype + records["data.pkl"][at:]
-    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
-        for name, data in records.items():
-            archive.writestr(f"a/{name}", data)
-    with pytest.raises(MalformedError, match="no dtype that is known"):
-        ckptconv.inspect(tmp_path / "b.pt")
+    torch.save({"a": torch.ones(3)}, src)
+    said = records_of(src)["data.pkl"].replace(b"rebuild_tensor_v2", b"rebuild_tensor_v3")
+    at = said.rindex(b"t")  # the tuple of arguments
+    rezip(src, src, {"data.pkl": said[:at] + b"csafetensors\nF6_E2M3\n" + said[at:]})
+    unreadable(src, MalformedError, "no dtype that is known")
 
 
 def test_a_mapping_is_looked_through_once_for_all_that_is_left_out(
@@ -1251,18 +1104,18 @@ def test_a_mapping_is_looked_through_once_for_all_that_is_left_out(
     original = selection.item_segments
     monkeypatch.setattr(selection, "item_segments", lambda mapping: (calls.append(mapping), original(mapping))[1])
     state = {f"layer.{i}": torch.zeros(1) for i in range(40)}
-    assert len(converted(state, tmp_path, exclude="layer.1*")[1]) == 11
+    assert len(left_of(state, tmp_path, exclude="layer.1*")) == 11
     assert len(calls) <= 2
 
 
 def test_no_order_of_effects_is_computed_for_a_format_that_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    src: Path, safe: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part goes to torch's format with its order looked at once, and to safetensors without."""
     calls: list[object] = []
     monkeypatch.setattr(selection, "drop_effect_order", calls.append)
-    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "epoch": 1}, tmp_path / "m.pt")
-    ckptconv.convert(tmp_path / "m.pt", tmp_path / "m.safetensors", exclude="b")
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "epoch": 1}, src)
+    ckptconv.convert(src, safe, exclude="b")
     assert not calls
-    ckptconv.convert(tmp_path / "m.pt", tmp_path / "part.pt", state_dict=True, exclude="b")
+    ckptconv.convert(src, dst, state_dict=True, exclude="b")
     assert len(calls) == 1

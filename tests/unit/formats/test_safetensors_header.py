@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.sources import Source
 from ckptconv.dtypes import BY_NAME, BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
-from ckptconv.formats import opening, safetensors_header
+from ckptconv.formats import safetensors_header
 from ckptconv.formats.safetensors_header import METADATA, Entry, Header, header_bytes, read_header
+from tests.support.conversions import read as read_checkpoint
+from tests.support.conversions import unreadable
 
 DATA = bytes(range(1, 252))  # all different: a wrong range is other bytes
 ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a sound header, of four bytes of data
@@ -34,6 +36,12 @@ ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a sound heade
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file to write one example after the other to."""
     return tmp_path_factory.mktemp("headers") / "m.safetensors"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The path of a file."""
+    return tmp_path / "m.safetensors"
 
 
 def file_of(header: bytes, data: bytes = DATA[:4], length: int | None = None) -> bytes:
@@ -186,10 +194,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("row", BROKEN)
-def test_a_broken_header_is_malformed(row: str, tmp_path: Path) -> None:
+def test_a_broken_header_is_malformed(row: str, path: Path) -> None:
     """The message says the file and what is wrong with it, in one line; the library refuses it too."""
     blob, what = BROKEN[row]
-    path = tmp_path / "m.safetensors"
     with pytest.raises(MalformedError, match=what) as caught:
         read(path, blob)
     assert str(caught.value).startswith(f"{path}: safetensors header: ")
@@ -206,18 +213,20 @@ def test_deep_nesting_is_a_limit(opening: bytes, tmp_path: Path) -> None:
     assert isinstance(seen_by_library(tmp_path / "m.safetensors", blob), str)
 
 
-def test_more_dimensions_than_torch_has_are_a_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [64, 65])
+def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> None:
     """The header is sound, and so says the library; the checkpoint is refused, by the tensor's name. 64 are read."""
-    path = tmp_path / "m.safetensors"
-    for rank in (64, 65):
-        blob = file_of(tensor(shape=[1] * rank))
-        assert seen_by_us(path, blob) == seen_by_library(path, blob) == (None, {"a": ("F32", [1] * rank, DATA[:4])})
-        with Source(path) as source:
-            if rank == 64:
-                assert opening.read(source).tensors["a"].shape == (1,) * rank
-            else:
-                with pytest.raises(LimitError, match=r"at a: .*expected at most 64, got 65"):
-                    opening.read(source)
+    blob = file_of(tensor(shape=[1] * rank))
+    assert seen_by_us(path, blob) == seen_by_library(path, blob) == (None, {"a": ("F32", [1] * rank, DATA[:4])})
+    if rank == 64:
+        assert read_checkpoint(path).tensors["a"].shape == (1,) * rank
+    else:
+        unreadable(path, LimitError, r"at a: .*expected at most 64, got 65")
+
+
+def limit_headers(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Replace some LIMITS of headers."""
+    monkeypatch.setattr(safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, **limits))
 
 
 def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +239,7 @@ def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert librarys in str(seen_by_library(tmp_path / "m", blob))
         assert ours in str(seen_by_us(tmp_path / "m", blob))
     for length, fits in ((len(ONE), True), (len(ONE) - 1, False)):
-        limits = dataclasses.replace(safetensors_header.LIMITS, safetensors_header=length)
-        monkeypatch.setattr(safetensors_header, "LIMITS", limits)
+        limit_headers(monkeypatch, safetensors_header=length)
         assert isinstance(seen_by_us(tmp_path / "m", file_of(ONE)), tuple) == fits
 
 
@@ -273,11 +281,10 @@ SOUND = {
 
 
 @pytest.mark.parametrize("row", SOUND)
-def test_a_sound_header_is_read(row: str, tmp_path: Path) -> None:
+def test_a_sound_header_is_read(row: str, path: Path) -> None:
     """Names, dtypes, shapes, bytes and metadata are those that the library sees; the
     entries stand in the header's order.
     """
-    path = tmp_path / "m.safetensors"
     seen = seen_by_us(path, SOUND[row])
     assert isinstance(seen, tuple), seen
     assert seen == seen_by_library(path, SOUND[row])
@@ -311,10 +318,9 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("row", DIFFERENCES)
-def test_a_known_difference_is_one(row: str, tmp_path: Path) -> None:
+def test_a_known_difference_is_one(row: str, path: Path) -> None:
     """The library reads it, we refuse it. When the library grows stricter, the row goes."""
     blob, what = DIFFERENCES[row]
-    path = tmp_path / "m.safetensors"
     assert isinstance(seen_by_library(path, blob), tuple)
     with pytest.raises(MalformedError, match=what):
         read(path, blob)
@@ -465,9 +471,8 @@ def test_the_dtypes_are_the_librarys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_dtype_has_the_librarys_size(word: str, tmp_path: Path) -> None:
+def test_a_dtype_has_the_librarys_size(word: str, path: Path) -> None:
     """Eight elements take so many bytes, not one more or fewer, in the table, in the reader and in the library."""
-    path = tmp_path / "m.safetensors"
     right = BY_WORD[word].bytes_of(8)
     for nbytes in (right - 1, right, right + 1):
         blob = file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), DATA[:nbytes])
@@ -476,9 +481,8 @@ def test_a_dtype_has_the_librarys_size(word: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", [word for word in WORDS if BY_WORD[word].name in BY_NAME])
-def test_a_dtype_is_the_librarys_in_torch(word: str, tmp_path: Path) -> None:
+def test_a_dtype_is_the_librarys_in_torch(word: str, path: Path) -> None:
     """The library makes a tensor of torch's dtype of that name."""
-    path = tmp_path / "m.safetensors"
     nbytes = BY_WORD[word].bytes_of(8)
     path.write_bytes(file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), bytes(nbytes)))
     with safetensors.safe_open(path, "pt") as file:
@@ -539,15 +543,11 @@ def test_a_header_that_no_reader_would_take_is_not_written(monkeypatch: pytest.M
     """The bound counts the spaces at its end."""
     entries = [Entry("a", "F32", (1,), 0, 4)]
     length = len(header_bytes({}, entries)) - 8
-    for most in (length, length - 1):
-        monkeypatch.setattr(
-            safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, safetensors_header=most)
-        )
-        if most == length:
-            assert len(header_bytes({}, entries)) == 8 + length
-        else:
-            with pytest.raises(LimitError, match=f"at most {most:,} bytes, got {length:,}"):
-                header_bytes({}, entries)
+    limit_headers(monkeypatch, safetensors_header=length)
+    assert len(header_bytes({}, entries)) == 8 + length
+    limit_headers(monkeypatch, safetensors_header=length - 1)
+    with pytest.raises(LimitError, match=f"at most {length - 1:,} bytes, got {length:,}"):
+        header_bytes({}, entries)
 
 
 @pytest.mark.parametrize("field", ["header_brackets", "header_quotes", "header_commas"])
@@ -555,11 +555,7 @@ def test_a_header_that_describes_too_much_is_refused_before_it_is_parsed(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few megabytes of brackets, texts or numbers would become gigabytes of objects."""
-    monkeypatch.setattr(
-        safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, rank=0, **{field: 1})
-    )
+    limit_headers(monkeypatch, rank=0, **{field: 1})
     monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("parsed"))
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(file_of(ONE))
-    with Source(path) as source, pytest.raises(LimitError, match="more than a million tensors"):
-        read_header(source)
+    with pytest.raises(LimitError, match="more than a million tensors"):
+        read(tmp_path / "a.safetensors", file_of(ONE))

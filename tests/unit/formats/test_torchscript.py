@@ -4,11 +4,9 @@ torch.jit.load is the judge.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
-import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -22,17 +20,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ckptconv
-from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
-from ckptconv.formats import opening, torchscript
+from ckptconv.formats import torchscript
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Effect, Global, Graph, Node, Tuple
 from ckptconv.pickles.paths import Place
+from tests.support.archives import flip_bit, records_of, rezip
+from tests.support.conversions import converted, read, refused, run_without_torch, unreadable
 from tests.support.judge import tags_of
+from tests.support.memory import memory_below
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -137,11 +138,6 @@ def state_dict_of(path: Path) -> dict[str, Tensor]:
     return torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-any-return, no-untyped-call]
 
 
-def read(path: Path) -> Checkpoint:
-    with Source(path) as source:
-        return opening.read(source)
-
-
 def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
     assert checkpoint.script_classes is not None
     return next((found.tensors for found in read_modules(checkpoint)), {})
@@ -196,8 +192,7 @@ def test_weights_are_taken_out(save: Save, tmp_path: Path, kind: str, target: st
         assert_same_tensors(found, wanted)
         assert set(tags) == {"cpu"}
     else:
-        ckptconv.convert(tmp_path / target, tmp_path / "back.pt")
-        found = torch.load(tmp_path / "back.pt", weights_only=True)
+        found = converted(tmp_path / target, tmp_path / "back.pt")
         assert_same_tensors({name: found[name] for name in wanted}, wanted)
         assert load_file(tmp_path / target).keys() == wanted.keys() - {tie[0] for tie in report.ties}
 
@@ -213,54 +208,31 @@ def test_edits_apply_to_what_is_taken_out(save: Save, tmp_path: Path) -> None:
     assert tags == ["cuda:0", "cuda:0"]
 
 
-def test_the_copy_is_no_program(save: Save, tmp_path: Path) -> None:
+def test_the_copy_is_no_program(save: Save, dst: Path) -> None:
     """Its records are those of a checkpoint, and torch.load takes it; what was left behind is said, with its bytes."""
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)), extra={"labels.txt": "cat\ndog"})
-    report = ckptconv.convert(path, tmp_path / "o.pt", state_dict=True)
-    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
-        names = {name.partition("/")[2] for name in archive.namelist()}
-    assert {name for name in names if not name.startswith("data/")} == {"data.pkl", "byteorder", "version"}
+    report = ckptconv.convert(path, dst, state_dict=True)
+    names = {name for name in records_of(dst) if not name.startswith("data/")}
+    assert names == {"data.pkl", "byteorder", "version"}
     left = {each.path: each.nbytes for each in report.left_behind}
-    with zipfile.ZipFile(path) as archive:
-        code = sum(info.file_size for info in archive.infolist() if "/code/" in info.filename)
-    assert left["code"] == code
+    assert left["code"] == sum(len(data) for name, data in records_of(path).items() if name.startswith("code/"))
     assert left["extra/labels.txt"] == 7
     assert left["constants"] > 0
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_deflated_storages_are_inflated_on_the_way(save: Save, tmp_path: Path, checked: bool) -> None:
+def test_deflated_storages_are_inflated_on_the_way(save: Save, dst: Path, checked: bool) -> None:
     """A zip that somebody packed again, with checksums and without: data.pkl,
     constants.pkl and the storages are deflated.
     """
-    path = again(save(nn.Linear(100, 100)), tmp_path / "deflated.pt", method=zipfile.ZIP_DEFLATED)
+    path = save(nn.Linear(100, 100))
+    rezip(path, path, method=zipfile.ZIP_DEFLATED)
     if not checked:
         path.write_bytes(without_checksums(path.read_bytes()))
-    ckptconv.convert(path, tmp_path / "o.pt", state_dict=True, verify=True)
-    assert_same_tensors(torch.load(tmp_path / "o.pt", weights_only=True), state_dict_of(path))
-    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
+    assert_same_tensors(converted(path, dst, state_dict=True, verify=True), state_dict_of(path))
+    with zipfile.ZipFile(dst) as archive:
         assert [bool(info.CRC) for info in archive.infolist()] == [checked] * len(archive.namelist())
         assert not checked or archive.testzip() is None
-
-
-def again(
-    path: Path,
-    to: Path,
-    change: Callable[[str, bytes], bytes | None] = lambda name, data: data,
-    *,
-    method: int = zipfile.ZIP_STORED,
-    more: dict[str, bytes] | None = None,
-) -> Path:
-    """The archive PATH, written anew to TO, each record as CHANGE wants it, and MORE of them."""
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(to, "w", method) as target:
-        for info in source.infolist():
-            folder, _, name = info.filename.partition("/")
-            data = change(name, source.read(info))
-            if data is not None:
-                target.writestr(f"{folder}/{name}", data)
-        for name, data in (more or {}).items():
-            target.writestr(f"{folder}/{name}", data)
-    return to
 
 
 def without_checksums(data: bytes) -> bytes:
@@ -275,27 +247,23 @@ def without_checksums(data: bytes) -> bytes:
 # What is refused
 
 
-def test_the_archive_itself_is_not_changed(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--to", "cpu"], ["--format", "legacy"], ["--strip-prefix", "x."]])
+def test_the_archive_itself_is_not_changed(
+    save: Save, dst: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither copied nor retagged nor put into another container: the reason, and both ways out. Nothing is written."""
     path = save(nn.Linear(2, 2))
-    for name, flags in (
-        ("o.pt", []),
-        ("o.pt", ["--to", "cpu"]),
-        ("o.pt", ["--format", "legacy"]),
-        ("o.pt", ["--strip-prefix", "x."]),
-    ):
-        assert main(["convert", str(path), str(tmp_path / name), *flags]) == 1
-        said = capsys.readouterr().err
-        assert "a TorchScript archive is a program, with devices in its code" in said
-        assert f'torch.jit.load("{path}", map_location="cpu")' in said
-        assert "--state-dict takes its weights alone" in said
-    assert [each.name for each in tmp_path.iterdir()] == ["m.pt"]
+    assert main(["convert", str(path), str(dst), *flags]) == 1
+    said = capsys.readouterr().err
+    assert "a TorchScript archive is a program, with devices in its code" in said
+    assert f'torch.jit.load("{path}", map_location="cpu")' in said
+    assert "--state-dict takes its weights alone" in said
+    assert [each.name for each in dst.parent.iterdir()] == ["m.pt"]
 
 
-def test_the_refusal_speaks_python_to_python(save: Save, tmp_path: Path) -> None:
+def test_the_refusal_speaks_python_to_python(save: Save, dst: Path) -> None:
     """The keyword, not the flag."""
-    with pytest.raises(RefusedError, match="state_dict=True takes its weights alone"):
-        ckptconv.convert(save(nn.Linear(2, 2)), tmp_path / "o.pt", map_location="cpu")
+    refused(RefusedError, "state_dict=True takes its weights alone", save(nn.Linear(2, 2)), dst, map_location="cpu")
 
 
 @pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
@@ -308,19 +276,16 @@ def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: st
     notes = ckptconv.inspect(path)["notes"]
     assert any("no parameters and no buffers" in note and "torch.jit.freeze" in note for note in notes)
     assert any("2 tensors in constants.pkl, 1,240 bytes, on cpu ×2" in note for note in notes)
-    with pytest.raises(RefusedError, match=r"no parameters and no buffers.*torch\.jit\.freeze"):
-        ckptconv.convert(path, tmp_path / target, state_dict=True)
-    assert not (tmp_path / target).exists()
+    refused(RefusedError, r"no parameters and no buffers.*torch\.jit\.freeze", path, tmp_path / target, state_dict=True)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_model_optimized_for_inference(save: Save) -> None:
     """What torch gives of it, nothing, is what is found."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        path = save(
-            torch.jit.optimize_for_inference(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()))
-        )
-    assert not state_dict_of(path) and not weights_of(read(path))
+    script = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval())
+    path = save(torch.jit.optimize_for_inference(script))
+    assert not state_dict_of(path)
+    assert not weights_of(read(path))
 
 
 @pytest.mark.filterwarnings("ignore:Lite Interpreter")
@@ -363,13 +328,13 @@ def test_no_map_location_changes_the_devices_in_the_code(save: Save) -> None:
     assert "torch.cuda(" in loaded.code
 
 
-def test_the_devices_of_constants_are_named(save: Save, tmp_path: Path) -> None:
+def test_the_devices_of_constants_are_named(save: Save) -> None:
     """The tags in constants.pkl, here of a model that was traced on a GPU."""
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
-    with zipfile.ZipFile(path) as archive:
-        n = len([name for name in archive.namelist() if "/constants/" in name])
-    on_gpu = again(path, tmp_path / "gpu.pt", lambda name, data: with_tag(data) if name == "constants.pkl" else data)
-    (note,) = [note for note in ckptconv.inspect(on_gpu)["notes"] if "constants.pkl" in note]
+    records = records_of(path)
+    n = len([name for name in records if name.startswith("constants/")])
+    rezip(path, path, {"constants.pkl": with_tag(records["constants.pkl"])})
+    (note,) = [note for note in ckptconv.inspect(path)["notes"] if "constants.pkl" in note]
     assert f"{n} tensors in constants.pkl, " in note and f"on cuda:3 ×{n}" in note
 
 
@@ -391,17 +356,11 @@ def test_single_tensors_are_read(save: Save) -> None:
         assert torch.equal(file.load(".plain"), module.plain)
 
 
-def test_torch_is_not_imported(save: Save, tmp_path: Path) -> None:
+def test_torch_is_not_imported(save: Save, dst: Path) -> None:
     """Neither to look at a program nor to take its weights."""
-    import subprocess
-    import sys
-
     path = save(nn.Linear(2, 2))
-    program = (
-        "import sys; from ckptconv.cli.main import main; main(['inspect', sys.argv[1]]); "
-        "main(['convert', sys.argv[1], sys.argv[2], '--state-dict']); raise SystemExit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program, str(path), str(tmp_path / "o.pt")], check=True, capture_output=True)
+    for words in (["inspect", path], ["convert", path, dst, "--state-dict"]):
+        run_without_torch("from ckptconv.cli.main import main; main(sys.argv[1:])", *words)
 
 
 def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,11 +369,8 @@ def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeyp
     """
     wrapped = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
-    path = again(
-        save(torch.jit.script(wrapped)),
-        tmp_path / "gpu.pt",
-        lambda name, data: with_tag(data) if name == "data.pkl" else data,
-    )
+    path = save(torch.jit.script(wrapped))
+    rezip(path, path, {"data.pkl": with_tag(records_of(path)["data.pkl"])})
     monkeypatch.chdir(tmp_path)
     findings = ckptconv.inspect(path)["findings"]
     assert {"code", "device", "prefix", "ties"} <= {finding["kind"] for finding in findings}
@@ -442,7 +398,7 @@ def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
 # The corpus
 
 
-def test_every_archive_of_the_corpus(corpus: Path, tmp_path: Path) -> None:
+def test_every_archive_of_the_corpus(corpus: Path, dst: Path, safe: Path) -> None:
     """Those of torch 1.3 to 2.5 give what torch gives, one of torch 1.0 is refused by name, as torch refuses it."""
     taken = 0
     for pattern in ("**/silero_vad.jit", "**/foo~ae7b294.pt", "**/dummy.pt", "**/foo4.pt"):
@@ -450,17 +406,12 @@ def test_every_archive_of_the_corpus(corpus: Path, tmp_path: Path) -> None:
         wanted = state_dict_of(path)
         assert list(weights_of(read(path))) == list(wanted), path
         if wanted:
-            ckptconv.convert(path, tmp_path / "o.pt", state_dict=True, force=True)
-            assert_same_tensors(torch.load(tmp_path / "o.pt", weights_only=True), wanted)
-            ckptconv.convert(path, tmp_path / "o.safetensors", force=True)
-            assert_same_tensors(
-                dict(sorted(load_file(tmp_path / "o.safetensors").items())), dict(sorted(wanted.items()))
-            )
+            assert_same_tensors(converted(path, dst, state_dict=True), wanted)
+            assert_same_tensors(dict(sorted(converted(path, safe).items())), dict(sorted(wanted.items())))
             taken += len(wanted)
     assert taken > 30
     (old,) = corpus.glob("*tch-rs/tests/foo.pt")
-    with pytest.raises(UnsupportedError, match=r"a TorchScript archive as torch wrote it before 1\.3"):
-        read(old)
+    unreadable(old, UnsupportedError, r"a TorchScript archive as torch wrote it before 1\.3")
     with pytest.raises(RuntimeError, match="Legacy model format"):
         state_dict_of(old)
 
@@ -468,17 +419,11 @@ def test_every_archive_of_the_corpus(corpus: Path, tmp_path: Path) -> None:
 # Hostile ones
 
 
-def lying(save: Save, tmp_path: Path, old: bytes, new: bytes) -> Path:
-    """A program with OLD in its code replaced by NEW."""
-    done = []
-
-    def change(name: str, data: bytes) -> bytes:
-        done.append(old in data)
-        return data.replace(old, new) if name.endswith(".py") else data
-
-    path = again(save(nn.Sequential(nn.Linear(2, 2))), tmp_path / "lying.pt", change)
-    assert any(done)
-    return path
+def lying(path: Path, old: bytes, new: bytes) -> Path:
+    """The program at PATH with OLD in its code replaced by NEW."""
+    code = {name: data for name, data in records_of(path).items() if name.endswith(".py")}
+    assert any(old in data for data in code.values())
+    return rezip(path, path, {name: data.replace(old, new) for name, data in code.items()})
 
 
 @pytest.mark.parametrize(
@@ -504,59 +449,47 @@ def lying(save: Save, tmp_path: Path, old: bytes, new: bytes) -> Path:
         ),
     ],
 )
-def test_lists_that_lie_name_no_more_than_there_is(
-    save: Save, tmp_path: Path, old: bytes, new: bytes, names: list[str]
-) -> None:
+def test_lists_that_lie_name_no_more_than_there_is(save: Save, old: bytes, new: bytes, names: list[str]) -> None:
     """Attributes that are not there or no tensors, classes that are missing or no modules: the rest is found."""
-    assert list(weights_of(read(lying(save, tmp_path, old, new)))) == names
+    path = lying(save(nn.Sequential(nn.Linear(2, 2))), old, new)
+    assert list(weights_of(read(path))) == names
 
 
-def test_a_bomb_of_code_is_refused_before_it_is_inflated(save: Save, tmp_path: Path) -> None:
+SPACES = b" " * (LIMITS.script_bytes // 2 + 1)
+
+
+@pytest.mark.parametrize("code", [{"code/x.py": SPACES * 2}, {"code/x.py": SPACES, "code/y.py": SPACES}])
+def test_a_bomb_of_code_is_refused_before_it_is_inflated(save: Save, code: dict[str, bytes]) -> None:
     """Megabytes of spaces take kilobytes. One file or several, the bound is that of all together."""
-    spaces = b" " * (LIMITS.script_bytes // 2 + 1)
-    for name, more in (("one.pt", {"code/x.py": spaces * 2}), ("two.pt", {"code/x.py": spaces, "code/y.py": spaces})):
-        path = again(save(nn.Linear(2, 2)), tmp_path / name, method=zipfile.ZIP_DEFLATED, more=more)
-        assert path.stat().st_size < 100_000
-        tracemalloc.start()
-        try:
-            with pytest.raises(LimitError, match="too much code"):
-                read(path)
-            assert tracemalloc.get_traced_memory()[1] < 4 << 20
-        finally:
-            tracemalloc.stop()
+    path = save(nn.Linear(2, 2))
+    rezip(path, path, code, method=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 100_000
+    with memory_below(4 << 20):
+        unreadable(path, LimitError, "too much code")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("record", [r"code/.*\.py$", r"constants\.pkl$"])
-def test_damage_is_found(save: Save, tmp_path: Path, method: int, record: str) -> None:
+def test_damage_is_found(save: Save, method: int, record: str) -> None:
     """In the code and in the constants, stored and deflated: each record has its checksum."""
-    path = again(save(traced(Net(), torch.ones(1, 3, 5, 5))), tmp_path / "whole.pt", method=method)
-    archive = read(path).container
+    path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
+    archive = read(rezip(path, path, method=method)).container
     assert isinstance(archive, Archive)
     member = next(member for name, member in archive.names().items() if re.match(record, name))
-    data = bytearray(path.read_bytes())
-    data[member.data_offset + member.stored_size // 2] ^= 0x55
-    path.write_bytes(data)
-    with pytest.raises(MalformedError):
-        read(path)
+    flip_bit(path, member.data_offset + member.stored_size // 2)
+    unreadable(path, MalformedError)
 
 
 @pytest.mark.parametrize("name", ["code/__torch__.py", "constants.pkl", "data.pkl"])
 def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_path: Path, name: str) -> None:
     """Records of every length, in an archive that is sound otherwise."""
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
-    with zipfile.ZipFile(path) as archive:
-        member = next(
-            each for each in archive.namelist() if each.partition("/")[2].startswith(name.removesuffix(".py"))
-        )
-        length = len(archive.read(member))
+    records = records_of(path)
+    record = next(each for each in records if each.startswith(name.removesuffix(".py")))
+    data = records[record]
     whole = len(weights_of(read(path)))
-    for size in range(0, length, 1 + length // 40):
-
-        def shortened(name: str, data: bytes, size: int = size) -> bytes:
-            return data[:size] if f"m/{name}" == member else data
-
-        cut = again(path, tmp_path / "cut.pt", shortened)
+    for size in range(0, len(data), 1 + len(data) // 40):
+        cut = rezip(path, tmp_path / "cut.pt", {record: data[:size]})
         with suppress(InputError):
             assert len(weights_of(read(cut))) <= whole
 
@@ -681,43 +614,26 @@ def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
     assert module_of(root, w).names() == [f"layer{i}.w" for i in range(24)]
 
 
-def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(tmp_path: Path) -> None:
+def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, dst: Path) -> None:
     """torch knows a program by that record: a dict of tensors beside it is not taken for a checkpoint to retag."""
-    file = io.BytesIO()
-    torch.save({"w": torch.ones(3)}, file)
-    (tmp_path / "w.pt").write_bytes(file.getvalue())
-    path = again(tmp_path / "w.pt", tmp_path / "m.pt", more={"constants.pkl": b"\x80\x02)."})
-    assert read(path).format == torchscript.NAME
-    with pytest.raises(RefusedError, match="is a program"):
-        ckptconv.convert(path, tmp_path / "o.pt", map_location="cpu")
+    torch.save({"w": torch.ones(3)}, src)
+    rezip(src, src, {"constants.pkl": b"\x80\x02)."})
+    assert read(src).format == torchscript.NAME
+    refused(RefusedError, "is a program", src, dst, map_location="cpu")
 
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
 )
-def test_code_that_says_too_much_is_refused(save: Save, tmp_path: Path, line: bytes) -> None:
+def test_code_that_says_too_much_is_refused(save: Save, line: bytes) -> None:
     """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is
     code that deflates too well.
     """
     path = save(torch.jit.script(nn.Linear(2, 2)))
     many = line * (LIMITS.script_words + 1)
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "many.pt", "w") as new:
-        for name in old.namelist():
-            data = old.read(name)
-            new.writestr(name, data + many if name.endswith(".py") else data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(LimitError, match="says too much"):
-            read(tmp_path / "many.pt")
-        assert tracemalloc.get_traced_memory()[1] < 250_000_000
-    finally:
-        tracemalloc.stop()
-    with (
-        zipfile.ZipFile(tmp_path / "many.pt") as old,
-        zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    with pytest.raises(LimitError, match="too large"):
-        read(tmp_path / "deflated.pt")
+    rezip(path, path, {name: data + many for name, data in records_of(path).items() if name.endswith(".py")})
+    with memory_below(250_000_000):
+        unreadable(path, LimitError, "says too much")
+    rezip(path, path, method=zipfile.ZIP_DEFLATED)
+    unreadable(path, LimitError, "too large")

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ckptconv.byteranges.sources import Source
 from ckptconv.conversion.convert import run
 from ckptconv.edits.options import edits_from
 from ckptconv.output import cast_threads, transfer
+from tests.support.archives import flip_bit
 
 OLD = b"the old output"
 
@@ -58,8 +60,11 @@ def target(tmp_path: Path) -> Path:
 RULES = ["fp16", "b=bf16"]
 
 
-def assert_untouched(target: Path, threads: int) -> None:
-    """The old output alone in its folder, and no thread more than before."""
+@contextmanager
+def untouched(target: Path) -> Iterator[None]:
+    """After this context the old output is alone in its folder, and there is no thread more than before."""
+    threads = threading.active_count()
+    yield
     assert target.read_bytes() == OLD
     assert os.listdir(target.parent) == [target.name]
     for _ in range(500):  # one that was being started when Ctrl-C came ends by itself
@@ -167,17 +172,14 @@ def test_an_error_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
-    threads = threading.active_count()
     monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
-    with pytest.raises(raised):
+    with untouched(target), pytest.raises(raised):
         ckptconv.convert(src, target, dtype=RULES, force=True)
-    assert_untouched(target, threads)
 
 
 def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends them, though most of their work is still to be done."""
-    threads = threading.active_count()
     cast = cast_threads.CastThreads._cast
     begun = threading.Event()
     done: list[int] = []
@@ -197,9 +199,8 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
     monkeypatch.setattr(cast_threads, "CAST_BLOCK", 64)
     monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
     monkeypatch.setattr(transfer, "_copy", fail)
-    with pytest.raises(ckptconv.OutputError, match="quota"):
+    with untouched(target), pytest.raises(ckptconv.OutputError, match="quota"):
         ckptconv.convert(src, target, dtype=RULES, force=True)
-    assert_untouched(target, threads)
     assert len(done) < 5000  # of more than 30,000 blocks
 
 
@@ -231,19 +232,16 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     monkeypatch.setattr(cast_threads.CastThreads, "_cast_block", slow)
     monkeypatch.setattr(os, "close", closed)
-    threads = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
+    with untouched(target), pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
     assert "written" in events
     assert "written" not in events[len(events) - events[::-1].index("closed") :]
     monkeypatch.undo()
     assert events.index("written") < len(events) - 1
-    assert_untouched(target, threads)
 
 
 def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
-    threads = threading.active_count()
     cast = cast_threads.CastThreads._cast
 
     def interrupting(*args: Any) -> Any:
@@ -255,25 +253,19 @@ def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -
     interrupted = threading.Event()
     monkeypatch.setattr(cast_threads, "CAST_BLOCK", 1000)
     monkeypatch.setattr(cast_threads.CastThreads, "_cast", interrupting)
-    with pytest.raises(KeyboardInterrupt):
+    with untouched(target), pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
-    assert_untouched(target, threads)
 
 
-def test_a_wrong_checksum_of_the_source(
-    src: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_checksum_of_the_source(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a storage that several threads read, found from the sums of its blocks."""
-    threads = threading.active_count()
-    data = bytearray(src.read_bytes())
     raw = torch.load(src)["c"].numpy().tobytes()
-    data[data.index(raw) + 300_001] ^= 0x10
     damaged = src.with_name("damaged.pt")
-    damaged.write_bytes(data)
+    shutil.copy(src, damaged)
+    flip_bit(damaged, src.read_bytes().index(raw) + 300_001)
     monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
-    with pytest.raises(ckptconv.MalformedError, match="checksum"):
+    with untouched(target), pytest.raises(ckptconv.MalformedError, match="checksum"):
         ckptconv.convert(damaged, target, dtype="bf16", force=True)
-    assert_untouched(target, threads)
 
 
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

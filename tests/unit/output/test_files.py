@@ -13,10 +13,11 @@ import stat
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Inflate, Literal, OutFile
 from ckptconv.errors import (
-    CkptconvError,
     InputChangedError,
     InputError,
     MalformedError,
@@ -39,7 +39,9 @@ from ckptconv.errors import (
 from ckptconv.output import files as output_files
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
+from tests.support.conversions import Error, converted, refused
 from tests.support.judge import assert_same
+from tests.support.no_files import NO_FILES
 
 OLD = b"the old output"
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES]
@@ -86,13 +88,27 @@ def write(source: Source, target: Path, **options: Any) -> bytes:
     return written
 
 
-def assert_untouched(target: Path) -> None:
-    assert target.read_bytes() == OLD
-    assert os.listdir(target.parent) == [target.name]
+def failure(
+    kind: type[Error],
+    words: str | None,
+    source: Source,
+    target: Path,
+    patched: pytest.MonkeyPatch | None = None,
+    **options: Any,
+) -> Error:
+    """The error, a KIND that says WORDS in one line, in which writing the plan ends; what was PATCHED is undone."""
+    with pytest.raises(kind, match=words) as caught:
+        write(source, target, **options)
+    if patched:
+        patched.undo()
+    assert str(caught.value).isprintable()
+    return caught.value
 
 
-def assert_one_line(error: Exception) -> None:
-    assert str(error).isprintable()
+def assert_alone(target: Path, data: bytes | None) -> None:
+    """TARGET is DATA, or (None) not there, and its folder holds nothing else."""
+    assert os.listdir(target.parent) == [target.name] * (data is not None)
+    assert data is None or target.read_bytes() == data
 
 
 # What is there already
@@ -104,24 +120,21 @@ def test_pieces_become_the_file(source: Source, target: Path, replace: bool) -> 
     target.unlink()
     counts: list[int] = []
     written = write(source, target, replace=replace, progress=counts.append)
-    assert target.read_bytes() == written
+    assert_alone(target, written)
     assert sum(counts) == len(written)
-    assert os.listdir(target.parent) == [target.name]
 
 
 def test_existing_target_stays(source: Source, target: Path) -> None:
     """Without leave to replace it, a file that is there stays as it is."""
-    with pytest.raises(TargetExistsError, match="--force"):
-        write(source, target, replace=False)
-    assert_untouched(target)
+    failure(TargetExistsError, "--force", source, target, replace=False)
+    assert_alone(target, OLD)
 
 
 def test_target_that_appears_meanwhile_stays(source: Source, target: Path) -> None:
     """A file that somebody else puts at the target while we write wins over us."""
     target.unlink()
-    with pytest.raises(TargetExistsError, match="by now"):
-        write(source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
-    assert_untouched(target)
+    failure(TargetExistsError, "by now", source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
+    assert_alone(target, OLD)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
@@ -130,9 +143,8 @@ def test_without_hard_links(source: Source, target: Path, code: int, monkeypatch
     target.unlink()
     monkeypatch.setattr(os, "link", failing(code))
     monkeypatch.setattr(linux, "rename_if_absent", rename_if_absent)
-    with pytest.raises(TargetExistsError):
-        write(source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
-    assert_untouched(target)
+    failure(TargetExistsError, None, source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
+    assert_alone(target, OLD)
     target.unlink()
     assert write(source, target, replace=False) == target.read_bytes()
 
@@ -149,9 +161,8 @@ def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.
     target.unlink()
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
     monkeypatch.setattr(linux, "rename_if_absent", lambda old, new: False)
-    with pytest.raises(RefusedError, match="--force"):
-        write(source, target, replace=False)
-    assert os.listdir(target.parent) == []
+    failure(RefusedError, "--force", source, target, replace=False)
+    assert_alone(target, None)
 
 
 @pytest.mark.parametrize("dangling", [True, False])
@@ -164,8 +175,7 @@ def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dang
     target.chmod(0o604)
     fresh = source.path.with_name("fresh")
     fresh.touch()
-    with pytest.raises(TargetExistsError, match="exists; --force"):
-        write(source, link, replace=False)
+    failure(TargetExistsError, "exists; --force", source, link, replace=False)
     assert write(source, link) == link.read_bytes()
     assert not link.is_symlink()
     assert link.stat().st_mode == fresh.stat().st_mode
@@ -183,31 +193,27 @@ def test_symlink_to_a_folder_is_the_folder(tmp_path: Path, fixtures: Path) -> No
     assert (folder / "cuda0.pt").is_file()
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "link to a device"])
-def test_other_things_are_refused(source: Source, tmp_path: Path, kind: str) -> None:
-    """A folder, FIFO or device is not replaced, not even with leave, and a link to a device neither."""
-    path = Path("/dev/null") if kind == "device" else tmp_path / "thing"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "link to a device":
-        path.symlink_to("/dev/null")
-    with pytest.raises(RefusedError, match="no regular file"):
-        write(source, path)
-    assert sorted(os.listdir(tmp_path)) == sorted({"src", "thing"} if path.name == "thing" else {"src"})
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "link to a device"])
+def test_other_things_are_refused(source: Source, target: Path, kind: str) -> None:
+    """A folder or FIFO is not replaced, not even with leave, and a link to a device neither."""
+    target.unlink()
+    NO_FILES[kind](target)
+    failure(RefusedError, "no regular file", source, target)
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_a_device_is_refused(source: Source, tmp_path: Path) -> None:
+    """It is not replaced."""
+    failure(RefusedError, "no regular file", source, Path("/dev/null"))
+    assert os.listdir(tmp_path) == ["src"]
 
 
 def test_impossible_places(source: Source, target: Path) -> None:
     """A folder that is missing is a mistake in the command, a file in a folder's place
-    an error of the system; one line each.
+    an error of the system.
     """
-    with pytest.raises(UsageError, match="folder does not exist") as missing:
-        write(source, target.parent / "nowhere" / "dst")
-    with pytest.raises(OutputError, match="Not a directory") as inside:
-        write(source, target / "dst")
-    assert_one_line(missing.value)
-    assert_one_line(inside.value)
+    failure(UsageError, "folder does not exist", source, target.parent / "nowhere" / "dst")
+    failure(OutputError, "Not a directory", source, target / "dst")
 
 
 # The input as the output
@@ -219,27 +225,32 @@ def checkpoint(tmp_path: Path, fixtures: Path) -> Path:
     return Path(shutil.copy(fixtures / "cuda0.pt", tmp_path / "model.pt"))
 
 
-@pytest.mark.parametrize("how", ["same path", "other spelling", "symlink", "hard link"])
+#: Names for a file: functions that give one.
+NAMES_OF_ONE: dict[str, Callable[[Path], Path]] = {
+    "same path": lambda path: path,
+    "other spelling": lambda path: path.parent / "." / ".." / path.parent.name / path.name,
+    "symlink": lambda path: linked(path, Path.symlink_to),
+    "hard link": lambda path: linked(path, Path.hardlink_to),
+}
+
+
+def linked(path: Path, link: Callable[[Path, Path], None]) -> Path:
+    other = path.with_name("other.pt")
+    link(other, path)
+    return other
+
+
+@pytest.mark.parametrize("how", NAMES_OF_ONE)
 def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
     """SRC = DST, by whatever name, is refused without force; with it DST is converted, and
     a SRC that has a name of its own stays.
     """
-    dst = checkpoint.with_name("other.pt")
-    if how == "same path":
-        dst = checkpoint
-    elif how == "other spelling":
-        dst = checkpoint.parent / "." / ".." / checkpoint.parent.name / checkpoint.name
-    elif how == "symlink":
-        dst.symlink_to(checkpoint)
-    else:
-        dst.hardlink_to(checkpoint)
+    dst = NAMES_OF_ONE[how](checkpoint)
     before = checkpoint.read_bytes()
     expected = torch.load(checkpoint, map_location="cpu")
-    with pytest.raises(RefusedError, match="force=True"):
-        convert(checkpoint, dst, map_location="cpu")
+    refused(RefusedError, "force=True", checkpoint, dst, map_location="cpu")
     assert checkpoint.read_bytes() == before
-    convert(checkpoint, dst, map_location="cpu", force=True)
-    assert_same(torch.load(dst), expected)
+    assert_same(converted(checkpoint, dst, map_location="cpu"), expected)
     assert (checkpoint.read_bytes() == before) == (how in ("symlink", "hard link"))
     assert not dst.is_symlink()
 
@@ -306,19 +317,13 @@ def test_a_failing_call_costs_nothing(
         monkeypatch.setattr(os, "open", failing(code, is_temporary, os.open))
     else:
         monkeypatch.setattr(os, call, failing(code), raising=False)
-    with pytest.raises(OutputError) as caught:
-        write(source, target, replace=call != "link")
-    monkeypatch.undo()
-    assert_one_line(caught.value)
+    error = failure(OutputError, None, source, target, monkeypatch, replace=call != "link")
     if (call, code) == ("fallocate", errno.ENOSPC):
-        assert "too little free space" in str(caught.value)
+        assert "too little free space" in str(error)
     else:
-        assert caught.value.got == errno.errorcode[code]
-        assert os.strerror(code) in str(caught.value)
-    if call == "link":
-        assert os.listdir(target.parent) == []
-    else:
-        assert_untouched(target)
+        assert error.got == errno.errorcode[code]
+        assert os.strerror(code) in str(error)
+    assert_alone(target, None if call == "link" else OLD)
 
 
 @pytest.mark.parametrize("call", ["open", "fsync"])
@@ -331,21 +336,15 @@ def test_a_folder_that_cannot_be_synced(
         return stat.S_ISDIR(os.stat(file).st_mode) if isinstance(file, int) or file.exists() else False
 
     monkeypatch.setattr(os, call, failing(errno.EIO, is_folder, getattr(os, call)))
-    with pytest.raises(OutputError, match="in place") as caught:
-        write(source, target)
-    monkeypatch.undo()
-    assert_one_line(caught.value)
-    assert target.read_bytes() == plan(source, target)[1]
-    assert os.listdir(target.parent) == [target.name]
+    failure(OutputError, "in place", source, target, monkeypatch)
+    assert_alone(target, plan(source, target)[1])
 
 
 def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the temporary cannot be removed either, the message is still about what failed first."""
     monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
-    with pytest.raises(OutputError, match="No space"):
-        write(source, target)
-    monkeypatch.undo()
+    failure(OutputError, "No space", source, target, monkeypatch)
     assert target.read_bytes() == OLD
 
 
@@ -362,12 +361,10 @@ def test_too_little_space_is_said_before_the_first_byte(
         monkeypatch.setattr(linux, "fallocate", failing(errno.ENOSPC))
     else:
         monkeypatch.setattr(linux, "fallocate", lambda fd, size: False)
-    with pytest.raises(OutputError, match="too little free space") as caught:
-        write(source, target, progress=counts.append)
-    monkeypatch.undo()
-    assert (caught.value.expected, caught.value.got) == ("23,302 bytes", "8,192 bytes")
+    error = failure(OutputError, "too little free space", source, target, monkeypatch, progress=counts.append)
+    assert (error.expected, error.got) == ("23,302 bytes", "8,192 bytes")
     assert counts == []
-    assert_untouched(target)
+    assert_alone(target, OLD)
 
 
 def test_enough_space_where_it_cannot_be_reserved(
@@ -382,12 +379,9 @@ def test_enough_space_where_it_cannot_be_reserved(
 def test_ctrl_c(source: Source, target: Path, verify: bool) -> None:
     """Ctrl-C in the middle leaves the old output and nothing else."""
 
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        write(source, target, verify=verify, progress=interrupt)
-    assert_untouched(target)
+        write(source, target, verify=verify, progress=mock.Mock(side_effect=KeyboardInterrupt))
+    assert_alone(target, OLD)
 
 
 KILLED = """
@@ -412,23 +406,20 @@ def test_kill_9(target: Path, fixtures: Path) -> None:
     assert re.fullmatch(r"\.dst\.ckptconv-[0-9a-f]{6}\.tmp", temporary)
 
 
-@pytest.mark.parametrize("how", ["touched", "longer", "shorter"])
-def test_an_input_that_changes_meanwhile(source: Source, target: Path, how: str) -> None:
+def lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda path: os.utime(path, ns=(1, 1)), lengthen, lambda path: os.truncate(path, 5000)],
+    ids=["touched", "longer", "shorter"],
+)
+def test_an_input_that_changes_meanwhile(source: Source, target: Path, change: Callable[[Path], None]) -> None:
     """What was read cannot be trusted if the input changed while it was read: no output."""
-
-    def change(_: int) -> None:
-        if how == "touched":
-            os.utime(source.path, ns=(1, 1))
-        elif how == "longer":
-            with source.path.open("ab") as file:
-                file.write(b"more")
-        else:
-            os.truncate(source.path, 5000)
-
-    with pytest.raises(InputChangedError) as caught:
-        write(source, target, progress=change)
-    assert_one_line(caught.value)
-    assert_untouched(target)
+    failure(InputChangedError, None, source, target, progress=lambda _: change(source.path))
+    assert_alone(target, OLD)
 
 
 # How bytes move
@@ -518,7 +509,7 @@ def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
     """A plan whose pieces are not its size is a bug of ours, and costs the user nothing."""
     with pytest.raises(OutputError, match="bug in ckptconv"):
         output_files.write(OutFile(target, (Literal(b"1234"),), 5), source, replace=True, verify=False)
-    assert_untouched(target)
+    assert_alone(target, OLD)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "copy_file_range"])
@@ -535,11 +526,9 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
         return pwrite(dst, os.pread(src, count, offset), at)
 
     monkeypatch.setattr(os, call, pwrite if call == "pwrite" else copy, raising=False)
-    with pytest.raises(OutputError, match="reads back differently") as caught:
-        write(source, target, verify=True)
-    monkeypatch.undo()
-    assert "at byte 0" in str(caught.value) if call == "pwrite" else "at byte 100" in str(caught.value)
-    assert_untouched(target)
+    error = failure(OutputError, "reads back differently", source, target, monkeypatch, verify=True)
+    assert f"at byte {0 if call == 'pwrite' else 100}" in str(error)
+    assert_alone(target, OLD)
 
 
 # Inflating
@@ -599,26 +588,23 @@ def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monk
         write_inflated(source, target, pieces[wrong], progress=counts.append)
     assert sum(counts) <= len(b"head") + pieces[wrong].length  # a bomb is not written out before it is found
     assert "at byte" in str(caught.value)
-    assert_one_line(caught.value)
-    assert_untouched(target)
+    assert str(caught.value).isprintable()
+    assert_alone(target, OLD)
 
 
 def test_a_deflated_record_without_an_end(source: Source, target: Path) -> None:
     """A record that gives all its bytes, but does not say that they are all, is damaged."""
     with pytest.raises(MalformedError, match="another size"):
         write_inflated(source, target, deflated(source, bytes(5000), end=zlib.Z_SYNC_FLUSH))
-    assert_untouched(target)
+    assert_alone(target, OLD)
 
 
 def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that fails is the input's fault and says so; the old output is intact."""
     monkeypatch.delattr(os, "copy_file_range", raising=False)
     monkeypatch.setattr(os, "pread", failing(errno.EIO))
-    with pytest.raises(InputError, match="src at byte 100: cannot be read") as caught:
-        write(source, target)
-    monkeypatch.undo()
-    assert isinstance(caught.value, CkptconvError)
-    assert_untouched(target)
+    failure(InputError, "src at byte 100: cannot be read", source, target, monkeypatch)
+    assert_alone(target, OLD)
 
 
 def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from ckptconv.errors import InputChangedError, OutputError, RefusedError, Target
 from ckptconv.output import folders as output_folders
 from ckptconv.output import linux
 from ckptconv.output.folders import NewFolder, write_folder
+from tests.support.conversions import Error
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}
 #: All by which the state of a disk changes.
@@ -86,24 +88,48 @@ def convert_to(
     return new
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("before", ["absent", "empty", "full"])
-def test_a_folder_is_written(tmp_path: Path, source: Source, before: str, jobs: int) -> None:
-    """A new folder, one in the place of an empty one, and one in that of an old one hold the files
-    and no more; beside them nothing is left.
-    """
-    target = tmp_path / "out" / "model"
-    (target if before == "empty" else target.parent).mkdir(parents=True)
-    if before == "full":
-        fill(target, OLD)
-    new = convert_to(target, source, jobs=jobs, replace=before == "full")
-    assert tree(target) == new
+def failure(kind: type[Error], words: str | None, target: Path, source: Source, **options: Any) -> Error:
+    """The error, a KIND that says WORDS, in which writing the folder TARGET ends."""
+    with pytest.raises(kind, match=words) as caught:
+        convert_to(target, source, **options)
+    return caught.value
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """The path of a folder, in a folder of its own."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "model"
+
+
+@pytest.fixture
+def old(target: Path) -> Path:
+    """An old folder."""
+    fill(target, OLD)
+    return target
+
+
+def assert_alone(target: Path, content: dict[str, bytes]) -> None:
+    """The folder TARGET has this CONTENT, and nothing stands beside it."""
+    assert tree(target) == content
     assert os.listdir(target.parent) == ["model"]
 
 
-def test_an_old_folder_keeps_its_mode(tmp_path: Path, source: Source) -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("before", ["absent", "empty", "full"])
+def test_a_folder_is_written(target: Path, source: Source, before: str, jobs: int) -> None:
+    """A new folder, one in the place of an empty one, and one in that of an old one hold the files
+    and no more; beside them nothing is left.
+    """
+    if before == "empty":
+        target.mkdir()
+    elif before == "full":
+        fill(target, OLD)
+    assert_alone(target, convert_to(target, source, jobs=jobs, replace=before == "full"))
+
+
+def test_an_old_folder_keeps_its_mode(target: Path, source: Source) -> None:
     """The new folder, and a file that was there before, have the modes of the old ones; others follow the umask."""
-    target = tmp_path / "model"
     fill(target, {"a": b"old"})
     target.chmod(0o750)
     (target / "a").chmod(0o600)
@@ -209,20 +235,15 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
 
 
 def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
-    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    old: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the system cannot exchange two names, the new folder takes the old one's place in two steps; where the
     second fails, the old one comes back.
     """
     monkeypatch.setattr(linux, "exchange", lambda a, b: False)
-    target = tmp_path / "out" / "model"
-    fill(target, OLD)
-    assert tree(target) != convert_to(target, source) or tree(target)
-    _, new = files_for(target, source)
-    assert tree(target) == new
-    assert os.listdir(target.parent) == ["model"]
-    shutil.rmtree(target)
-    fill(target, OLD)
+    assert_alone(old, convert_to(old, source))
+    shutil.rmtree(old)
+    fill(old, OLD)
     real, seen = os.rename, []
 
     def second_fails(a: Any, b: Any) -> None:
@@ -232,29 +253,26 @@ def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
         real(a, b)
 
     monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(OutputError):
-        convert_to(target, source)
-    assert tree(target) == OLD
-    assert os.listdir(target.parent) == ["model"]
+    failure(OutputError, None, old, source)
+    assert_alone(old, OLD)
 
 
-def test_what_would_be_lost_is_refused(tmp_path: Path, source: Source) -> None:
+def test_what_would_be_lost_is_refused(target: Path, source: Source) -> None:
     """A folder that is not empty is replaced with ``replace`` alone, and even then not if
     it has what the new one would not have.
     """
-    target = tmp_path / "model"
-    fill(target, {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"})
-    with pytest.raises(TargetExistsError, match="--force replaces"):
-        convert_to(target, source, replace=False)
-    with pytest.raises(RefusedError, match=r"would not have: deep/er/x, notes\.txt"):
-        convert_to(target, source)
-    assert tree(target) == {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"}
+    mine = {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"}
+    fill(target, mine)
+    failure(TargetExistsError, "--force replaces", target, source, replace=False)
+    failure(RefusedError, r"would not have: deep/er/x, notes\.txt", target, source)
+    assert tree(target) == mine
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "link to a folder", "link to nowhere"])
-def test_folders_and_links_in_an_old_folder_are_something_too(tmp_path: Path, source: Source, kind: str) -> None:
+def test_folders_and_links_in_an_old_folder_are_something_too(
+    target: Path, tmp_path: Path, source: Source, kind: str
+) -> None:
     """An empty folder and a link in the old folder are not thrown away in silence."""
-    target = tmp_path / "model"
     fill(target, {"a": b"old"})
     elsewhere = tmp_path / "elsewhere"
     fill(elsewhere, {"x": b"precious"})
@@ -262,36 +280,29 @@ def test_folders_and_links_in_an_old_folder_are_something_too(tmp_path: Path, so
         (target / "logs").mkdir()
     else:
         (target / "logs").symlink_to(elsewhere if kind == "link to a folder" else tmp_path / "nowhere")
-    with pytest.raises(RefusedError, match="logs"):
-        convert_to(target, source)
+    failure(RefusedError, "logs", target, source)
     convert_to(target, source, may_go=lambda name: name == "logs")
     assert tree(elsewhere) == {"x": b"precious"}
 
 
-def test_what_appears_meanwhile_is_not_lost(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_appears_meanwhile_is_not_lost(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that somebody puts into the old folder at the last moment stays: the two folders change names again."""
-    target = tmp_path / "out" / "model"
-    fill(target, OLD)
     real = linux.exchange
 
     def late(a: str, b: str) -> bool:
         monkeypatch.setattr(linux, "exchange", real)
-        (target / "late").write_bytes(b"mine")
+        (old / "late").write_bytes(b"mine")
         return real(a, b)
 
     monkeypatch.setattr(linux, "exchange", late)
-    with pytest.raises(RefusedError, match="late"):
-        convert_to(target, source)
-    assert tree(target) == {**OLD, "late": b"mine"}
-    assert os.listdir(target.parent) == ["model"]
+    failure(RefusedError, "late", old, source)
+    assert_alone(old, {**OLD, "late": b"mine"})
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(
-    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another was faster, its folder stays."""
-    target = tmp_path / "out" / "model"
-    target.parent.mkdir()
     real = output_folders.sync_folder
 
     def late(folder: Path) -> None:
@@ -300,64 +311,50 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
         real(folder)
 
     monkeypatch.setattr(output_folders, "sync_folder", late)
-    with pytest.raises(TargetExistsError):
-        convert_to(target, source, replace=False)
-    assert tree(target) == {"theirs": b"theirs"}
-    assert os.listdir(target.parent) == ["model"]
+    failure(TargetExistsError, None, target, source, replace=False)
+    assert_alone(target, {"theirs": b"theirs"})
 
 
-def test_an_input_that_changes_leaves_the_old_folder(tmp_path: Path, source: Source) -> None:
+def test_an_input_that_changes_leaves_the_old_folder(old: Path, source: Source) -> None:
     """The folder appears only if the source is still what it was."""
-    target = tmp_path / "out" / "model"
-    fill(target, OLD)
     os.utime(source.path, ns=(1, 1))
-    with pytest.raises(InputChangedError):
-        convert_to(target, source)
-    assert tree(target) == OLD
-    assert os.listdir(target.parent) == ["model"]
+    failure(InputChangedError, None, old, source)
+    assert_alone(old, OLD)
 
 
-@pytest.mark.parametrize("kind", ["file", "FIFO", "link to a file", "no parent"])
-def test_what_cannot_be_a_folder(tmp_path: Path, source: Source, kind: str) -> None:
+def link_to_a_file(path: Path) -> None:
+    path.with_name("mine").touch()
+    path.symlink_to("mine")
+
+
+@pytest.mark.parametrize("put", [Path.touch, os.mkfifo, link_to_a_file], ids=["file", "FIFO", "link to a file"])
+def test_what_cannot_be_a_folder(target: Path, source: Source, put: Callable[[Path], object]) -> None:
     """A file, a FIFO or a link to a file is never replaced by a folder, and the folder
     that it is to stand in must be there.
     """
-    target = tmp_path / "model"
-    if kind == "file":
-        target.write_bytes(b"mine")
-    elif kind == "FIFO":
-        os.mkfifo(target)
-    elif kind == "link to a file":
-        (tmp_path / "mine").write_bytes(b"mine")
-        target.symlink_to(tmp_path / "mine")
-    else:
-        target = tmp_path / "no" / "model"
-    with pytest.raises(UsageError if kind == "no parent" else RefusedError):
-        convert_to(target, source)
+    put(target)
+    failure(RefusedError, None, target, source)
+    failure(UsageError, None, target.parent / "no" / "model", source)
 
 
 def test_too_little_space_is_said_before_anything_is_written(
-    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All files together are compared with what is free, where blocks are not shared."""
-    target = tmp_path / "out" / "model"
-    target.parent.mkdir()
-    filled: list[Path] = []
+    fill_one = mock.Mock()
     monkeypatch.setattr(output_folders, "shares_blocks", lambda fd, file: False)
-    monkeypatch.setattr(output_folders, "fill", lambda path, *args, **options: filled.append(path))
-    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(output_folders, "fill", fill_one)
+    real = os.statvfs(target.parent)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:4], 2, *real[5:])))
-    with pytest.raises(OutputError, match="too little free space"):
-        convert_to(target, source)
-    assert filled == []
+    failure(OutputError, "too little free space", target, source)
+    assert not fill_one.called
     assert os.listdir(target.parent) == []
 
 
-def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_ends_the_others(target: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several threads that write, those that go on after one has failed end at their next step;
     the error is that of the one that failed.
     """
-    target = tmp_path / "model"
     ended: list[str] = []
 
     def fill_one(path: Path, file: OutFile, *args: Any, progress: Callable[[int], None], **options: Any) -> Any:
@@ -372,20 +369,15 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, source: Source, monke
             raise
 
     monkeypatch.setattr(output_folders, "fill", fill_one)
-    with pytest.raises(OutputError, match="EIO"):
-        convert_to(target, source, jobs=2)
+    failure(OutputError, "EIO", target, source, jobs=2)
     assert "b" in ended  # and perhaps the last, if it had begun
     assert not target.exists()
 
 
-def test_ctrl_c_while_the_old_folder_is_deleted(
-    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_the_old_folder_is_deleted(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C that comes as a folder in it is closed, which the library then closes once more, is told as Ctrl-C; the
     old folder is gone all the same.
     """
-    target = tmp_path / "out" / "model"
-    fill(target, OLD)
     real = shutil.rmtree
 
     def interrupted(*args: Any, **options: Any) -> None:
@@ -397,6 +389,5 @@ def test_ctrl_c_while_the_old_folder_is_deleted(
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert_to(target, source)
-    assert tree(target) == files_for(target, source)[1]
-    assert os.listdir(target.parent) == ["model"]
+        convert_to(old, source)
+    assert_alone(old, files_for(old, source)[1])

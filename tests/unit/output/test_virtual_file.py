@@ -13,6 +13,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
 from ckptconv.formats import opening, torch_zip
 from ckptconv.output.virtual_file import VirtualFile
+from tests.support.archives import rezip
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -39,10 +40,8 @@ def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
 def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
     path = tmp_path / "a.pt"
-    torch.save({"a": torch.randn(10_000)}, tmp_path / "stored.pt")
-    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    torch.save({"a": torch.randn(10_000)}, path)
+    rezip(path, path, method=zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(reading, "BUFFER", 1000)
     with Source(path) as source:
         stream = VirtualFile(torch_zip.archived(opening.read(source)))

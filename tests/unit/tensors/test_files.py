@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ from ckptconv.errors import (
 from ckptconv.pickles.paths import parse_path
 from ckptconv.tensors import loading
 from tests.support import zoo
+from tests.support.archives import flip_bit, records_of, rezip
+from tests.support.conversions import Error
 from tests.support.judge import assert_same, tags_of
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
@@ -49,6 +52,19 @@ def outcome(load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:
         return error
+
+
+def unloadable(path: Path, kind: type[Error], words: str | None, location: Any = None) -> Error:
+    """The error, a KIND that says WORDS, in which loading PATH ends."""
+    with pytest.raises(kind, match=words) as caught:
+        ckptconv.load(path, location)
+    return caught.value
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The path of a file."""
+    return tmp_path / "a.pt"
 
 
 def loadable() -> Any:
@@ -66,11 +82,10 @@ def training(fixtures: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_load_gives_what_torchs_safe_loader_gives(name: str, tmp_path: Path) -> None:
+def test_load_gives_what_torchs_safe_loader_gives(name: str, path: Path) -> None:
     """Everything that people save: the same object where torch's safe loader takes the
     file, our own error where it does not.
     """
-    path = tmp_path / "a.pt"
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     wanted = outcome(lambda: torch.load(path, map_location="cpu", weights_only=True))
     found = outcome(lambda: ckptconv.load(path, "cpu"))
@@ -81,9 +96,8 @@ def test_load_gives_what_torchs_safe_loader_gives(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_load_takes_what_is_refused_for_its_protocol_alone(protocol: int, tmp_path: Path) -> None:
+def test_load_takes_what_is_refused_for_its_protocol_alone(protocol: int, path: Path) -> None:
     """A pickle of protocol 4, which torch's safe loader refuses, loads."""
-    path = tmp_path / "a.pt"
     torch.save(loadable(), path, pickle_protocol=protocol)
     assert_same(torch.load(path, weights_only=False), ckptconv.load(path))
 
@@ -117,25 +131,24 @@ def test_every_kind_of_map_location_that_torch_takes(kind: str, tmp_path: Path) 
     "location",
     [{"any": "cpu"}, {"gpu": "cpu"}, {"cuda": "cpu", "mps": "cpu", "xpu": "cpu"}, lambda tag: "cpu", "any=cpu", "auto"],
 )
-def test_every_kind_of_map_location_that_convert_takes(location: Any, tmp_path: Path) -> None:
+def test_every_kind_of_map_location_that_convert_takes(location: Any, path: Path) -> None:
     """Families, ``any``, a rule as text, a function of the tag, and ``auto`` on a machine without a GPU."""
     if location == "auto" and torch.accelerator.is_available():
         pytest.skip("there is a GPU")
-    path = tmp_path / "a.pt"
     zoo.save(loadable(), path)
     assert_same(torch.load(path, map_location="cpu", weights_only=True), ckptconv.load(path, location))
 
 
-def test_a_mapping_reaches_the_device_of_a_wrapper(tmp_path: Path) -> None:
+def test_a_mapping_reaches_the_device_of_a_wrapper(path: Path) -> None:
     """The device that a wrapper subclass says for itself is mapped as tags are."""
     seen: list[str] = []
-    zoo.save([torch.ones(2)], tmp_path / "a.pt", tags=["xpu:1"])
+    zoo.save([torch.ones(2)], path, tags=["xpu:1"])
 
     def remember(tag: str) -> str:
         seen.append(tag)
         return "cpu"
 
-    ckptconv.load(tmp_path / "a.pt", remember)
+    ckptconv.load(path, remember)
     assert seen == ["xpu:1"]
 
 
@@ -150,20 +163,18 @@ def test_a_function_of_another_shape_is_a_type_error(function: Any, training: Pa
     "location", [None, "cuda:7", "gpu:99", {"cuda:0": "cuda:99"}, lambda tag: "cuda:98", "any=cuda:97", "hpu"]
 )
 def test_devices_that_are_not_here_are_named_before_torch_is_asked(
-    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    location: Any, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeviceUnavailable says which, and which argument helps; nothing was loaded."""
-    zoo.save(zoo.state_dict(), tmp_path / "a.pt", tags=["cuda:0", "cuda:111"])
+    zoo.save(zoo.state_dict(), path, tags=["cuda:0", "cuda:111"])
     monkeypatch.setattr(torch, "load", None)
-    with pytest.raises(DeviceUnavailable, match=r"(cuda:(7|9[789]|111)|hpu).*map_location='cpu'"):
-        ckptconv.load(tmp_path / "a.pt", location)
+    unloadable(path, DeviceUnavailable, r"(cuda:(7|9[789]|111)|hpu).*map_location='cpu'", location)
 
 
 @pytest.mark.parametrize("location", ["cuda:300", "cpu:x", "xla:0", "", {"cuda:0": "meta"}])
 def test_what_is_no_device_is_a_usage_error(location: Any, training: Path) -> None:
     """torch would take ``cuda:300`` for ``cuda:44``."""
-    with pytest.raises(UsageError):
-        ckptconv.load(training, location)
+    unloadable(training, UsageError, None, location)
 
 
 def test_parts_load(training: Path, fixtures: Path) -> None:
@@ -185,53 +196,53 @@ class Config:
         self.lr = 0.1
 
 
-def test_of_a_file_with_unknown_classes_the_rest_loads(tmp_path: Path) -> None:
+def test_of_a_file_with_unknown_classes_the_rest_loads(path: Path) -> None:
     """The error names the class and what to ask for; that loads."""
-    path = tmp_path / "a.pt"
     model = nn.Linear(2, 3).state_dict()
     torch.save({"config": Config(), "state_dict": model, "best": [torch.ones(3)]}, path)
-    with pytest.raises(UnsupportedError, match=r"Config.*at config.*state_dict=True"):
-        ckptconv.load(path)
+    unloadable(path, UnsupportedError, r"Config.*at config.*state_dict=True")
     assert_same(model, ckptconv.load(path, state_dict=True))
     assert_same([torch.ones(3)], ckptconv.load(path, select="best"))
     torch.save({"a": Config(), "b": {"c": [1], "d": torch.ones(3)}}, path)
-    with pytest.raises(UnsupportedError, match="select='b'"):
-        ckptconv.load(path)
+    unloadable(path, UnsupportedError, "select='b'")
     torch.save([Config()], path)
-    with pytest.raises(UnsupportedError, match="Config") as caught:
-        ckptconv.load(path)
-    assert "select" not in str(caught.value) and "state_dict=" not in str(caught.value)
+    said = str(unloadable(path, UnsupportedError, "Config"))
+    assert "select" not in said and "state_dict=" not in said
     torch.save([[Config(), torch.ones(1)], [Config(), torch.ones(1)]], path)
-    with pytest.raises(UnsupportedError, match=r"ckptconv\.open\(path\)\.load"):
-        ckptconv.load(path)
+    unloadable(path, UnsupportedError, r"ckptconv\.open\(path\)\.load")
     with ckptconv.open(path) as file:
         assert [file.load(each).shape for each in file.tensors] == [(1,), (1,)]
 
 
-def test_of_a_whole_model_the_state_dict_loads(tmp_path: Path) -> None:
+def test_of_a_whole_model_the_state_dict_loads(path: Path) -> None:
     """The error says how, where there are two as well, and single tensors load by their paths."""
-    path, net, other = tmp_path / "a.pt", nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 2)
+    net, other = nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 2)
     torch.save(net, path)
-    with pytest.raises(UnsupportedError, match=r"; state_dict=True loads a part without it"):
-        ckptconv.load(path)
-    loaded = ckptconv.load(path, state_dict=True)
-    assert list(loaded) == list(net.state_dict())
-    nn.Sequential(nn.Linear(2, 1)).load_state_dict(loaded, strict=True)
+    unloadable(path, UnsupportedError, "; state_dict=True loads a part without it")
+    found = ckptconv.load(path, state_dict=True)
+    assert list(found) == list(net.state_dict())
+    nn.Sequential(nn.Linear(2, 1)).load_state_dict(found, strict=True)
     with ckptconv.open(path) as file:
         assert [file.load(each).shape for each in file.tensors] == [(1, 2), (1,)]
     torch.save({"a": net, "b": other}, path)
-    with pytest.raises(UnsupportedError, match=r"select='b', state_dict=True loads a part without it"):
-        ckptconv.load(path)
+    unloadable(path, UnsupportedError, "select='b', state_dict=True loads a part without it")
     assert torch.equal(ckptconv.load(path, select="b", state_dict=True)["weight"], other.weight)
 
 
-def test_classes_that_the_program_trusts_load(tmp_path: Path) -> None:
-    """What torch was told of by ``safe_globals`` loads; what it was not told of is our error."""
-    torch.save({"config": Config()}, tmp_path / "a.pt")
+def test_classes_that_the_program_trusts_load(path: Path) -> None:
+    """What torch was told of by ``safe_globals`` loads, whatever Python 2 called it; what it was not told of is our
+    error.
+    """
+    torch.save({"config": Config()}, path)
     with torch.serialization.safe_globals([Config]):
-        assert ckptconv.load(tmp_path / "a.pt")["config"].lr == 0.1
-    with torch.serialization.safe_globals([nn.Linear]), pytest.raises(UnsupportedError, match="Config"):
-        ckptconv.load(tmp_path / "a.pt")
+        assert ckptconv.load(path)["config"].lr == 0.1
+    with torch.serialization.safe_globals([nn.Linear]):
+        unloadable(path, UnsupportedError, "Config")
+    torch.save({"r": range(3), "f": frozenset([1])}, path)
+    with torch.serialization.safe_globals([range, frozenset]):
+        assert ckptconv.load(path) == {"r": range(3), "f": frozenset([1])}
+    with torch.serialization.safe_globals([range]):
+        unloadable(path, UnsupportedError, "frozenset at f")
 
 
 def test_safetensors_files_load(tmp_path: Path) -> None:
@@ -244,24 +255,19 @@ def test_safetensors_files_load(tmp_path: Path) -> None:
     assert_same(wanted, {name: found[name] for name in wanted})
 
 
-def test_deflated_files_load(fixtures: Path, tmp_path: Path) -> None:
+def test_deflated_files_load(path: Path) -> None:
     """Storages and pickle that somebody's zip program has compressed; a damaged one is our error."""
-    path = tmp_path / "a.pt"
     state = {"a": torch.randn(100_000), "b": torch.zeros(1000, 1000), "c": torch.arange(5)}
-    torch.save(state, tmp_path / "stored.pt")
-    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    torch.save(state, path)
+    rezip(path, path, method=zipfile.ZIP_DEFLATED)
     assert_same(state, ckptconv.load(path))
     with ckptconv.open(path) as file:
         assert torch.equal(file.load("b"), state["b"])
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(
-    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_meanwhile_is_an_error(fixtures: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read of two files is handed to nobody."""
-    path, fixture = tmp_path / "a.pt", fixtures / "two_gpus.pt"
+    fixture = fixtures / "two_gpus.pt"
     path.write_bytes(fixture.read_bytes())
     load = loading.load_checkpoint
 
@@ -271,67 +277,54 @@ def test_a_file_that_changes_meanwhile_is_an_error(
         return loaded
 
     monkeypatch.setattr(loading, "load_checkpoint", and_change)
-    with pytest.raises(InputChangedError):
-        ckptconv.load(path, "cpu")
+    unloadable(path, InputChangedError, None, "cpu")
     path.write_bytes(fixture.read_bytes())
     with ckptconv.open(path) as file, pytest.raises(InputChangedError):
         file.load(next(iter(file.tensors)))
 
 
-def with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Write PATH, a checkpoint of one tensor, with another pickle."""
-    torch.save([torch.ones(2)], path)
-    reader, writer = torch._C.PyTorchFileReader(str(path)), torch._C.PyTorchFileWriter(str(path) + ".new")
-    for name in ("data.pkl", "byteorder", "data/0"):
-        record = change(reader.get_record(name)) if name == "data.pkl" else reader.get_record(name)
-        writer.write_record(name, record, len(record))
-    writer.write_end_of_file()
-    os.replace(str(path) + ".new", path)
+def with_pickle(path: Path, obj: Any, change: Callable[[bytes], bytes]) -> None:
+    """Write OBJ to PATH, with another pickle."""
+    torch.save(obj, path)
+    rezip(path, path, {"data.pkl": change(records_of(path)["data.pkl"])})
 
 
-def test_why_reading_failed_is_not_forgotten(tmp_path: Path) -> None:
+def test_why_reading_failed_is_not_forgotten(path: Path) -> None:
     """torch says only that it could not read: of a file that became shorter, and of a
     damaged deflate stream, the error is ours.
     """
-    path = tmp_path / "a.pt"
     torch.save({str(i): torch.ones(1000) for i in range(100)}, path)
     with ckptconv.open(path) as file:
         os.truncate(path, 5000)
         with pytest.raises(InputChangedError, match="shorter"):
             file.load("99")
-    torch.save({"a": torch.randn(100_000)}, tmp_path / "stored.pt")
-    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    data = bytearray(path.read_bytes())
-    data[200_000] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(MalformedError):
-        ckptconv.load(path)
+    torch.save({"a": torch.randn(100_000)}, path)
+    rezip(path, path, method=zipfile.ZIP_DEFLATED)
+    flip_bit(path, 200_000)
+    unloadable(path, MalformedError, None)
 
 
 @pytest.mark.parametrize(
     "word", [b"ctorch\ndevice\n(X\x05\0\0\0bogustR", b"cbuiltins\ncomplex\n(X\x02\0\0\0zztR", b"}]K\x01s"]
 )
-def test_what_torch_cannot_make_is_our_error(word: bytes, tmp_path: Path) -> None:
+def test_what_torch_cannot_make_is_our_error(word: bytes, path: Path) -> None:
     """A device of no name, a number that is none, a list as a key: not torch's or Python's own exceptions, of which
     there are a dozen kinds.
     """
-    with_pickle(tmp_path / "a.pt", lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
-    with pytest.raises(MalformedError, match="torch cannot make"):
-        ckptconv.load(tmp_path / "a.pt")
+    with_pickle(path, [torch.ones(2)], lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
+    unloadable(path, MalformedError, "torch cannot make")
 
 
-def test_too_little_memory_is_not_the_files_fault(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")]
+)
+def test_too_little_memory_is_not_the_files_fault(
+    fixtures: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """What torch raises then comes out as it is, for whoever catches it to try again with less."""
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")):
-
-        def fail(*args: Any, error: Exception = error, **options: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(torch, "load", fail)
-        with pytest.raises(type(error)):
-            ckptconv.load(fixtures / "cpu.pt")
+    monkeypatch.setattr(torch, "load", mock.Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        ckptconv.load(fixtures / "cpu.pt")
 
 
 def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) -> None:
@@ -344,15 +337,6 @@ def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) 
         ckptconv.load(fixtures / "cuda0.pt", fail)
 
 
-def test_trusted_builtins_load(tmp_path: Path) -> None:
-    """Whatever Python 2 called them."""
-    torch.save({"r": range(3), "f": frozenset([1])}, tmp_path / "a.pt")
-    with torch.serialization.safe_globals([range, frozenset]):
-        assert ckptconv.load(tmp_path / "a.pt") == {"r": range(3), "f": frozenset([1])}
-    with torch.serialization.safe_globals([range]), pytest.raises(UnsupportedError, match="frozenset at f"):
-        ckptconv.load(tmp_path / "a.pt")
-
-
 def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
     """Mapping files into memory is for paths; a stream is read."""
     from torch.utils.serialization import config
@@ -361,17 +345,15 @@ def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
         assert ckptconv.load(fixtures / "cpu.pt")
 
 
-def test_tags_and_dtypes_that_torch_has_not(tmp_path: Path) -> None:
+def test_tags_and_dtypes_that_torch_has_not(path: Path, tmp_path: Path) -> None:
     """``cpu:0`` is no tag; F6_E2M3 is no dtype of torch's; a path may be bytes."""
-    zoo.save([torch.ones(2)], tmp_path / "a.pt", tags=["cpu:0"])
-    with pytest.raises(DeviceUnavailable, match="cpu:0"):
-        ckptconv.load(tmp_path / "a.pt")
-    assert ckptconv.load(os.fsencode(tmp_path / "a.pt"), "cpu")[0].tolist() == [1, 1]  # type: ignore[arg-type]
+    zoo.save([torch.ones(2)], path, tags=["cpu:0"])
+    unloadable(path, DeviceUnavailable, "cpu:0")
+    assert ckptconv.load(os.fsencode(path), "cpu")[0].tolist() == [1, 1]  # type: ignore[arg-type]
     ckptconv.save([1], os.fsencode(tmp_path / "b.pt"))  # type: ignore[arg-type]
     header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
     (tmp_path / "c.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
-    with pytest.raises(UnsupportedError, match="F6_E2M3"):
-        ckptconv.load(tmp_path / "c.safetensors")
+    unloadable(tmp_path / "c.safetensors", UnsupportedError, "F6_E2M3")
 
 
 @pytest.mark.cuda
@@ -404,11 +386,10 @@ def at_path(value: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_single_tensors_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+def test_single_tensors_are_those_of_the_whole(name: str, path: Path) -> None:
     """Each tensor of each object of the zoo, loaded alone and twice, is what it is in the
     whole: kind, layout, values, Parameter.
     """
-    path = tmp_path / "a.pt"
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     whole = torch.load(path, map_location="cpu", weights_only=False)
     compared = 0
@@ -435,36 +416,26 @@ def test_single_tensors_are_those_of_the_whole(name: str, tmp_path: Path) -> Non
     assert compared >= len(tensors)
 
 
-def test_a_tensor_that_was_made_out_of_turn(tmp_path: Path) -> None:
+def test_a_tensor_that_was_made_out_of_turn(path: Path) -> None:
     """One whose attribute stood in an earlier tensor first, and one beside a call that the
     pickle throws away: neither is in the way.
     """
     first, second = torch.ones(2), torch.zeros(3)
     first.info = second.info = {"k": OrderedDict(a=1)}  # type: ignore[attr-defined]
-    torch.save([first, second], tmp_path / "a.pt")
-    with ckptconv.open(tmp_path / "a.pt") as file:
+    torch.save([first, second], path)
+    with ckptconv.open(path) as file:
         found = file.load("[1]")
     assert torch.equal(found, second) and found.info == second.info  # type: ignore[attr-defined]
-    reader, writer = (
-        torch._C.PyTorchFileReader(str(tmp_path / "a.pt")),
-        torch._C.PyTorchFileWriter(str(tmp_path / "b.pt")),
-    )
-    for name in ("data.pkl", "byteorder", "data/0", "data/1"):
-        record = reader.get_record(name)
-        if name == "data.pkl":
-            record = record[:2] + b"cos\ngetcwd\n)R0" + record[2:]
-        writer.write_record(name, record, len(record))
-    writer.write_end_of_file()
-    with pytest.raises(UnsupportedError):
-        ckptconv.load(tmp_path / "b.pt")
-    with ckptconv.open(tmp_path / "b.pt") as file:
+    with_pickle(path, [first, second], lambda pickle: pickle[:2] + b"cos\ngetcwd\n)R0" + pickle[2:])
+    unloadable(path, UnsupportedError, None)
+    with ckptconv.open(path) as file:
         assert torch.equal(file.load("[0]"), first)
 
 
-def test_only_the_tensor_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_tensor_asked_for_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file of 40 MB, a tensor of 40 KB costs about that."""
-    torch.save({f"w{i}": torch.full((10_000,), float(i)) for i in range(1000)}, tmp_path / "a.pt")
-    with ckptconv.open(tmp_path / "a.pt") as file:
+    torch.save({f"w{i}": torch.full((10_000,), float(i)) for i in range(1000)}, path)
+    with ckptconv.open(path) as file:
         read: list[int] = []
         preadv = os.preadv
         monkeypatch.setattr(
@@ -517,30 +488,19 @@ def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
     assert before in (0, len(os.listdir("/proc/self/fd")))
 
 
-def test_threads_load_from_one_file(tmp_path: Path) -> None:
+def test_threads_load_from_one_file(path: Path) -> None:
     """Tensors read at the same time are those that were asked for."""
-    torch.save({f"w{i}": torch.full((1000,), float(i)) for i in range(64)}, tmp_path / "a.pt")
-    wrong: list[int] = []
-    with ckptconv.open(tmp_path / "a.pt") as file:
-
-        def load(start: int) -> None:
-            for i in range(start, 64, 4):
-                if file.load(f"w{i}").unique().tolist() != [i]:
-                    wrong.append(i)
-
-        threads = [threading.Thread(target=load, args=(start,)) for start in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+    torch.save({f"w{i}": torch.full((1000,), float(i)) for i in range(64)}, path)
+    with ckptconv.open(path) as file, ThreadPoolExecutor(4) as threads:
+        for i, found in enumerate(threads.map(lambda i: file.load(f"w{i}"), range(64))):
+            assert found.unique().tolist() == [i]
 
 
 # save
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
     """Everything that people save: ``torch.load`` gives the same object from both files, tags too."""
     made = zoo.ZOO[name]()
     with zoo.tagging():
@@ -551,31 +511,36 @@ def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path, monkeypatc
         assert isinstance(found, type(wanted)), (wanted, found)
         return
     assert isinstance(found, ckptconv.Report), found
-    (theirs, tags), (ours, our_tags) = tags_of(tmp_path / "torch.pt"), tags_of(tmp_path / "ours.pt")
-    assert_same(theirs, ours)
+    assert_same_and_tagged_alike(tmp_path / "torch.pt", tmp_path / "ours.pt", weights_only=False)
+
+
+def assert_same_and_tagged_alike(theirs: Path, ours: Path, **options: Any) -> None:
+    """torch loads the same object from both files, whose storages have the same tags."""
+    (a, tags), (b, our_tags) = tags_of(theirs, **options), tags_of(ours, **options)
+    assert_same(a, b)
     assert tags == our_tags
 
 
-def test_the_edits_of_convert(tmp_path: Path) -> None:
-    """Saved with keywords, or saved by torch and converted with them: the same bytes."""
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"map_location": "cuda:1"},
+        {"strip_prefix": "module.", "add_prefix": ["net."], "map_location": {"cpu": "mps"}},
+        {"select": "model", "rename": [("weight$", "w")]},
+        {"state_dict": True, "exclude": "*bias", "map_location": lambda tag: "xpu:0"},
+    ],
+    ids=["devices", "names", "a part", "a state dict"],
+)
+def test_the_edits_of_convert(tmp_path: Path, edits: dict[str, Any]) -> None:
+    """Saved with keywords, or saved by torch and converted with them: the same object, and the same report."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     obj = {"model": nn.DataParallel(model).state_dict(), "rng": torch.get_rng_state(), "epoch": 3}
     torch.save(obj, tmp_path / "torch.pt")
-    for i, edits in enumerate(
-        (
-            {"map_location": "cuda:1"},
-            {"strip_prefix": "module.", "add_prefix": ["net."], "map_location": {"cpu": "mps"}},
-            {"select": "model", "rename": [("weight$", "w")]},
-            {"state_dict": True, "exclude": "*bias", "map_location": lambda tag: "xpu:0"},
-        )
-    ):
-        ours, theirs = tmp_path / f"{i}.ours.pt", tmp_path / f"{i}.theirs.pt"
-        saved = ckptconv.save(obj, ours, **edits)  # type: ignore[arg-type]
-        converted = ckptconv.convert(tmp_path / "torch.pt", theirs, **edits)  # type: ignore[arg-type]
-        (a, tags), (b, their_tags) = tags_of(ours, weights_only=True), tags_of(theirs, weights_only=True)
-        assert_same(a, b)
-        assert tags == their_tags
-        assert saved.changes == converted.changes
+    ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
+    saved = ckptconv.save(obj, ours, **edits)
+    converted = ckptconv.convert(tmp_path / "torch.pt", theirs, **edits)
+    assert_same_and_tagged_alike(ours, theirs, weights_only=True)
+    assert saved.changes == converted.changes
 
 
 def test_safetensors_by_the_suffix(tmp_path: Path) -> None:
@@ -606,11 +571,10 @@ def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
     assert ckptconv.save({"a": torch.ones(4, dtype=torch.uint8), "b": torch.from_numpy(np.ones(3))}, tmp_path / "b.pt")
 
 
-def test_saving_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_replaces_whole_or_not_at_all(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old file is replaced, unless that was forbidden; an object that cannot be saved leaves it as it was, and so
     does a fault while writing.
     """
-    path = tmp_path / "a.pt"
     ckptconv.save([1], path)
     ckptconv.save([2], path)
     with pytest.raises(TargetExistsError):
@@ -620,11 +584,8 @@ def test_saving_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UsageError, match="folder"):
         ckptconv.save([1], tmp_path)
 
-    def fail(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(5, "Input/output error")))
         with pytest.raises(OutputError):
             ckptconv.save([4], path)
     assert torch.load(path) == [2]

@@ -131,30 +131,45 @@ def test_what_equals_itself(data: st.DataObject) -> None:
     assert compared(a, a) == ValueDifference(7, 0, 0, 0.0)
 
 
-def test_special_numbers() -> None:
-    """NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone, and what is not
-    finite on one side is counted, whatever the tolerance, and no distance.
-    """
-    nan = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    assert compared(nan, torch.full((2,), float("nan"))).differing == 0
-    assert compared(torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])) == ValueDifference(2, 0, 0, 0.0)
-    assert compared(torch.tensor([inf, -inf]), torch.tensor([inf, -inf])).differing == 0
-    for other in (1.0, -inf, float("nan")):
-        assert compared(torch.tensor([inf]), torch.tensor([other])) == ValueDifference(1, 1, 0.0, 0.0, 1)
-        assert compared(torch.tensor([other]), torch.tensor([inf]), rtol=0.5, atol=1.0).differing == 1
-    mixed = torch.tensor([inf, 1.0, float("nan"), 2.0]), torch.tensor([1.0, 1.5, 0.0, 2.0])
-    assert compared(*mixed) == ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2)
-    assert compared(*mixed, at_once=1) == compared(*mixed)
+NAN = float("nan")
+#: The bits of two NaNs, one of them signalling.
+NANS = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+TRUTH = torch.tensor([True, False, True])
 
 
-def test_truth_and_mixed_dtypes() -> None:
-    """bool is 0 or 1; dtypes of two kinds are compared by value."""
-    truth = torch.tensor([True, False, True])
-    assert compared(truth, torch.tensor([True, True, True])) == ValueDifference(3, 1, 1, 1.0)
-    assert compared(truth, torch.tensor([1, 0, 2])) == ValueDifference(3, 1, 1, 0.5)
-    assert compared(truth, torch.tensor([1.0, 0.5, 1.0])) == ValueDifference(3, 1, 0.5, 1.0)
-    assert compared(torch.tensor([3, 4]), torch.tensor([3 + 0j, 4 + 3j])) == ValueDifference(2, 1, 3.0, 0.6)
-    assert compared(torch.tensor([1.0]).bfloat16(), torch.tensor([1.0])) == ValueDifference(1, 0, 0, 0.0)
+@pytest.mark.parametrize(
+    ("a", "b", "wanted"),
+    [
+        # NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone
+        (NANS, torch.full((2,), NAN), ValueDifference(2, 0, 0, 0.0)),
+        (torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0]), ValueDifference(2, 0, 0, 0.0)),
+        (torch.tensor([inf, -inf]), torch.tensor([inf, -inf]), ValueDifference(2, 0, 0, 0.0)),
+        # what is not finite on one side is counted, and no distance
+        (torch.tensor([inf]), torch.tensor([1.0]), ValueDifference(1, 1, 0.0, 0.0, 1)),
+        (torch.tensor([inf]), torch.tensor([-inf]), ValueDifference(1, 1, 0.0, 0.0, 1)),
+        (torch.tensor([inf]), torch.tensor([NAN]), ValueDifference(1, 1, 0.0, 0.0, 1)),
+        (
+            torch.tensor([inf, 1.0, NAN, 2.0]),
+            torch.tensor([1.0, 1.5, 0.0, 2.0]),
+            ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2),
+        ),
+        # bool is 0 or 1; dtypes of two kinds are compared by value
+        (TRUTH, torch.tensor([True, True, True]), ValueDifference(3, 1, 1, 1.0)),
+        (TRUTH, torch.tensor([1, 0, 2]), ValueDifference(3, 1, 1, 0.5)),
+        (TRUTH, torch.tensor([1.0, 0.5, 1.0]), ValueDifference(3, 1, 0.5, 1.0)),
+        (torch.tensor([3, 4]), torch.tensor([3 + 0j, 4 + 3j]), ValueDifference(2, 1, 3.0, 0.6)),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0]), ValueDifference(1, 0, 0, 0.0)),
+    ],
+)
+def test_special_numbers_and_mixed_dtypes(a: torch.Tensor, b: torch.Tensor, wanted: ValueDifference) -> None:
+    """All at once, and one after another."""
+    assert compared(a, b) == compared(a, b, at_once=1) == wanted
+
+
+@pytest.mark.parametrize("other", [1.0, -inf, NAN])
+def test_no_tolerance_reaches_an_infinity(other: float) -> None:
+    """From whatever there is on the other side."""
+    assert compared(torch.tensor([other]), torch.tensor([inf]), rtol=0.5, atol=1.0).differing == 1
 
 
 def test_bits_that_are_no_numbers() -> None:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv.byteranges.kernels import gathering
-from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Cast, Gather
 from ckptconv.dtypes import BY_NAME
+from tests.support.pieces import bytes_of
 
 DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")
 
@@ -51,9 +51,7 @@ def strided(view: Cast) -> Gather:
 
 
 def gathered(source: Source, view: Cast) -> bytes:
-    placed = replace(view, of=replace(strided(view), of=ByteRange(source, 3, source.size - 3)))
-    with Pieces([placed]) as pieces:
-        return b"".join(bytes(chunk) for chunk in pieces.chunks(placed))
+    return bytes_of(replace(view, of=replace(strided(view), of=ByteRange(source, 3, source.size - 3))))
 
 
 def by_torch(source: Source, view: Cast) -> bytes:

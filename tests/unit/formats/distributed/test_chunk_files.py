@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,10 @@ from ckptconv.errors import InputError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed import chunk_files
 from ckptconv.formats.distributed.chunk_files import ChunkFiles
+from tests.support.archives import without_crc32
+from tests.support.hostile_bytes import saved
 
 BEFORE = b"what stands before it"
-
-
-def saved(tensor: Any) -> bytes:
-    """TENSOR as torch saves it into a stream."""
-    stream = io.BytesIO()
-    torch.save(tensor, stream)
-    return stream.getvalue()
 
 
 def window(raw: bytes) -> SliceSource:
@@ -83,12 +78,8 @@ def test_every_change_is_seen() -> None:
 )
 def test_whatever_there_is(tensor: Any, crc32: bool) -> None:
     """Files of all kinds, with and without checksums, are read the second time as the first."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(crc32)
-    try:
+    with nullcontext() if crc32 else without_crc32():
         raw = saved(tensor)
-    finally:
-        torch.serialization.set_crc32_options(before)
     files = ChunkFiles()
     assert answer(files, raw) == answer(files, raw) == answer(ChunkFiles(), raw)
 

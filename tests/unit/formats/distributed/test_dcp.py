@@ -7,17 +7,18 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp_of_torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -30,7 +31,11 @@ from ckptconv.edits.options import Edits
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed import dcp
 from tests.support import dcp_ranks
-from tests.support.judge import assert_same
+from tests.support.archives import flip_bit, rezipped
+from tests.support.conversions import converted, loaded, refused, run_without_torch
+from tests.support.hostile_bytes import saved as saved_bytes
+from tests.support.judge import assert_same, tags_of
+from tests.support.no_files import NO_FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -52,79 +57,76 @@ def by_torch(folder: Path, tmp_path: Path) -> Any:
     return torch.load(tmp_path / "torch.pt", weights_only=False)
 
 
+def first_range(data: Any) -> ByteRange:
+    """A range of bytes that DATA is made of."""
+    if isinstance(data, Concat):
+        data = data.parts[0]
+    elif isinstance(data, Assemble):
+        data = data.placements[-1].of
+    assert isinstance(data, ByteRange)
+    return data
+
+
 def damaged(folder: Path, name: str, target: Path) -> Path:
     """FOLDER, copied to TARGET, with one bit of the tensor NAME turned round."""
-    copied(folder, target)
-    with SourceFolder(target) as source:
-        tensor = dcp.read(source, lambda source: pytest.fail("none")).tensors[name]
-        data = tensor.storage.data  # type: ignore[union-attr]
-        first = (
-            data.parts[0]
-            if isinstance(data, Concat)
-            else data.placements[-1].of
-            if isinstance(data, Assemble)
-            else data
-        )
-        assert isinstance(first, ByteRange)
-        path, offset = first.source.path, first.offset
-    raw = bytearray(path.read_bytes())
-    raw[offset + 1] ^= 4
-    path.write_bytes(raw)
+    shutil.copytree(folder, target)
+    for checkpoint in opened(target):
+        storage = checkpoint.tensors[name].storage
+        assert storage
+        place = first_range(storage.data)
+    flip_bit(place.source.path, place.offset + 1)
     return target
 
 
+def assert_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """The tensors of WANTED, whole and in row-major order."""
+    for name, whole in wanted.items():
+        assert_same(found[name], whole.contiguous())
+
+
+MESH = {name: whole for name, (whole, _) in dcp_ranks.MESH.items()}
+
+
 @pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
-def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, name: str) -> None:
+def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
     """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of
     files and the way in which tensors were spread.
     """
-    report = ckptconv.convert(ranks / name, tmp_path / "out.pt", verify=True)
+    report = ckptconv.convert(ranks / name, dst, verify=True)
     assert report.formats == ("DCP", "torch zip") and not report.left_behind
-    assert_same(torch.load(tmp_path / "out.pt"), by_torch(ranks / name, tmp_path))
-    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+    assert_same(torch.load(dst), by_torch(ranks / name, tmp_path))
+    assert zipfile.ZipFile(dst).testzip() is None
 
 
-def test_values_are_those_of_the_run(ranks: Path, tmp_path: Path) -> None:
+def test_values_are_those_of_the_run(ranks: Path, dst: Path) -> None:
     """Tensors are what they were before they were spread: by rows, unevenly, over two
     dimensions, out of order; and objects are kept.
     """
-    ckptconv.convert(ranks / "rows", tmp_path / "rows.pt")
-    rows = torch.load(tmp_path / "rows.pt")
-    for name, whole in dcp_ranks.ROWS.items():
-        for loaded in (rows["state_dict"][name], rows["optimizer"]["state"][name]["exp_avg"]):
-            assert_same(loaded, whole.contiguous())
+    rows = converted(ranks / "rows", dst)
+    assert_tensors(rows["state_dict"], dcp_ranks.ROWS)
+    moments = {name: state["exp_avg"] for name, state in rows["optimizer"]["state"].items()}
+    assert_tensors(moments, dcp_ranks.ROWS)
     assert torch.equal(rows["old"], torch.tensor([1.0, 1, 3, 3, 5, 5]).repeat_interleave(2).view(6, 2))
-    for name, whole in dcp_ranks.WHOLE.items():
-        assert_same(rows[name], whole.contiguous())
+    assert_tensors(rows, dcp_ranks.WHOLE)
     assert_same({key: rows[key] for key in dcp_ranks.OTHERS}, dcp_ranks.OTHERS)
-    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.pt")
-    mesh = torch.load(tmp_path / "mesh.pt")
-    for name, (whole, _) in dcp_ranks.MESH.items():
-        assert_same(mesh[name], whole.contiguous())
+    assert_tensors(converted(ranks / "mesh", dst), MESH)
 
 
-def test_to_safetensors(ranks: Path, tmp_path: Path) -> None:
+def test_to_safetensors(ranks: Path, safe: Path) -> None:
     """The state dict of a folder becomes a safetensors file like any other; what that cannot hold is named."""
-    report = ckptconv.convert(ranks / "rows", tmp_path / "rows.safetensors")
-    loaded = load_file(tmp_path / "rows.safetensors")
-    assert loaded.keys() == dcp_ranks.ROWS.keys()
-    for name, whole in dcp_ranks.ROWS.items():
-        assert_same(loaded[name], whole.contiguous())
+    report = ckptconv.convert(ranks / "rows", safe)
+    found = loaded(safe)
+    assert found.keys() == dcp_ranks.ROWS.keys()
+    assert_tensors(found, dcp_ranks.ROWS)
     assert {left.path for left in report.left_behind} >= {"epoch", "optimizer", "pair"}
-    ckptconv.convert(ranks / "mesh", tmp_path / "mesh.safetensors", verify=True)
-    loaded = load_file(tmp_path / "mesh.safetensors")
-    for name, (whole, _) in dcp_ranks.MESH.items():
-        assert_same(loaded[name], whole.contiguous())
+    assert_tensors(converted(ranks / "mesh", safe, verify=True), MESH)
 
 
-def test_casts_what_it_assembles(ranks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_casts_what_it_assembles(ranks: Path, tmp_path: Path, suffix: str) -> None:
     """--dtype rounds tensors while they are put together, in both formats, as torch rounds them whole."""
-    for suffix in ("pt", "safetensors"):
-        path = tmp_path / f"out.{suffix}"
-        ckptconv.convert(ranks / "mesh", path, dtype="bf16", verify=True)
-        loaded = torch.load(path) if suffix == "pt" else load_file(path)
-        for name, (whole, _) in dcp_ranks.MESH.items():
-            assert_same(loaded[name], whole.contiguous() if whole.is_complex() else whole.bfloat16().contiguous())
+    found = converted(ranks / "mesh", tmp_path / f"out.{suffix}", dtype="bf16", verify=True)
+    assert_tensors(found, {name: whole if whole.is_complex() else whole.bfloat16() for name, whole in MESH.items()})
 
 
 @pytest.mark.parametrize(("format_", "suffix"), [("legacy", "pt"), ("pickle", "pkl")])
@@ -132,37 +134,24 @@ def test_other_formats_of_torch(ranks: Path, tmp_path: Path, format_: str, suffi
     """The formats without checksums are written, and what they hold is the same."""
     path = tmp_path / f"out.{suffix}"
     ckptconv.convert(ranks / "mesh", path, format=format_, verify=True)  # type: ignore[arg-type]
-    loaded = ckptconv.load(path)
-    for name, (whole, _) in dcp_ranks.MESH.items():
-        assert_same(loaded[name], whole.contiguous())
+    assert_tensors(ckptconv.load(path), MESH)
 
 
 def test_loads_without_being_written(ranks: Path) -> None:
     """load() and open() give the tensors of a folder, put together or not."""
-    loaded = ckptconv.load(ranks / "mesh")
-    for name, (whole, _) in dcp_ranks.MESH.items():
-        assert_same(loaded[name], whole.contiguous())
+    assert_tensors(ckptconv.load(ranks / "mesh"), MESH)
     with ckptconv.open(ranks / "rows") as file:
         assert_same(file.load("state_dict/model.embed.weight"), dcp_ranks.ROWS["model.embed.weight"])
         assert_same(file.load("transposed"), dcp_ranks.WHOLE["transposed"].contiguous())
 
 
-def test_edits(ranks: Path, tmp_path: Path) -> None:
+def test_edits(ranks: Path, dst: Path) -> None:
     """Devices and names are edited as in a file."""
-    ckptconv.convert(
-        ranks / "rows",
-        tmp_path / "out.pt",
-        map_location="cuda:1",
-        strip_prefix="model.",
-        exclude="*embed*",
-        compact=True,
-    )
-    tags: set[str] = set()
-    loaded = torch.load(
-        tmp_path / "out.pt", map_location=lambda storage, tag: (tags.add(tag), storage)[1], weights_only=False
-    )
-    assert tags == {"cuda:1"}
-    assert "two.weight" in loaded["state_dict"] and "embed.weight" not in loaded["state_dict"]
+    edits: dict[str, Any] = {"map_location": "cuda:1", "strip_prefix": "model.", "exclude": "*embed*", "compact": True}
+    ckptconv.convert(ranks / "rows", dst, **edits)
+    found, tags = tags_of(dst)
+    assert set(tags) == {"cuda:1"}
+    assert "two.weight" in found["state_dict"] and "embed.weight" not in found["state_dict"]
 
 
 def test_same_folders_differ_in_nothing(ranks: Path) -> None:
@@ -179,52 +168,43 @@ def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
     cut otherwise has to be put together.
     """
     for checkpoint in opened(ranks / "rows"):
-        kinds = {
-            path.rpartition("/")[2]: type(info.storage.data)
-            for path, info in checkpoint.tensors.items()
-            if info.storage
-        }
+        tensors = {path.rpartition("/")[2]: info for path, info in checkpoint.tensors.items()}
+        kinds = {name: type(info.storage.data) for name, info in tensors.items() if info.storage}
+        filled = [storage.data for storage in checkpoint.storages.values() if storage.nbytes]
+        ranges = [data for data in filled if isinstance(data, ByteRange)]
+        # which the kernel copies from file to file
+        assert len(ranges) > 10 and all(data.source.fd >= 0 for data in ranges)
     assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Concat}
     assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {ByteRange}
     assert {kinds[name] for name in ("transposed", "model.kernel")} == {Assemble}
-    for checkpoint in opened(ranks / "rows"):
-        ranges = [
-            storage.data
-            for storage in checkpoint.storages.values()
-            if isinstance(storage.data, ByteRange) and storage.nbytes
-        ]
-        # which the kernel copies from file to file
-        assert len(ranges) > 10 and all(data.source.fd >= 0 for data in ranges)
     for checkpoint in opened(ranks / "mesh"):
         kinds = {path: type(info.storage.data) for path, info in checkpoint.tensors.items() if info.storage}
     assert kinds["rows twice"] is Concat and kinds["everywhere"] is ByteRange
     assert {kinds[name] for name in ("rows and columns", "columns", "last of three")} == {Assemble}
 
 
-def test_rows_need_no_torch(ranks: Path, tmp_path: Path) -> None:
+def test_rows_need_no_torch(ranks: Path, dst: Path) -> None:
     """Neither looking at a folder nor copying rows imports torch."""
-    code = (
-        "import sys, ckptconv; ckptconv.inspect(sys.argv[1]);"
-        "ckptconv.convert(sys.argv[1], sys.argv[2], select='state_dict', exclude='*kernel');"
-        "assert 'torch' not in sys.modules"
+    run_without_torch(
+        "import ckptconv; ckptconv.inspect(sys.argv[1]);"
+        "ckptconv.convert(sys.argv[1], sys.argv[2], select='state_dict', exclude='*kernel')",
+        ranks / "rows",
+        dst,
     )
-    subprocess.run([sys.executable, "-c", code, ranks / "rows", tmp_path / "out.pt"], check=True)
 
 
-def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path) -> None:
+def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path, dst: Path) -> None:
     """The checksum of a tensor in rows is computed from those of its chunks, which no byte is
     read for; so damage is carried on as damage.
     """
     folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
     for checkpoint in opened(folder):
-        plan = make_plan(checkpoint, tmp_path / "out.pt", Edits(select="state_dict", exclude=("*kernel",)))
+        plan = make_plan(checkpoint, dst, Edits(select="state_dict", exclude=("*kernel",)))
         assert plan.files[0].sums == ()
-    ckptconv.convert(folder, tmp_path / "out.pt", select="state_dict", exclude="*kernel")
-    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is not None
-    with pytest.raises(MalformedError, match="checksum"):
-        ckptconv.convert(folder, tmp_path / "out.safetensors")
-    with pytest.raises(MalformedError, match="checksum"):
-        ckptconv.convert(folder, tmp_path / "half.pt", dtype="bf16")
+    ckptconv.convert(folder, dst, select="state_dict", exclude="*kernel")
+    assert zipfile.ZipFile(dst).testzip() is not None
+    refused(MalformedError, "checksum", folder, tmp_path / "out.safetensors")
+    refused(MalformedError, "checksum", folder, tmp_path / "half.pt", dtype="bf16")
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}])
@@ -234,9 +214,7 @@ def test_damage_to_what_is_assembled_is_found(
 ) -> None:
     """Each chunk of a tensor that is put together is checked against its own checksum."""
     folder = damaged(ranks / "mesh", "rows and columns", tmp_path / "dcp")
-    with pytest.raises(MalformedError, match="checksum"):
-        ckptconv.convert(folder, tmp_path / f"out.{suffix}", **options)  # type: ignore[arg-type]
-    assert not (tmp_path / f"out.{suffix}").exists()
+    refused(MalformedError, "checksum", folder, tmp_path / f"out.{suffix}", **options)
 
 
 def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,13 +226,13 @@ def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ckptconv.load(folder)["deep"], state["deep"])
 
 
-def test_what_was_not_saved_in_lists_is_none(tmp_path: Path) -> None:
+def test_what_was_not_saved_in_lists_is_none(tmp_path: Path, dst: Path) -> None:
     """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own
     conversion fails on it.
     """
     folder = saved(tmp_path / "dcp", {"list": [{}, torch.ones(1), {}, torch.zeros(1)]})
-    report = ckptconv.convert(folder, tmp_path / "out.pt")
-    assert torch.load(tmp_path / "out.pt")["list"][::2] == [None, None]
+    report = ckptconv.convert(folder, dst)
+    assert torch.load(dst)["list"][::2] == [None, None]
     assert any("2 places in lists" in note for note in report.notes)
 
 
@@ -283,15 +261,13 @@ def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", state)
     expected = by_torch(folder, tmp_path)
     for suffix in ("pt", "safetensors"):
-        path = tmp_path / f"out.{suffix}"
-        ckptconv.convert(folder, path, verify=True)
-        loaded = torch.load(path) if suffix == "pt" else load_file(path)
+        found = converted(folder, tmp_path / f"out.{suffix}", verify=True)
         for name, values in state.items():
-            assert_same(loaded[name].resolve_conj().resolve_neg(), expected[name])
-            assert torch.equal(loaded[name], values)
-    assert loaded.keys() == state.keys() and not loaded["conj"].is_conj()
-    ckptconv.convert(folder, tmp_path / "half.safetensors", dtype="bf16", compact=True)
-    assert torch.equal(load_file(tmp_path / "half.safetensors")["neg"], -torch.arange(6.0).bfloat16())
+            assert_same(found[name].resolve_conj().resolve_neg(), expected[name])
+            assert torch.equal(found[name], values)
+    assert found.keys() == state.keys() and not found["conj"].is_conj()
+    found = converted(folder, tmp_path / "half.safetensors", dtype="bf16", compact=True)
+    assert torch.equal(found["neg"], -torch.arange(6.0).bfloat16())
     assert ckptconv.diff(folder, tmp_path / "torch.pt").same
     assert ckptconv.load(folder)["both"].is_conj()  # as it was saved
 
@@ -300,14 +276,13 @@ def test_chunks_of_which_some_are_put_off(tmp_path: Path) -> None:
     """Chunks of one tensor of which one alone is still to be conjugated are refused by the name of the tensor."""
     whole = torch.ones(4, dtype=torch.complex64)
     folder = saved(tmp_path / "dcp", {"w": whole[:2].clone(), "x": whole[2:].clone().conj()})
-    metadata = _metadata(folder)
-    item, places = metadata.state_dict_metadata["w"], metadata.storage_data
-    item.size = torch.Size([4])
-    item.chunks.append(type(item.chunks[0])(torch.Size([2]), torch.Size([2])))
-    x = next(index for index in places if index.fqn == "x")
-    places[type(x)("w", torch.Size([2]), 1)] = places.pop(x)
-    del metadata.state_dict_metadata["x"]
-    _write_metadata(folder, metadata)
+    with changed_metadata(folder) as metadata:
+        item, places = metadata.state_dict_metadata["w"], metadata.storage_data
+        item.size = torch.Size([4])
+        item.chunks.append(type(item.chunks[0])(torch.Size([2]), torch.Size([2])))
+        x = next(index for index in places if index.fqn == "x")
+        places[type(x)("w", torch.Size([2]), 1)] = places.pop(x)
+        del metadata.state_dict_metadata["x"]
     message = refusal(folder, UnsupportedError)
     assert "some chunks of 'w' are still to be conjugated" in message and "resolve_conj()" in message
 
@@ -343,19 +318,35 @@ def test_views_and_dtypes(tmp_path: Path) -> None:
             else torch.ones(3).to(torch.float8_e8m0fnu)
         )
     folder = saved(tmp_path / "dcp", state)
-    loaded = ckptconv.load(folder)
-    assert_same(loaded, by_torch(folder, tmp_path))
-    assert_same(loaded["permuted"], state["permuted"].contiguous())
+    found = ckptconv.load(folder)
+    assert_same(found, by_torch(folder, tmp_path))
+    assert_same(found["permuted"], state["permuted"].contiguous())
 
 
 # What is refused
 
 
-def copied(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
+@pytest.fixture
+def copy(ranks: Path, tmp_path: Path) -> Path:
+    """A copy of the folder with tensors over two dimensions."""
+    return Path(shutil.copytree(ranks / "mesh", tmp_path / "dcp"))
+
+
+@contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """What .metadata says, which is written again as it is changed here."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    yield metadata
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def replace_chunks(folder: Path, data: bytes) -> None:
+    """Put DATA in the place of the chunk of a folder with one; .metadata says how long it is."""
+    (folder / "__0_0.distcp").write_bytes(data)
+    with changed_metadata(folder) as metadata:
+        for info in metadata.storage_data.values():
+            info.length = len(data)
 
 
 def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
@@ -364,47 +355,36 @@ def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
     return str(caught.value)
 
 
-def test_missing_and_cut_files_are_named(ranks: Path, tmp_path: Path) -> None:
+def test_missing_and_cut_files_are_named(copy: Path) -> None:
     """A file of one process that is missing, or cut short, is named before anything is made of the others."""
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    (folder / "__2_0.distcp").unlink()
-    assert "1 file of 4 is missing" in refusal(folder) and "__2_0.distcp" in refusal(folder)
-    (folder / "__2_0.distcp").write_bytes((ranks / "mesh/__2_0.distcp").read_bytes()[:-7])
-    assert "__2_0.distcp: the file was cut short: 7 bytes" in refusal(folder)
+    path = copy / "__2_0.distcp"
+    data = path.read_bytes()
+    path.unlink()
+    assert "1 file of 4 is missing" in refusal(copy) and "__2_0.distcp" in refusal(copy)
+    path.write_bytes(data[:-7])
+    assert "__2_0.distcp: the file was cut short: 7 bytes" in refusal(copy)
 
 
-def test_what_is_no_file_is_not_opened(ranks: Path, tmp_path: Path) -> None:
-    """A FIFO or a folder in place of a file is refused, and nothing waits for it."""
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    (folder / "__1_0.distcp").unlink()
-    os.mkfifo(folder / "__1_0.distcp")
-    assert "a FIFO and not a file" in refusal(folder, InputError)
-    (folder / "__1_0.distcp").unlink()
-    (folder / "__1_0.distcp").mkdir()
-    assert "__1_0.distcp: a folder and not a file" in refusal(folder, InputError)
-    (folder / "__1_0.distcp").rmdir()
-    (folder / "__1_0.distcp").symlink_to("nowhere")
-    assert "__1_0.distcp: cannot be read: No such file" in refusal(folder, InputError)
-
-
-def test_metadata_that_is_no_file(ranks: Path, tmp_path: Path) -> None:
-    """A FIFO or a link to nowhere in the place of .metadata is refused as what it is;
-    with a folder there, there is none.
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("FIFO", "a FIFO and not a file"),
+        ("folder", "a folder and not a file"),
+        ("link to nowhere", "cannot be read: No such file"),
+        ("link to itself", "cannot be read: Too many levels"),
+    ],
+)
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_what_is_no_file_is_not_opened(copy: Path, name: str, kind: str, what: str) -> None:
+    """Something else in the place of a file is refused as what it is, and nothing waits for it; where .metadata is a
+    folder, there is none.
     """
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    metadata = folder / ".metadata"
-    metadata.unlink()
-    os.mkfifo(metadata)
-    assert ".metadata: a FIFO and not a file" in refusal(folder, InputError)
-    metadata.unlink()
-    metadata.symlink_to("nowhere")
-    assert ".metadata: cannot be read: No such file" in refusal(folder, InputError)
-    metadata.unlink()
-    metadata.symlink_to(".metadata")
-    assert ".metadata: cannot be read: Too many levels" in refusal(folder, InputError)
-    metadata.unlink()
-    metadata.mkdir()
-    assert "without .metadata" in refusal(folder)
+    (copy / name).unlink()
+    NO_FILES[kind](copy / name)
+    if (name, kind) == (".metadata", "folder"):
+        assert "without .metadata" in refusal(copy)
+    else:
+        assert f"{name}: {what}" in refusal(copy, InputError)
 
 
 def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
@@ -427,38 +407,34 @@ def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) ->
     assert "serialization_format=SAFETENSORS" in message and "save it again" in message
 
 
-def test_without_metadata(ranks: Path, tmp_path: Path) -> None:
+def test_without_metadata(ranks: Path, copy: Path) -> None:
     """Files without .metadata are what is left of a save that did not end; where each
     process wrote its own, that is said.
     """
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    (folder / ".metadata").unlink()
-    assert "without .metadata" in refusal(folder)
+    (copy / ".metadata").unlink()
+    assert "without .metadata" in refusal(copy)
     assert "metadata of its own" in refusal(ranks / "own", UnsupportedError)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, name: str) -> None:
+def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
     """A file of the folder, given alone, is said to be a part; the command that is named makes one file
     of the whole.
     """
-    with pytest.raises(UnsupportedError, match="a part of") as inspected:
-        ckptconv.inspect(ranks / "mesh" / name)
-    with pytest.raises(UnsupportedError, match="a part of") as converted:
-        ckptconv.convert(ranks / "mesh" / name, tmp_path / "out.pt")
-    assert str(inspected.value) == str(converted.value)
-    command = str(inspected.value).partition("make it one file: ckptconv ")[2]
+    message = refusal(ranks / "mesh" / name, UnsupportedError)
+    assert "a part of" in message
+    assert str(refused(UnsupportedError, None, ranks / "mesh" / name, dst)) == message
+    command = message.partition("make it one file: ckptconv ")[2]
     subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], cwd=tmp_path, check=True)
-    assert torch.load(tmp_path / "out.pt").keys() == dcp_ranks.MESH.keys()
+    assert torch.load(tmp_path / "out.pt").keys() == MESH.keys()
 
 
-def test_the_command_works_where_the_parts_stand(ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_works_where_the_parts_stand(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stands in the folder gets a command that writes beside it, because among its parts nothing is written."""
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(copy)
     command = refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ckptconv ")[2]
     subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], check=True)
-    assert torch.load(tmp_path / "dcp.pt").keys() == dcp_ranks.MESH.keys()
+    assert torch.load(tmp_path / "dcp.pt").keys() == MESH.keys()
 
 
 def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
@@ -485,68 +461,51 @@ def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words
     itself is refused by the name of the tensor.
     """
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
-    torch.save(other, folder / "__0_0.distcp")
-    metadata = _metadata(folder)
-    for info in metadata.storage_data.values():
-        info.length = (folder / "__0_0.distcp").stat().st_size
-    _write_metadata(folder, metadata)
+    replace_chunks(folder, saved_bytes(other))
     message = refusal(folder, InputError)
     assert "'weight'" in message and words in message
 
 
-@pytest.mark.parametrize("change", ["deflated", "big-endian"])
-def test_chunks_that_torch_does_not_write(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: rezipped(data, method=zipfile.ZIP_DEFLATED),
+        lambda data: rezipped(data, {"byteorder": b"big"}),
+    ],
+    ids=["deflated", "big-endian"],
+)
+def test_chunks_that_torch_does_not_write(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     """A chunk that is compressed, or has its bytes the other way round, is refused by the name of the tensor."""
     weight = torch.ones(2, 3, dtype=torch.complex64)
     folder = saved(tmp_path / "dcp", {"weight": weight})
-    path = folder / "__0_0.distcp"
-    torch.save(weight, tmp_path / "new.pt")
-    method = zipfile.ZIP_DEFLATED if change == "deflated" else zipfile.ZIP_STORED
-    with zipfile.ZipFile(tmp_path / "new.pt") as old, zipfile.ZipFile(path, "w", method) as new:
-        for name in old.namelist():
-            new.writestr(name, b"big" if change == "big-endian" and name.endswith("byteorder") else old.read(name))
-    metadata = _metadata(folder)
-    for info in metadata.storage_data.values():
-        info.length = path.stat().st_size
-    _write_metadata(folder, metadata)
+    replace_chunks(folder, change(saved_bytes(weight)))
     assert "a chunk of 'weight' is stored in a way" in refusal(folder, UnsupportedError)
 
 
-def _metadata(folder: Path) -> Any:
-    return pickle.loads((folder / ".metadata").read_bytes())
-
-
-def _write_metadata(folder: Path, metadata: Any) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def test_incomplete_and_overlapping_chunks_are_named(ranks: Path, tmp_path: Path) -> None:
+def test_incomplete_and_overlapping_chunks_are_named(copy: Path) -> None:
     """A chunk that is missing leaves a hole, one that stands twice an overlap; both
     are refused by the name of the tensor.
     """
-    folder = copied(ranks / "mesh", tmp_path / "dcp")
-    metadata = _metadata(folder)
-    chunks = metadata.state_dict_metadata["rows and columns"].chunks
-    last = chunks.pop()
-    _write_metadata(folder, metadata)
-    assert "the chunks of 'rows and columns' leave holes" in refusal(folder)
-    chunks.append(type(last)(torch.Size([0, *last.offsets[1:]]), last.sizes))
-    _write_metadata(folder, metadata)
-    assert "the chunks of 'rows and columns' overlap" in refusal(folder)
+    with changed_metadata(copy) as metadata:
+        last = metadata.state_dict_metadata["rows and columns"].chunks.pop()
+    assert "the chunks of 'rows and columns' leave holes" in refusal(copy)
+    with changed_metadata(copy) as metadata:
+        first = type(last)(torch.Size([0, *last.offsets[1:]]), last.sizes)
+        metadata.state_dict_metadata["rows and columns"].chunks.append(first)
+    assert "the chunks of 'rows and columns' overlap" in refusal(copy)
 
 
-def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path) -> None:
+def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path, dst: Path) -> None:
     """An item without a place is refused; a place without an item is left behind, by its name."""
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3), "other": torch.ones(1)})
-    metadata = _metadata(folder)
-    places = list(metadata.storage_data)
-    place = metadata.storage_data.pop(places[0])
-    _write_metadata(folder, metadata)
+    with changed_metadata(folder) as metadata:
+        index = next(iter(metadata.storage_data))
+        place = metadata.storage_data.pop(index)
     assert "'weight' is stored nowhere" in refusal(folder)
-    metadata.storage_data[places[0]] = place
-    del metadata.state_dict_metadata["other"]
-    _write_metadata(folder, metadata)
-    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    with changed_metadata(folder) as metadata:
+        metadata.storage_data[index] = place
+        del metadata.state_dict_metadata["other"]
+    report = ckptconv.convert(folder, dst)
     assert [left.path for left in report.left_behind] == ["other"]
 
 
@@ -563,20 +522,18 @@ def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path) -> None:
 def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
     """Two items that would stand in one place, in each other, or far outside of a list are refused."""
     folder = saved(tmp_path / "dcp", {"a": torch.ones(1), "b": torch.ones(1)})
-    metadata = _metadata(folder)
-    metadata.planner_data = paths
-    _write_metadata(folder, metadata)
+    with changed_metadata(folder) as metadata:
+        metadata.planner_data = paths
     assert "planner_data" in refusal(folder) or "a list has too many places" in refusal(folder)
 
 
-def test_objects_are_carried_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_are_carried_and_never_run(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "dcp", {"bad": _Runs(), "weight": torch.ones(1)})
-    with pytest.raises(ckptconv.DangerousError, match="system"):
-        ckptconv.convert(folder, tmp_path / "out.pt")
-    ckptconv.convert(folder, tmp_path / "out.pt", allow_unsafe=True)
-    assert b"touch ran" in (tmp_path / "out.pt").read_bytes() and not (tmp_path / "ran").exists()
+    refused(ckptconv.DangerousError, "system", folder, dst)
+    ckptconv.convert(folder, dst, allow_unsafe=True)
+    assert b"touch ran" in dst.read_bytes() and not (tmp_path / "ran").exists()
 
 
 class _Runs:

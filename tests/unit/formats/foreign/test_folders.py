@@ -18,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptconv import inspect
-from ckptconv.byteranges.sources import Source
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import opening
@@ -26,6 +25,8 @@ from ckptconv.formats.foreign import folders as foreign_folders
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.limits import Limits
+from tests.support.conversions import read
+from tests.support.hostile_bytes import saved
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -47,10 +48,12 @@ def fill(folder: Path, *names: str) -> None:
             path.touch()
 
 
-def error_of(path: Path) -> InputError:
+def error_of(path: Path, words: str = "") -> InputError:
+    """What is said of the folder at PATH, in one line: WORDS too."""
     error = folder_error(path)
     assert "a folder and not a file" in str(error)
     assert "\n" not in str(error)
+    assert words in str(error)
     return error
 
 
@@ -176,8 +179,7 @@ def test_all_of_them_can_be_converted(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"w": torch.ones(1)}, folder / name)
     (folder / "run" / "link").symlink_to("step-1")
-    error = error_of(folder / "run")
-    assert "the checkpoints in it are a.pt, step-1/b.PT; give one" in str(error)
+    error = error_of(folder / "run", "the checkpoints in it are a.pt, step-1/b.PT; give one")
     command = str(error.hint).split("; or convert all of them: ")[1]
     subprocess.run(
         ["bash", "-c", command.replace("ckptconv", f"{sys.executable} -m ckptconv", 1)],
@@ -197,8 +199,7 @@ def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:
     """Where every checkpoint in it is a pointer; else the one that is none is named."""
     fill(folder, "config.json", ".git/")
     (folder / "model.safetensors").write_bytes(LFS)
-    error = error_of(folder)
-    assert "a git clone in which the checkpoints are Git LFS pointers" in str(error)
+    error = error_of(folder, "a git clone in which the checkpoints are Git LFS pointers")
     assert words_of(error) == ["git", "-C", str(folder), "lfs", "pull"]
     (folder / "pytorch_model.bin").write_bytes(b"PK" * 2000)  # this one was fetched
     assert words_of(error_of(folder)) == [str(folder / "pytorch_model.bin")]
@@ -209,11 +210,11 @@ def test_looking_for_pointers_waits_for_nobody(folder: Path) -> None:
     os.mkfifo(folder / "a.pt")
     (folder / "b.pt").symlink_to("nowhere")
     os.mkfifo(folder / "model.safetensors")
-    assert "no checkpoint is in it, but a.pt, b.pt, model.safetensors;" in str(error_of(folder))
+    error_of(folder, "no checkpoint is in it, but a.pt, b.pt, model.safetensors;")
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "x").touch()
     (folder / "pytorch_model.bin").symlink_to("elsewhere/x")
-    assert "the checkpoint in it is pytorch_model.bin" in str(error_of(folder))
+    error_of(folder, "the checkpoint in it is pytorch_model.bin")
 
 
 def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
@@ -222,18 +223,15 @@ def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
     (folder / "x").symlink_to("x")
     assert words_of(error_of(folder)) == [str(folder / "model.pt")]
     (folder / "model.pt").unlink()
-    assert "no checkpoint is in it, but x;" in str(error_of(folder))
+    error_of(folder, "no checkpoint is in it, but x;")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
     """It becomes one file."""
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=folder, no_dist=True)
-    error = error_of(folder)
-    assert "torch.distributed.checkpoint" in str(error)
-    run(error, folder.parent)
-    with Source(folder.parent / "out.pt") as source:
-        assert list(opening.read(source).tensors) == ["w"]
+    run(error_of(folder, "torch.distributed.checkpoint"), folder.parent)
+    assert list(read(folder.parent / "out.pt").tensors) == ["w"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -255,16 +253,12 @@ def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: P
 
 def test_the_command_for_an_unpacked_checkpoint_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zipped again, torch and ckptconv read it, from within the folder too."""
-    file = io.BytesIO()
-    torch.save({"w": torch.arange(5.0), "e": torch.zeros(0)}, file)
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(io.BytesIO(saved({"w": torch.arange(5.0), "e": torch.zeros(0)}))) as archive:
         archive.extractall(folder)
     inside = folder / "archive"
     monkeypatch.chdir(inside)
     for path in (inside, Path(".")):
-        error = error_of(path)
-        assert "the records of a torch checkpoint that was unpacked" in str(error)
-        run(error, folder)
+        run(error_of(path, "the records of a torch checkpoint that was unpacked"), folder)
         assert torch.equal(torch.load(folder / "out.pt")["w"], torch.arange(5.0))
         assert main(["convert", str(folder / "out.pt"), str(folder / "again.pt"), "--to", "cpu", "--force", "-q"]) == 0
         assert torch.equal(torch.load(folder / "again.pt", mmap=True)["w"], torch.arange(5.0))
@@ -274,9 +268,8 @@ def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytes
     """A folder of millions costs no more than one of thousands."""
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     fill(folder, *(f"{i}.txt" for i in range(30)))
-    error = str(error_of(folder))
-    assert "no checkpoint is among the first 10 names in it, but" in error
-    assert "and 7 more" in error
+    error = error_of(folder, "no checkpoint is among the first 10 names in it, but")
+    assert "and 7 more" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -299,16 +292,16 @@ def test_names_that_everybody_knows_are_found_in_a_listing_that_was_cut(
     fill(folder, *(f"{i}.txt" for i in range(10)))
     first_come_first(monkeypatch)
     fill(folder, *names)
-    assert what in str(error_of(folder))
+    error_of(folder, what)
 
 
 def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint, or several, among the first names."""
     fill(folder, "0.pt", *(f"{i}.txt" for i in range(10)))
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=11))
-    assert "the checkpoint in it is 0.pt; give its path:" in str(error_of(folder))
+    error_of(folder, "the checkpoint in it is 0.pt; give its path:")
     fill(folder, *(f"{i}.pt" for i in range(1, 11)))
-    assert "among the first 11 names in it" in str(error_of(folder))
+    error_of(folder, "among the first 11 names in it")
 
 
 def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,19 +319,14 @@ def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_listed_is_an_input_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """root lists everything, so the refusal is played."""
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert "a folder and not a file, which cannot be listed: Permission denied" in str(error_of(folder))
+    monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    error_of(folder, "a folder and not a file, which cannot be listed: Permission denied")
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(folder: Path) -> None:
     """An escape sequence, a newline, bytes that are no text, a dash in front."""
     fill(folder, "\x1b[31m.pt", "a\nb.pt", os.fsdecode(b"\xff.pt"))
-    error = error_of(folder)
-    assert str(error).isprintable()
+    assert str(error_of(folder)).isprintable()
 
 
 def test_a_path_with_a_dash_in_front_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,26 +349,28 @@ def test_both_commands_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) 
 # What is not there
 
 
-def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
-    """A typo, another suffix; nothing where no name is near, and for folders that are not there."""
-    fill(folder, "model_best.pth", "other")
-    for name in ("model_bset.pth", "model_best.pt"):
-        with pytest.raises(InputError, match="No such file") as caught:
-            open_input(folder / name)
-        assert caught.value.hint == f"is it {shlex.quote(str(folder / 'model_best.pth'))}?"
-    for path in (folder / "nothing like it", folder / "no folder" / "model_best.pth"):
-        with pytest.raises(InputError, match="No such file") as caught:
-            open_input(path)
-        assert caught.value.hint is None
-
-
-def test_a_missing_index_gets_a_near_name(folder: Path) -> None:
-    """A path that can only be an index is opened as one; the hint is that of any file."""
-    fill(folder, "model.safetensors.index.json")
-    source = open_input(folder / "model.safetensor.index.json")
-    with source, pytest.raises(InputError, match="No such file") as caught:
+def hint_for(path: Path) -> str | None:
+    """The hint for PATH, which is not there."""
+    with pytest.raises(InputError, match="No such file") as caught, open_input(path) as source:
         opening.read(source)
-    assert caught.value.hint == f"is it {shlex.quote(str(folder / 'model.safetensors.index.json'))}?"
+    return caught.value.hint
+
+
+def is_it(path: Path) -> str:
+    """The hint that names PATH, as a shell takes it."""
+    return f"is it {shlex.quote(str(path))}?"
+
+
+def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
+    """A typo, another suffix; nothing where no name is near, and for folders that are not there. A path that can only
+    be an index is opened as one; the hint is that of any file.
+    """
+    fill(folder, "model_best.pth", "other", "model.safetensors.index.json")
+    for name in ("model_bset.pth", "model_best.pt"):
+        assert hint_for(folder / name) == is_it(folder / "model_best.pth")
+    assert hint_for(folder / "model.safetensor.index.json") == is_it(folder / "model.safetensors.index.json")
+    for path in (folder / "nothing like it", folder / "no folder" / "model_best.pth"):
+        assert hint_for(path) is None
 
 
 def test_a_folder_with_the_name_of_a_shard_is_said_to_be_one(folder: Path) -> None:
@@ -395,10 +385,8 @@ def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatc
     fill(folder, *(f"{i}.txt" for i in range(10)))
     first_come_first(monkeypatch)
     fill(folder, "model.safetensors", "epoch_12.ckpt")
-    for typed, near in (("model.safetensor", "model.safetensors"), ("epoch_12.pt", "epoch_12.ckpt")):
-        with pytest.raises(InputError, match="No such file") as caught:
-            open_input(folder / typed)
-        assert caught.value.hint == f"is it {shlex.quote(str(folder / near))}?"
+    assert hint_for(folder / "model.safetensor") == is_it(folder / "model.safetensors")
+    assert hint_for(folder / "epoch_12.pt") == is_it(folder / "epoch_12.ckpt")
 
 
 def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +32,8 @@ from ckptconv.formats.sharded.index import (
 )
 from ckptconv.formats.sharded.planning import Weight, deal, parse_size
 from ckptconv.limits import LIMITS, Limits
+from tests.support.conversions import run_without_torch
+from tests.support.tiny_models import tiny_model, transformers_offline
 
 GOOD = {
     "metadata": {"total_size": 24},
@@ -87,11 +88,9 @@ def test_a_shard_stands_beside_its_index(name: str) -> None:
 
 
 def test_a_shard_is_of_the_format_of_its_index() -> None:
-    """A pickle named in an index of safetensors is refused, as huggingface_hub does it; an index
+    """Safetensors in an index of pickles are refused, as huggingface_hub does it; an index
     whose name says no format leaves it open.
     """
-    with pytest.raises(MalformedError, match="another format"):
-        read(with_shard("b.bin"))
     with pytest.raises(MalformedError, match="another format"):
         read(json.dumps(GOOD).encode(), "pytorch_model.bin.index.json")
     assert read(with_shard("b.bin"), "the.index.json").weight_map["b"] == "b.bin"
@@ -120,6 +119,8 @@ def test_a_shard_is_of_the_format_of_its_index() -> None:
         (b'{"metadata": {"x": -Infinity}, "weight_map": {"a": "a.safetensors"}}', "no JSON"),
         (b'{"metadata": {"x": 1e999}, "weight_map": {"a": "a.safetensors"}}', "too large"),
         (b'{"metadata": {"x": ' + 5000 * b"9" + b'}, "weight_map": {"a": "a.safetensors"}}', "too long"),
+        # a pickle named in an index of safetensors, as huggingface_hub does it
+        (with_shard("b.bin"), "another format"),
     ],
 )
 def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
@@ -129,18 +130,30 @@ def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
     assert "fetch it again; or take it away" in (caught.value.hint or "")
 
 
-def test_an_index_is_bounded() -> None:
-    """Its size, before it is read; its nesting; and how much it can describe."""
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (
+            json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(LIMITS.shards + 1)}}).encode(),
+            "too many shards",
+        ),
+        (b'{"metadata": ' + 200_000 * b"[" + 200_000 * b"]" + b"}", "nested"),
+        (b"[" + b"0," * LIMITS.header_quotes + b"0," * 9 + b"0]", "more than a million"),
+    ],
+    ids=["shards", "nesting", "numbers"],
+)
+def test_an_index_is_bounded(raw: bytes, what: str) -> None:
+    """Its nesting, and how much it can describe."""
+    with pytest.raises(LimitError, match=what):
+        read(raw)
+
+
+def test_the_size_of_an_index_is_bounded() -> None:
+    """Before it is read."""
     huge = BytesSource(b"", Path("model.safetensors.index.json"))
     huge.size = LIMITS.safetensors_header + 1
     with pytest.raises(LimitError, match="too long"):
         read_index(huge)
-    with pytest.raises(LimitError, match="too many shards"):
-        read(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(LIMITS.shards + 1)}}).encode())
-    with pytest.raises(LimitError, match="nested"):
-        read(b'{"metadata": ' + 200_000 * b"[" + 200_000 * b"]" + b"}")
-    with pytest.raises(LimitError, match="more than a million"):
-        read(b"[" + b"0," * LIMITS.header_quotes + b"0," * 9 + b"0]")
 
 
 @given(st.binary(max_size=64), st.integers(0, 200), st.integers(0, 64))
@@ -154,27 +167,14 @@ def test_no_bytes_bring_another_error(junk: bytes, at: int, cut: int) -> None:
 # Writing
 
 
-def test_our_bytes_are_those_of_transformers(hub: Any, tmp_path: Path) -> None:
+def test_our_bytes_are_those_of_transformers(tmp_path: Path) -> None:
     """The index that ``save_pretrained`` wrote, read and written again, is the same file."""
-    transformers = hub
-    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=8)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="8KB")
+    with transformers_offline() as transformers:
+        tiny_model(transformers, "gpt2").save_pretrained(tmp_path, max_shard_size="20KB")
     raw = (tmp_path / "model.safetensors.index.json").read_bytes()
     index = read(raw)
     assert len(index.shards()) > 1
     assert index_bytes(index.metadata, index.weight_map) == raw
-
-
-@pytest.fixture
-def hub() -> Any:
-    """transformers, without a network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
-        yield transformers
-        transformers.utils.logging.enable_progress_bar()
 
 
 def test_names_of_every_family() -> None:
@@ -322,11 +322,7 @@ def test_missing_shards(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's reason is said."""
-
-    def denied(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(InputError, match="Permission denied"):
         find_set(tmp_path)
 
@@ -424,8 +420,6 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planning_needs_no_torch() -> None:
     """The planner works on sizes: torch stays out of the process."""
-    code = (
-        "import sys; from ckptconv.formats.sharded.planning import Weight, deal;"
-        "deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin'); assert 'torch' not in sys.modules"
+    run_without_torch(
+        "from ckptconv.formats.sharded.planning import Weight, deal;deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
