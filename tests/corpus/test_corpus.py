@@ -41,6 +41,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import key_segment
+from tests.support.conversions import read
 from tests.support.judge import assert_same, tags_of
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
@@ -144,8 +145,7 @@ def test_without_edits_the_pickle_is_the_same_bytes(checkpoints: list[dict[str, 
 def test_the_manifest_agrees(checkpoints: list[dict[str, str]], legacy: list[dict[str, str]]) -> None:
     """Storages, tensors, tags and dtypes are as many as the manifest counts: one tag and one dtype for each storage."""
     for row in [*checkpoints, *legacy]:
-        with Source(row["path"]) as source:
-            checkpoint = opening.read(source)
+        checkpoint = read(Path(row["path"]))
         storages = checkpoint.storages.values()
         kinds = {info.storage: info.dtype for info in checkpoint.tensors.values() if info.storage}
         rebuilt = {id(call) for call in checkpoint.graph.calls if str(call.callable) in STRIDED}
@@ -322,8 +322,7 @@ def at_path(value: Any, path: str) -> Any:
 
 def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
     """The tensors of STATE_DICT as views of the bytes that torch reads from the records of PATH."""
-    with Source(path) as source:
-        infos = opening.read(source).tensors
+    infos = read(Path(path)).tensors
     found = {}
     data = {key: bytearray(record) for key, record in records(Path(path)).items()}
     prefix = "" if state_dict == "." else state_dict + "/"

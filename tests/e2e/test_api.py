@@ -90,9 +90,8 @@ def test_snippets_are_typed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.stem)
-def test_snippets_run(snippet: Path, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
     """As they stand, on files of the kind that they name."""
     for name, fixture in (("ddp", "dataparallel"), ("two_gpus", "two_gpus"), ("training", "training")):
-        shutil.copy(fixtures / f"{fixture}.pt", tmp_path / f"{name}.pt")
-    monkeypatch.chdir(tmp_path)
+        shutil.copy(fixtures / f"{fixture}.pt", here / f"{name}.pt")
     runpy.run_path(str(snippet))

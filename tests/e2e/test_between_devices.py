@@ -135,21 +135,6 @@ def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
     assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "same.pt").read_bytes()
 
 
-def test_a_resnet_saved_on_a_gpu_loads_without_one(tmp_path: Path) -> None:
-    """torch refuses the file where there is no GPU, without ``map_location``;
-    converted, it loads and gives the same logits.
-    """
-    model, *_ = training()
-    zoo.save(model.state_dict(), tmp_path / "gpu.pt", tags=["cuda:0"])
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="deserialize object on a CUDA"):
-            torch.load(tmp_path / "gpu.pt", weights_only=True)
-    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu")
-    other, *_ = training(seed=1)
-    other.load_state_dict(torch.load(tmp_path / "cpu.pt", weights_only=True))
-    assert torch.equal(logits(other), logits(model))
-
-
 @needs_gpus(1)
 def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
     """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there
@@ -252,19 +237,6 @@ def test_four_gpus_moved_by_one() -> None:
     assert_same(remap(moved, "cpu"), four_parts())
 
 
-def test_a_checkpoint_saved_under_visible_devices(tmp_path: Path) -> None:
-    """Under ``CUDA_VISIBLE_DEVICES=0,4`` the fifth GPU is saved as ``cuda:1``: tags are the saving process's numbers,
-    and a ``cuda:4`` is in no file of it.
-    """
-    zoo.save({"first": torch.ones(2), "fifth": torch.ones(3)}, tmp_path / "two.pt", tags=["cuda:0", "cuda:1"])
-    ckptconv.convert(tmp_path / "two.pt", tmp_path / "no.pt", map_location={"cuda:4": "cpu"})
-    assert tags_of(tmp_path / "no.pt", weights_only=True)[1] == ["cuda:0", "cuda:1"]
-    ckptconv.convert(tmp_path / "two.pt", tmp_path / "all.pt", map_location={"cuda:1": "cuda:4"})
-    assert tags_of(tmp_path / "all.pt", weights_only=True)[1] == ["cuda:0", "cuda:4"]
-    ckptconv.convert(tmp_path / "two.pt", tmp_path / "one.pt", map_location={"cuda:1": "cuda:0"})
-    assert tags(tmp_path / "one.pt") == {"cuda:0"}
-
-
 @needs_gpus(2)
 def test_a_checkpoint_really_saved_under_visible_devices(tmp_path: Path) -> None:
     """A process that sees the last GPU alone saves it as ``cuda:0``; converted, it loads onto the GPU where it was."""
@@ -313,16 +285,6 @@ def test_data_parallel_without_a_gpu(tmp_path: Path, which: str) -> None:
     other, *_ = training(seed=1)
     other.load_state_dict(loaded)
     assert torch.equal(logits(other), expected)
-
-
-def test_a_plain_model_for_data_parallel(tmp_path: Path) -> None:
-    """The other way: names with ``module.`` before them, and ``_metadata`` too, as the wrapped model has them."""
-    model, *_ = training()
-    torch.save(model.state_dict(), tmp_path / "cpu.pt")
-    ckptconv.convert(tmp_path / "cpu.pt", tmp_path / "gpu.pt", map_location="gpu", add_prefix="module.")
-    assert tags(tmp_path / "gpu.pt") == {"cuda:0"}
-    ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "back.pt", map_location="cpu")
-    assert_same(torch.load(tmp_path / "back.pt", weights_only=True), nn.DataParallel(model).cpu().state_dict())
 
 
 @needs_gpus(1)

@@ -9,7 +9,6 @@ import pickle
 import re
 import runpy
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import ckptconv
 from ckptconv.cli.main import cli, main
 from tests.support.paths import ROOT
+from tests.support.writers import scripted
 
 README = (ROOT / "README.md").read_text()
 
@@ -66,9 +66,7 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
         torch.save(net.state_dict(), "new.pth")
         torch.save(net.state_dict(), "old.pth", _use_new_zipfile_serialization=False)
         Path("data.pkl").write_bytes(pickle.dumps(net.state_dict()))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            torch.jit.script(net).save("script.pt")
+        Path("script.pt").write_bytes(scripted(net))
         for name in ("run/model.pt", "run/deep/optimizer.pt"):
             Path(name).parent.mkdir(exist_ok=True)
             shutil.copy("a.pt", name)
@@ -82,9 +80,8 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
         assert main(args) == 0, line
 
 
-def test_python_in_the_readme_runs(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_in_the_readme_runs(here: Path, fixtures: Path) -> None:
     """The Python example runs as it stands, pasted whole."""
-    monkeypatch.chdir(tmp_path)
     shutil.copy(fixtures / "dataparallel.pt", "a.pt")
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}

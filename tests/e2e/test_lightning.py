@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 
 import ckptconv
 from tests.support import zoo
-from tests.support.judge import assert_same
+from tests.support.judge import assert_same, tags_of
+from tests.support.round_trips import round_trip
 
 _MADE: list[str] = []
 
@@ -169,37 +170,24 @@ KINDS = [lightning, mmengine, timm, fairseq, averaged, random_states]
 Build = Callable[[str], dict[str, Any]]
 
 
-def made(build: Build, prefix: str, tmp_path: Path, tags: tuple[str, ...] = ("cpu",)) -> Path:
-    zoo.save(build(prefix), tmp_path / f"{prefix}src.ckpt", tags)
-    return tmp_path / f"{prefix}src.ckpt"
-
-
-def converted(src: Path, dst: Path, **edits: Any) -> Any:
-    """What torch loads of SRC with EDITS; making DST runs nothing that is in SRC."""
+def converted(folder: Path, obj: Any, tags: Sequence[str] = ("cpu",), **edits: Any) -> Any:
+    """What torch loads of `obj` with `edits`; making it runs nothing that is in the file."""
     _MADE.clear()
-    ckptconv.convert(src, dst, **edits)
+    zoo.save(obj, folder / "src.ckpt", tags)
+    ckptconv.convert(folder / "src.ckpt", folder / "out.ckpt", force=True, **edits)
     assert not _MADE
-    return torch.load(dst, map_location=lambda storage, tag: storage, weights_only=False)
+    return tags_of(folder / "out.ckpt")[0]
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 @pytest.mark.parametrize("build", KINDS)
-def test_strip(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper: keys elsewhere
-    stay, whatever they look like.
+def test_prefixes(build: Build, prefix: str, tmp_path: Path) -> None:
+    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper, and
+    ``--add-prefix`` the one of the wrapper, in the averages and in an optimizer of names too: keys elsewhere stay,
+    whatever they look like.
     """
-    src = made(build, prefix, tmp_path)
-    assert_same(converted(src, tmp_path / "out.ckpt", strip_prefix=prefix), build(""))
-
-
-@pytest.mark.parametrize("prefix", ["module.", "model."])
-@pytest.mark.parametrize("build", KINDS)
-def test_add(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--add-prefix`` gives the file that the same trainer writes of the wrapper, in the
-    averages and in an optimizer of names too.
-    """
-    src = made(build, "", tmp_path)
-    assert_same(converted(src, tmp_path / "out.ckpt", add_prefix=prefix), build(prefix))
+    assert_same(converted(tmp_path, build(prefix), strip_prefix=prefix), build(""))
+    assert_same(converted(tmp_path, build(""), add_prefix=prefix), build(prefix))
 
 
 @pytest.mark.parametrize("build", KINDS)
@@ -207,7 +195,6 @@ def test_to(build: Build, tmp_path: Path) -> None:
     """``--to`` sends every storage but the states of random generators, which come to the CPU; objects and values are
     the same, a user's ``torch.device`` too.
     """
-    src = made(build, "module.", tmp_path, zoo.TAGS)
     tags: list[tuple[str, bool]] = []
 
     def keep(storage: Any, tag: str) -> Any:
@@ -215,9 +202,9 @@ def test_to(build: Build, tmp_path: Path) -> None:
         return storage
 
     for target in ("cuda:1", "cpu"):
-        assert_same(converted(src, tmp_path / f"{target}.ckpt", map_location=target), build("module."))
+        assert_same(converted(tmp_path, build("module."), zoo.TAGS, map_location=target), build("module."))
         tags.clear()
-        torch.load(tmp_path / f"{target}.ckpt", map_location=keep, weights_only=False)
+        torch.load(tmp_path / "out.ckpt", map_location=keep, weights_only=False)
         assert all(tag == ("cpu" if is_rng else target) for tag, is_rng in tags)
         assert sum(is_rng for _, is_rng in tags) == 2 * (build is random_states)
         assert len(tags) > 10
@@ -225,7 +212,6 @@ def test_to(build: Build, tmp_path: Path) -> None:
 
 def test_a_state_dict_goes_alone(tmp_path: Path) -> None:
     """Of a Lightning checkpoint ``--state-dict`` takes the weights, and names all that stays behind."""
-    src = made(lightning, "model.", tmp_path)
-    report = ckptconv.convert(src, tmp_path / "out.pt", state_dict=True, strip_prefix="model.")
-    assert_same(torch.load(tmp_path / "out.pt"), weights(""))
+    found, report = round_trip(tmp_path, lightning("model."), weights_only=True, state_dict=True, strip_prefix="model.")
+    assert_same(found, weights(""))
     assert [left.path for left in report.left_behind] == [key for key in lightning("") if key != "state_dict"]

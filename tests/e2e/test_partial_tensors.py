@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 import torch.distributed.tensor  # DTensors are loaded here
 
 import ckptconv
-from ckptconv.byteranges.sources import Source
 from ckptconv.errors import LimitError, RefusedError
-from ckptconv.formats import opening
 from tests.support import zoo
+from tests.support.conversions import read
 from tests.support.judge import assert_same, tags_of
 from tests.support.paths import ROOT
+from tests.support.reduced import Reduced
 from tests.support.two_ranks import parts
 
 
@@ -100,8 +101,7 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
     ``torch.load(map_location=...)`` and ``DTensor.cpu()``.
     """
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
-    with Source(tmp_path / "gpu.pt") as source:
-        checkpoint = opening.read(source)
+    checkpoint = read(tmp_path / "gpu.pt")
     assert {storage.device for storage in checkpoint.storages.values()} == {"cuda:1"}
     assert [argument.device for argument in checkpoint.device_arguments] == ["cuda:1"] * 4
     ((path, device),) = ckptconv.inspect(tmp_path / "gpu.pt")["user_devices"].items()
@@ -123,15 +123,22 @@ def test_never_as_if_whole(run: Path, tmp_path: Path, edits: dict[str, Any]) -> 
     assert [t["path"] for t in ckptconv.inspect(tmp_path / "out.safetensors")["tensors"]] == ["steps"]
 
 
-def test_sharded_tensors_are_no_wholes_either(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"weight \(one process's part of it\); save it whole"):
-        ckptconv.convert(run / "sharded1.pt", tmp_path / "out.safetensors")
+PART = r"\(one process's part of it\); save it whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "said"),
+    [("sharded1.pt", {}, f"weight {PART}"), ("module0.pt", {"state_dict": True}, rf"0\.weight {PART}")],
+    ids=["a sharded tensor", "a pickled module's weights"],
+)
+def test_others_are_no_wholes_either(run: Path, tmp_path: Path, name: str, edits: dict[str, Any], said: str) -> None:
+    """They are refused as those of a state dict are."""
+    with pytest.raises(RefusedError, match=said):
+        ckptconv.convert(run / name, tmp_path / "out.safetensors", **edits)
 
 
 def test_a_pickled_module_has_parts_too(run: Path, tmp_path: Path) -> None:
-    """Its weights are refused as those of a state dict are; a torch file takes them."""
-    with pytest.raises(RefusedError, match=r"0\.weight \(one process's part of it\); save it whole"):
-        ckptconv.convert(run / "module0.pt", tmp_path / "out.safetensors", state_dict=True)
+    """A torch file takes its weights."""
     ckptconv.convert(run / "module0.pt", tmp_path / "out.pt", state_dict=True)
     ours = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_same(parts(ours), parts(dict(torch.load(run / "module0.pt", weights_only=False).state_dict(keep_vars=True))))
@@ -242,27 +249,22 @@ def test_an_object_of_too_many_dimensions(old: ModuleType, tmp_path: Path) -> No
 # Calls in calls
 
 
-def nested(depth: int) -> torch.Tensor:
-    """A tensor that DEPTH calls are made around."""
-
-    class Wrapped:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __reduce__(self) -> Any:
-            return torch._utils._rebuild_parameter, (self.inner, True, None)
-
-    made: Any = torch.ones(2)
+def around(inner: Any, depth: int, args: Callable[[Any], tuple[Any, ...]]) -> Any:
+    """`inner` with so many calls around it, each of which has `args` of the one before."""
     for _ in range(depth):
-        made = Wrapped(made)
-    return made
+        inner = Reduced(*args(inner))
+    return inner
 
 
 def test_calls_around_calls(tmp_path: Path) -> None:
     """Some are read; more than torch ever writes are refused, before Python's stack ends."""
-    torch.save({"w": nested(20)}, tmp_path / "x.pt")
+
+    def parameter(inner: Any) -> tuple[Any, ...]:
+        return torch._utils._rebuild_parameter, (inner, True, None)
+
+    torch.save({"w": around(torch.ones(2), 20, parameter)}, tmp_path / "x.pt")
     assert kinds(tmp_path / "x.pt")["w"] == ("strided", [2], 8)
-    torch.save({"w": nested(100)}, tmp_path / "x.pt")
+    torch.save({"w": around(torch.ones(2), 100, parameter)}, tmp_path / "x.pt")
     with pytest.raises(LimitError, match="at w: too many calls around each other"):
         ckptconv.inspect(tmp_path / "x.pt")
 
@@ -270,15 +272,8 @@ def test_calls_around_calls(tmp_path: Path) -> None:
 def test_a_tensor_in_many_calls(tmp_path: Path) -> None:
     """It is read once: forty calls, each with the one before it twice, would take forever."""
 
-    class Sparse:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
+    def sparse(inner: Any) -> tuple[Any, ...]:
+        return torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (inner, inner, torch.Size((2,))))
 
-        def __reduce__(self) -> Any:
-            return torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (self.inner, self.inner, torch.Size((2,))))
-
-    made: Any = torch.ones(2)
-    for _ in range(40):
-        made = Sparse(made)
-    torch.save({"w": made}, tmp_path / "x.pt")
+    torch.save({"w": around(torch.ones(2), 40, sparse)}, tmp_path / "x.pt")
     assert kinds(tmp_path / "x.pt")["w"] == ("sparse", [2], 8 << 40)

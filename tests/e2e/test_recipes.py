@@ -8,7 +8,6 @@ import io
 import pickle
 import re
 import shlex
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
@@ -25,7 +23,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import ckptconv
 from ckptconv.cli.main import main
 from tests.support import zoo
+from tests.support.command import Command
+from tests.support.hostile_bytes import saved
 from tests.support.paths import ROOT
+from tests.support.writers import distributed, scripted
+
+pytestmark = pytest.mark.usefixtures("here")
 
 RECIPES = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", (ROOT / "RECIPES.md").read_text(), re.MULTILINE))
 
@@ -57,43 +60,33 @@ def into_net(name: str) -> None:
     net().load_state_dict(torch.load(name, map_location="cpu"), strict=True)
 
 
-def on_gpu() -> Callable[[], Any]:
-    zoo.save(net().state_dict(), "model.pt", tags=["cuda:0"])
-    return load
+def saving(
+    make: Callable[[], Any], attempt: Callable[[], Any] | None = load, tags: Sequence[str] = ("cpu",), **options: Any
+) -> Callable[[], Callable[[], Any] | None]:
+    """What saves what `make` gives as ``model.pt``; `attempt` is what goes wrong then."""
+
+    def save() -> Callable[[], Any] | None:
+        zoo.save(make(), "model.pt", tags, **options)
+        return attempt
+
+    return save
 
 
-def on_second_gpu() -> Callable[[], Any]:
-    zoo.save(net().state_dict(), "model.pt", tags=["cuda:0", "cuda:1"])
-    return load
+def state() -> Any:
+    return net().state_dict()
 
 
-def wrapped() -> Callable[[], Any]:
-    torch.save(nn.DataParallel(net()).state_dict(), "model.pt")
-    return lambda: into_net("model.pt")
-
-
-def plain() -> Callable[[], Any]:
-    torch.save(net().state_dict(), "model.pt")
-    return lambda: nn.DataParallel(net()).load_state_dict(torch.load("model.pt"), strict=True)
-
-
-def inner() -> Callable[[], Any]:
+def inner() -> Any:
+    """The names of a model of which a part is wrapped."""
     model = net()
     model.features = nn.DataParallel(model.features)
-    torch.save(model.state_dict(), "model.pt")
-    return lambda: into_net("model.pt")
+    return model.state_dict()
 
 
-def compiled() -> Callable[[], Any]:
-    torch.save(torch.compile(net()).state_dict(), "model.pt")
-    return lambda: into_net("model.pt")
-
-
-def activations() -> Callable[[], Any]:
+def activations() -> Any:
     model = net()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
-    torch.save({f"{name}": tensor for name, tensor in with_wrappers(model).items()}, "model.pt")
-    return lambda: into_net("model.pt")
+    return with_wrappers(model)
 
 
 def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,7 +96,7 @@ def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def dumped() -> Callable[[], Any]:
     with zoo.tagging(["cuda:0"]):
-        Path("data.pkl").write_bytes(pickle.dumps(net().state_dict()))
+        Path("data.pkl").write_bytes(pickle.dumps(state()))
     return lambda: pickle.loads(Path("data.pkl").read_bytes())
 
 
@@ -112,24 +105,9 @@ def loads_the_dumped() -> None:
     into_net("cpu.pt")
 
 
-def before_zips() -> Callable[[], Any]:
-    torch.save(net().state_dict(), "model.pt", _use_new_zipfile_serialization=False)
-    return lambda: torch.load("model.pt", mmap=True)
-
-
 def maps_into_memory() -> None:
     net().load_state_dict(torch.load("new.pt", mmap=True), strict=True)
     into_net("old.pt")
-
-
-def with_class() -> Callable[[], Any]:
-    torch.save({"state_dict": net().state_dict(), "args": Arguments()}, "model.pt")
-    return load
-
-
-def of_protocol_4() -> Callable[[], Any]:
-    torch.save(net().state_dict(), "model.pt", pickle_protocol=4)
-    return load
 
 
 #: This module as pickles name it, and a name of that length that nobody can import.
@@ -138,7 +116,7 @@ GONE = b"models".ljust(len(HERE), b"_")
 
 
 def with_lost_class() -> Callable[[], Any]:
-    torch.save({"state_dict": net().state_dict(), "args": Arguments()}, "old.pt")
+    torch.save({"state_dict": state(), "args": Arguments()}, "old.pt")
     data = Path("old.pt").read_bytes().replace(b"c%s\nArguments" % HERE, b"c%s\nArguments" % GONE)
     assert GONE in data
     Path("model.pt").write_bytes(without_checksums(data))
@@ -207,35 +185,31 @@ def into_a_new_one(weights: Any) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def tied() -> Callable[[], Any]:
+def tied() -> Any:
     model = net()
     model.head.weight = model.features[0].weight
-    torch.save(model.state_dict(), "model.pt")
-    return lambda: save_file(torch.load("model.pt"), "out.safetensors")
+    return model.state_dict()
 
 
-def training() -> Callable[[], Any] | None:
+def training() -> Any:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
-    zoo.save(
-        {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer.state_dict()},
-        "model.pt",
-        tags=["cuda:0"],
-    )
-    return None
+    return {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def saved_again() -> Callable[[], Any] | None:
+saved_training = saving(training, None, ["cuda:0"])
+
+
+def saved_again() -> None:
     """A training, a copy of it, its weights, and what became of it, in which the head alone is another."""
-    training()
+    saved_training()
     ckptconv.convert("model.pt", "copy.pt")
     ckptconv.convert("model.pt", "weights.safetensors")
     later = load(map_location="cpu")
     later["model"]["head.weight"].add_(1)
     zoo.save(later, "later.pt", tags=["cuda:0"])
-    return None
 
 
 def the_same_is_said() -> None:
@@ -245,36 +219,18 @@ def the_same_is_said() -> None:
     assert main(["diff", "model.pt", "later.pt", "-q"]) == 1
 
 
-def with_rng() -> Callable[[], Any]:
-    state = {"model": net().state_dict(), "rng": torch.get_rng_state()}
-    zoo.save(state, "model.pt", tags=["cuda:0"])
-    return lambda: torch.set_rng_state(torch.load("model.pt", map_location="meta")["rng"])
+def writing(make: Callable[[], bytes], attempt: Callable[[], Any] | None = load) -> Callable[[], Any]:
+    """What writes what `make` gives to ``model.pt``; `attempt` is what goes wrong then."""
+
+    def write() -> Callable[[], Any] | None:
+        Path("model.pt").write_bytes(make())
+        return attempt
+
+    return write
 
 
-def of_unknown_device() -> Callable[[], Any]:
-    zoo.save(net().state_dict(), "model.pt", tags=["npu:0"])
-    return load
-
-
-def cut() -> Callable[[], Any]:
-    torch.save(net().state_dict(), "whole.pt")
-    Path("model.pt").write_bytes(Path("whole.pt").read_bytes()[:1500])
-    return load
-
-
-def of_export() -> Callable[[], Any] | None:
-    Path("model.pt").write_bytes(exported())
-    return None
-
-
-def of_jit() -> Callable[[], Any]:
-    Path("model.pt").write_bytes(torchscript())
-    return load
-
-
-def views() -> Callable[[], Any] | None:
-    torch.save({"a": torch.randn(100_000)[:10]}, "model.pt")
-    return None
+cut = writing(lambda: saved(state())[:1500])
+of_export = writing(lambda: exported(), None)
 
 
 def tags(name: str) -> set[str]:
@@ -287,7 +243,7 @@ def loads_into(name: str) -> Callable[[], Any]:
 
 def in_shards() -> None:
     Path("hub").mkdir()
-    save_torch_state_dict(net().state_dict(), "hub", max_shard_size=60)
+    save_torch_state_dict(state(), "hub", max_shard_size=60)
     Path("hub", "config.json").write_text("{}")
 
 
@@ -299,12 +255,9 @@ def loads_from_shards() -> None:
     assert len(load_torch_model(net(), "dealt").missing_keys) == 0
 
 
-def distributed() -> None:
+def in_chunks() -> None:
     """What one process saves."""
-    state = {"model": net().state_dict(), "step": 100}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, checkpoint_id="step-100")
+    distributed({"model": state(), "step": 100}, Path("step-100"))
     with pytest.raises(IsADirectoryError):
         load("step-100")
 
@@ -319,7 +272,7 @@ def is_whole() -> None:
 def a_run() -> None:
     for step in ("1", "2"):
         Path("run", step).mkdir(parents=True)
-        zoo.save(net().state_dict(), f"run/{step}/model.pt", tags=["cuda:0"])
+        zoo.save(state(), f"run/{step}/model.pt", tags=["cuda:0"])
 
 
 def keeps_the_ties() -> None:
@@ -364,64 +317,86 @@ UNREAD = {cut: "bytes are missing", of_export: "a .pt2 archive"}
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (
-        on_gpu,
+        saving(state, tags=["cuda:0"]),
         loads_into("cpu.pt"),
     ),
     "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1": (
-        on_second_gpu,
+        saving(state, tags=["cuda:0", "cuda:1"]),
         lambda: tags("first.pt") == {"cuda:0"} or pytest.fail("a tag is left"),
     ),
     'Missing key(s) in state_dict: "conv.weight" ... Unexpected key(s) in state_dict: "module.conv.weight"': (
-        wrapped,
+        saving(lambda: nn.DataParallel(net()).state_dict(), loads_into("model.pt")),
         loads_into("plain.pt"),
     ),
     'Missing key(s) in state_dict: "module.conv.weight" ... Unexpected key(s) in state_dict: "conv.weight"': (
-        plain,
+        saving(state, lambda: nn.DataParallel(net()).load_state_dict(torch.load("model.pt"), strict=True)),
         lambda: nn.DataParallel(net()).load_state_dict(torch.load("ddp.pt"), strict=True),
     ),
-    'Unexpected key(s) in state_dict: "features.module.0.weight"': (inner, loads_into("plain.pt")),
-    'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"': (compiled, loads_into("plain.pt")),
+    'Unexpected key(s) in state_dict: "features.module.0.weight"': (
+        saving(inner, loads_into("model.pt")),
+        loads_into("plain.pt"),
+    ),
+    'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"': (
+        saving(lambda: torch.compile(net()).state_dict(), loads_into("model.pt")),
+        loads_into("plain.pt"),
+    ),
     'Unexpected key(s) in state_dict: "layers.0._checkpoint_wrapped_module.weight"': (
-        activations,
+        saving(activations, loads_into("model.pt")),
         loads_into("plain.pt"),
     ),
     "RuntimeError: Attempting to deserialize object on a CUDA device, from pickle.load": (dumped, loads_the_dumped),
     "RuntimeError: mmap can only be used with files saved with torch.save(... _use_new_zipfile_serialization=True)": (
-        before_zips,
+        saving(state, lambda: torch.load("model.pt", mmap=True), _use_new_zipfile_serialization=False),
         maps_into_memory,
     ),
-    "UnpicklingError: Weights only load failed": (with_class, loads_into("weights.pt")),
-    "UnpicklingError: Weights only load failed ... Unsupported operand 149": (of_protocol_4, loads_into("loadable.pt")),
+    "UnpicklingError: Weights only load failed": (
+        saving(lambda: {"state_dict": state(), "args": Arguments()}),
+        loads_into("weights.pt"),
+    ),
+    "UnpicklingError: Weights only load failed ... Unsupported operand 149": (
+        saving(state, pickle_protocol=4),
+        loads_into("loadable.pt"),
+    ),
     "ModuleNotFoundError: No module named 'models'": (with_lost_class, loads_into("weights.pt")),
     "ModuleNotFoundError: No module named 'models', where the file is the model itself": (whole, loads_the_weights),
     "AttributeError: Can't get attribute 'Net' on <module '__main__'>": (whole_wrapped, loads_the_wrapped_weights),
     "RuntimeError: Cannot use weights_only=True with TorchScript archives": (
-        of_jit,
+        writing(lambda: scripted(nn.Linear(3, 2))),
         lambda: nn.Linear(3, 2).load_state_dict(torch.load("weights.pt"), strict=True),
     ),
-    "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": (tied, keeps_the_ties),
-    "torch.cuda.OutOfMemoryError when training is resumed": (training, lambda: load("cpu.pt")),
-    "Killed: out of memory on a file that is larger than the RAM": (training, lambda: None),
-    "TypeError: RNG state must be a torch.ByteTensor": (with_rng, resumes),
+    "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": (
+        saving(tied, lambda: save_file(torch.load("model.pt"), "out.safetensors")),
+        keeps_the_ties,
+    ),
+    "torch.cuda.OutOfMemoryError when training is resumed": (saved_training, lambda: load("cpu.pt")),
+    "Killed: out of memory on a file that is larger than the RAM": (saved_training, lambda: None),
+    "TypeError: RNG state must be a torch.ByteTensor": (
+        saving(
+            lambda: {"model": state(), "rng": torch.get_rng_state()},
+            lambda: torch.set_rng_state(torch.load("model.pt", map_location="meta")["rng"]),
+            ["cuda:0"],
+        ),
+        resumes,
+    ),
     "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)": (
-        of_unknown_device,
+        saving(state, tags=["npu:0"]),
         loads_into("cpu.pt"),
     ),
     "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": (
         cut,
         lambda: None,
     ),
-    "The file is far too big": (views, is_small),
-    "The weights in half the bytes": (training, is_half),
-    "The weights without the optimizer, the EMA, one part of the model": (training, takes_parts),
+    "The file is far too big": (saving(lambda: {"a": torch.randn(100_000)[:10]}, None), is_small),
+    "The weights in half the bytes": (saved_training, is_half),
+    "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
-    "A folder with .metadata and .distcp files, which torch.load does not read": (distributed, is_whole),
+    "A folder with .metadata and .distcp files, which torch.load does not read": (in_chunks, is_whole),
     "A run full of checkpoints for a machine without a GPU": (
         a_run,
         lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"],
     ),
     "Are these two checkpoints the same?": (saved_again, the_same_is_said),
-    "Names and shapes without loading": (training, lambda: None),
+    "Names and shapes without loading": (saved_training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
         lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),  # type: ignore[attr-defined]
         lambda: None,
@@ -450,11 +425,8 @@ def test_every_recipe_has_a_story() -> None:
     "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol 4", "ignore:.*TorchScript archive"
 )
 @pytest.mark.parametrize("heading", STORIES)
-def test_the_error_comes_up_and_goes(
-    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
     """torch says what the heading says; the recipe's commands run; what failed works."""
-    monkeypatch.chdir(tmp_path)
     before, after = STORIES[heading]
     attempt = before()
     gpus = torch.cuda.device_count()
@@ -481,15 +453,7 @@ def test_the_error_comes_up_and_goes(
 
 
 def torch_bytes(elements: int = 0) -> bytes:
-    file = io.BytesIO()
-    torch.save({**net().state_dict(), "more": torch.zeros(elements)}, file)
-    return file.getvalue()
-
-
-def torchscript() -> bytes:
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
-    return file.getvalue()
+    return saved({**state(), "more": torch.zeros(elements)})
 
 
 def exported() -> bytes:
@@ -554,27 +518,20 @@ def test_each_row_and_line_has_its_file() -> None:
     "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol", "ignore:.*TorchScript archive"
 )
 @pytest.mark.parametrize("error", FILES)
-def test_torch_says_so_of_such_a_file(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torch_says_so_of_such_a_file(error: str, command: Command) -> None:
     """And inspect says what it is, with the table's next step."""
-    monkeypatch.chdir(tmp_path)
     make, what = FILES[error]
     Path("model.pt").write_bytes(make())
     said = said_by(load)
     start, *rest = error.split(" ... ")
     assert said.startswith(start)
     assert all(re.search(rf"{re.escape(part)}\b", said) for part in rest)
-    assert main(["inspect", "model.pt"]) == 1
-    assert re.search(what, capsys.readouterr().err)
+    assert re.search(what, command("inspect", "model.pt", status=1).err)
 
 
 @pytest.mark.parametrize(("data", "key"), [(POINTER, "'v'"), (PAGE, "'<'"), (JSON, "'{'")])
-def test_torch_names_the_first_letter_without_weights_only(
-    data: bytes, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_names_the_first_letter_without_weights_only(data: bytes, key: str) -> None:
     """As every version before 2.6 did; the files are no pickles, so that nothing runs."""
-    monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(data)
     said = said_by(lambda: load(weights_only=False))
     assert said.startswith(f"UnpicklingError: invalid load key, {key}")
@@ -582,26 +539,22 @@ def test_torch_names_the_first_letter_without_weights_only(
 
 
 @pytest.mark.parametrize("error", DEVICES)
-def test_torch_says_so_of_such_a_tag(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_says_so_of_such_a_tag(error: str, command: Command) -> None:
     """And the recipe's command is right for it."""
-    monkeypatch.chdir(tmp_path)
-    zoo.save(net().state_dict(), "model.pt", tags=[DEVICES[error]])
+    zoo.save(state(), "model.pt", tags=[DEVICES[error]])
     assert said_by(load).startswith(error)
-    assert main(["convert", "model.pt", "cpu.pt", "--to", "cpu", "-q"]) == 0
+    command("convert", "model.pt", "cpu.pt", "--to", "cpu", "-q")
     into_net("cpu.pt")
 
 
-def test_the_names_of_a_wrapped_model_are_excluded_with_their_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_names_of_a_wrapped_model_are_excluded_with_their_prefix(command: Command) -> None:
     """As inspect prints them; without it, nothing matches."""
-    monkeypatch.chdir(tmp_path)
     torch.save({"model": nn.DataParallel(net()).state_dict()}, "model.pt")
     convert = ["convert", "model.pt", "headless.pt", "--select", "model"]
-    assert main([*convert, "--exclude", "head.*"]) == 1
+    command(*convert, "--exclude", "head.*", status=1)
     recipe = RECIPES["The weights without the optimizer, the EMA, one part of the model"]
     flags = re.findall(r"`(--exclude .*?)`", recipe)
     assert len(flags) == 1
-    assert main([*convert, *shlex.split(flags[0])]) == 0
+    command(*convert, *shlex.split(flags[0]))
     names = torch.load("headless.pt")
     assert names and not any("head" in name for name in names)

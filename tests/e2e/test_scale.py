@@ -11,8 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptconv
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
 
 PAGE = ROOT / "docs" / "scale.md"
 JOBS = 40
@@ -66,13 +66,6 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def ended(process: subprocess.Popen[str]) -> str:

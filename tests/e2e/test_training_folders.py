@@ -5,7 +5,6 @@ no tensor stays what it is.
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,11 @@ from torch import nn
 
 import ckptconv
 from ckptconv.cli.main import main
+from tests.support.command import Command
 from tests.support.judge import assert_same, tags_of
+from tests.support.writers import distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
@@ -38,10 +41,11 @@ def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
 
 
 def there_and_back(before: Path) -> tuple[Path, Path]:
-    """The folder BEFORE as a training on a GPU would have written it, and that made fit for the CPU."""
+    """The folder `before` as a training on a GPU would have written it, and that made fit for the CPU: the same."""
     gpu, cpu = before.with_name("gpu"), before.with_name("again")
     assert main(["convert", str(before), str(gpu), "--to", "cuda:0", "--copy-others", "-q"]) == 0
     assert main(["convert", str(gpu), str(cpu), "--to", "cpu", "--copy-others", "-q"]) == 0
+    assert_retagged(before, gpu, cpu)
     return gpu, cpu
 
 
@@ -82,9 +86,7 @@ def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
         return transformers.Trainer(model, arguments, train_dataset=Texts())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer(2).train()
+    trainer(2).train()
     before = tmp_path / "run" / "checkpoint-2"
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "model.safetensors"} <= {
         *os.listdir(before)
@@ -92,11 +94,8 @@ def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     gpu, cpu = there_and_back(before)
     with pytest.raises(RuntimeError, match="CUDA"):
         torch.load(gpu / "optimizer.pt")
-    assert_retagged(before, gpu, cpu)
     assert tags_of(gpu / "rng_state.pth")[1] == ["cpu"] * len(tags_of(gpu / "rng_state.pth")[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert trainer(4).train(resume_from_checkpoint=str(cpu)).global_step == 4
+    assert trainer(4).train(resume_from_checkpoint=str(cpu)).global_step == 4
 
 
 def test_accelerates_folder(tmp_path: Path) -> None:
@@ -104,29 +103,26 @@ def test_accelerates_folder(tmp_path: Path) -> None:
     ``load_state`` reads the result.
     """
     accelerate = pytest.importorskip("accelerate")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer = accelerator.prepare(model, optimizer)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        accelerator.save_state(str(tmp_path / "before"), safe_serialization=False)
-        names = {*os.listdir(tmp_path / "before")}
-        assert {"pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"} <= names
-        gpu, cpu = there_and_back(tmp_path / "before")
-        assert_retagged(tmp_path / "before", gpu, cpu)
-        assert set(tags_of(gpu / "optimizer.bin")[1]) == {"cuda:0"}
-        assert set(tags_of(gpu / "random_states_0.pkl")[1]) == {"cpu"}
-        expected = [value.clone() for value in model.parameters()]
-        with torch.no_grad():
-            model.weight.zero_()
-        accelerator.load_state(str(cpu))
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(str(tmp_path / "before"), safe_serialization=False)
+    names = {*os.listdir(tmp_path / "before")}
+    assert {"pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"} <= names
+    gpu, cpu = there_and_back(tmp_path / "before")
+    assert set(tags_of(gpu / "optimizer.bin")[1]) == {"cuda:0"}
+    assert set(tags_of(gpu / "random_states_0.pkl")[1]) == {"cpu"}
+    expected = [value.clone() for value in model.parameters()]
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(str(cpu))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
 
 
-def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deepspeeds_ranks(tmp_path: Path, command: Command) -> None:
     """Each rank's file is a file, with the tag of its rank; to one file they are not
     merged, and the tool that does it is named.
     """
@@ -144,25 +140,18 @@ def test_deepspeeds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     (tmp_path / "run" / "latest").write_text("global_step2")
     (tmp_path / "run" / "zero_to_fp32.py").touch()
-    gpu, cpu = there_and_back(tmp_path / "run")
-    assert_retagged(tmp_path / "run", gpu, cpu)
+    _, cpu = there_and_back(tmp_path / "run")
     assert (cpu / "latest").read_text() == "global_step2"
     for path in (tmp_path / "run", folder):
-        assert main(["convert", str(path), str(tmp_path / "one.pt"), "--to", "cpu"]) == 1
-        assert "zero_to_fp32" in capsys.readouterr().err
+        command("convert", path, tmp_path / "one.pt", "--to", "cpu", status=1, err="zero_to_fp32")
     assert not (tmp_path / "one.pt").exists()
 
 
 def test_lightnings_fsdp_folder(tmp_path: Path) -> None:
     """A folder of chunks with a file beside them: the chunks become one file, the other keeps its place."""
-    dcp = pytest.importorskip("torch.distributed.checkpoint")
-    folder = tmp_path / "run" / "epoch=1.ckpt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": {"w": torch.arange(5.0)}}, checkpoint_id=folder, no_dist=True)
+    folder = distributed({"model": {"w": torch.arange(5.0)}}, tmp_path / "run" / "epoch=1.ckpt")
     torch.save({"epoch": 1}, folder / "meta.pt")
-    (outcome, beside) = ckptconv.convert_many(ckptconv.jobs_in(tmp_path / "run", tmp_path / "new"))
-    assert outcome.error is None
-    assert beside.error is None
+    outcomes = ckptconv.convert_many(ckptconv.jobs_in(tmp_path / "run", tmp_path / "new"))
+    assert [outcome.error for outcome in outcomes] == [None, None]
     assert torch.equal(torch.load(tmp_path / "new" / "epoch=1.ckpt.pt")["model"]["w"], torch.arange(5.0))
     assert torch.load(tmp_path / "new" / "epoch=1.ckpt" / "meta.pt") == {"epoch": 1}

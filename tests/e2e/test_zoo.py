@@ -30,6 +30,8 @@ from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 from ckptconv.formats import opening, torch_zip
 from tests.support import zoo
+from tests.support.archives import without_crc32
+from tests.support.conversions import read
 from tests.support.judge import assert_same, tags_of
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
@@ -260,8 +262,7 @@ def test_tensors_are_what_torch_says(name: str, tmp_path: Path) -> None:
     """Dtype, shape, stride, offset and requires_grad, by path, as torch loads them."""
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
     loaded = torch.load(tmp_path / "src.pt", map_location="cpu", weights_only=False)
-    with Source(tmp_path / "src.pt") as source:
-        tensors = opening.read(source).tensors
+    tensors = read(tmp_path / "src.pt").tensors
     items = loaded.items() if isinstance(loaded, dict) else ((f"[{i}]", tensor) for i, tensor in enumerate(loaded))
     checked = 0
     for key, tensor in items:
@@ -367,12 +368,8 @@ def test_a_file_without_checksums_stays_without(tmp_path: Path) -> None:
     data.pkl included, and a note says so.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
+    with without_crc32():
         zoo.save(zoo.views(), src)
-    finally:
-        torch.serialization.set_crc32_options(before)
     report = ckptconv.convert(src, dst, map_location="cpu")
     with zipfile.ZipFile(dst) as archive:
         assert {info.CRC for info in archive.infolist()} == {0}
@@ -466,8 +463,7 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
         assert [info.file_size for info in archive.infolist() if "/data/" in info.filename] == [12, size, 40]
         assert archive.read("src/data.pkl") == record(dst)
     assert all(offset % 64 == 0 for key, offset in data_offsets(dst).items() if key.startswith("data/"))
-    with Source(dst) as output:  # our own reader is stricter than either
-        assert opening.read(output).storages["1"].nbytes == size
+    assert read(dst).storages["1"].nbytes == size  # our own reader is stricter than either
     found, tags = tags_of(dst, mmap=True)
     assert tags == ["cpu"] * 3
     assert found["big"].shape == (size,)

@@ -114,7 +114,7 @@ def _measure(command: str, path: Path) -> None:
     (path.parent / "warm.pt").write_bytes(file_of("None", 10)[0])
     for each in (path.parent / "warm.pt", path):
         Path("/proc/self/clear_refs").write_text("5")  # from here on the highest is counted anew
-        before, started, came = _memory("VmRSS"), time.process_time(), "done"
+        before, started, came = memory("VmRSS"), time.process_time(), "done"
         try:
             if command == "parse":
                 with Source(each) as source, gc_paused():
@@ -125,10 +125,11 @@ def _measure(command: str, path: Path) -> None:
                 getattr(ckptconv, command)(each)
         except CkptconvError as error:
             came = f"{type(error).__name__}: {error.what[:60]}"
-    print(time.process_time() - started, _memory("VmHWM") - before, came)
+    print(time.process_time() - started, memory("VmHWM") - before, came)
 
 
-def _memory(which: str) -> int:
+def memory(which: str) -> int:
+    """Bytes of memory of this process: VmRSS, those that it has, or VmHWM, the most that it has had."""
     found = re.search(rf"{which}:\s+([0-9]+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024

@@ -24,6 +24,7 @@ import atheris
 
 with atheris.instrument_imports(include=["ckptconv"]):
     from tests.fuzz import targets
+    from tests.fuzz.budgets import memory
     from tests.fuzz.mutators import MUTATORS
 
 __all__ = ["fuzz"]
@@ -53,7 +54,7 @@ class Fuzzer:
         # To start from again: the corpus is soon full of what is refused early.
         self.good = [path.read_bytes() for path in sorted((work / "corpus").iterdir())]
         self.report = {"executions": 0, "read": 0, "findings": 0, "slowest": 0.0, "memory": 0, "most_memory": 0}
-        self.peak = _memory()
+        self.peak = memory("VmHWM")
 
     def test_one(self, data: bytes) -> None:
         """DATA, once; what is wrong is kept."""
@@ -68,7 +69,7 @@ class Fuzzer:
 
     def wrong(self, data: bytes) -> str | None:
         """What is wrong with DATA in few words: the same for the same fault."""
-        memory, started = _memory(now=True), time.process_time()
+        before, started = memory("VmRSS"), time.process_time()
         try:
             read = targets.run(self.target, data, self.folder)
         except Exception as error:
@@ -78,8 +79,8 @@ class Fuzzer:
             self.report["read"] += 1
             self.good = [*self.good[-_REMEMBERED:], data]
         self.report["slowest"] = max(self.report["slowest"], round(spent, 3))
-        peak = _memory()
-        taken = peak - memory if peak > self.peak else 0
+        peak = memory("VmHWM")
+        taken = peak - before if peak > self.peak else 0
         self.peak = max(peak, self.peak)
         self.report["memory"] = max(self.report["memory"], taken)
         self.report["most_memory"] = self.peak
@@ -113,15 +114,6 @@ class Fuzzer:
 def _named(error: Exception) -> str:
     where = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
     return f"{type(error).__name__} {re.sub(r'[0-9]+', 'N', str(error))[:60]!r} in {' < '.join(where[:-4:-1])}"
-
-
-def _memory(*, now: bool = False) -> int:
-    """The most bytes of memory that the process has had, or those that it has NOW."""
-    found = re.search(
-        r"VmRSS:\s+([0-9]+) kB" if now else r"VmHWM:\s+([0-9]+) kB", Path("/proc/self/status").read_text()
-    )
-    assert found
-    return int(found[1]) * 1024
 
 
 def fuzz(target: str, seconds: int, work: Path, finds: Path) -> NoReturn:

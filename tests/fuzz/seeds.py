@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,7 +27,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
-from tests.support.legacy_files import Old, legacy_file, storage_id
+from tests.support.archives import rezipped
+from tests.support.legacy_files import legacy_file, storage_id
+from tests.support.reduced import Reduced
+from tests.support.writers import distributed, scripted
 
 __all__ = ["SEEDS", "seeds_of"]
 
@@ -131,16 +133,8 @@ def _zips() -> Iterator[tuple[str, bytes]]:
     yield "bare", archive([replace(record, checked=False, descriptor=False) for record in records[:1] + records[4:]])
     yield "zip64", archive(records, zip64=True, comment=b"x")
     yield "big_endian", archive([replace(r, data=b"big") if r.name.endswith(b"byteorder") else r for r in records])
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as written:
-        for record in records:
-            written.writestr(record.name.decode(), record.data)
-    yield "zipfile", stream.getvalue()
-    scripted = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(nn.Linear(1, 1)), scripted)
-    yield "script", scripted.getvalue()
+    yield "zipfile", rezipped(state, method=zipfile.ZIP_DEFLATED)
+    yield "script", scripted(nn.Linear(1, 1))
 
 
 def _legacies() -> Iterator[tuple[str, bytes]]:
@@ -153,7 +147,7 @@ def _legacies() -> Iterator[tuple[str, bytes]]:
             _saved(_objects()["views"], _use_new_zipfile_serialization=False, pickle_protocol=protocol),
         )
     view = storage_id(torch.FloatStorage, "1", "cuda:0", 4, ("2", 1, 2))
-    tensor = Old(torch._utils._rebuild_tensor, (view, 0, (2,), (1,)))
+    tensor = Reduced(torch._utils._rebuild_tensor, (view, 0, (2,), (1,)))
     yield "view", legacy_file({"a": tensor}, {"1": (4, bytes(16))})
     yield "python2", legacy_file({"a": tensor}, {"1": (4, bytes(16))}, python2=True)
 
@@ -237,11 +231,10 @@ def _folders_of_dcp() -> Iterator[tuple[str, bytes]]:
         "flat": {"a": torch.ones(2), "n": 3},
         "nested": {"model": {"w": torch.ones(2, 2), "l": [torch.zeros(1), {"x": 1}]}, "step": 1},
     }
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as name:
         for what, obj in state.items():
-            dcp.save(obj, checkpoint_id=f"{name}/{what}", no_dist=True)
-            packed = pack({path.name: path.read_bytes() for path in sorted(Path(name, what).iterdir())})
+            folder = distributed(obj, Path(name, what))
+            packed = pack({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
             yield what, packed
             if what == "flat":
                 yield "rows", _in_rows(unpack(packed))

@@ -28,7 +28,10 @@ from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.formats import opening
 from ckptconv.inspection.verification import verify
+from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
 #: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit
 #: of a byte has its turn.
@@ -60,9 +63,7 @@ def checkpoint() -> dict[str, Any]:
 
 def of_torch() -> bytes:
     """The layout of torch's own writer, with data descriptors."""
-    file = io.BytesIO()
-    torch.save(checkpoint(), file)
-    return file.getvalue()
+    return saved(checkpoint())
 
 
 def of_ours(tmp_path: Path) -> bytes:
@@ -240,7 +241,6 @@ def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_MOST_THREADS", 0)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("writer", ["torch", "ckptconv"])
 def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
     """Whatever single bit turns: ``verify`` finds it, or torch loads the same object and the reader sees the same
@@ -254,7 +254,6 @@ def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
     assert len(bits["found"]) > len(bits["harmless"])
 
 
-@pytest.mark.no_cover
 def test_flips_in_safetensors(tmp_path: Path) -> None:
     """It has no checksums: what is silent stands in the numbers of tensors and in names and
     texts; everything else in the header is found.
@@ -269,14 +268,11 @@ def test_flips_in_safetensors(tmp_path: Path) -> None:
     assert all(bit // 8 in texts or data[bit // 8] == ord(" ") for bit in bits["harmless"])
 
 
-@pytest.mark.no_cover
 def test_flips_in_the_older_format(tmp_path: Path) -> None:
     """It has no checksums either: what is silent stands in the numbers of tensors and in the object's pickle; the sizes
     of storages and their keys are checked against each other.
     """
-    file = io.BytesIO()
-    torch.save(checkpoint(), file, _use_new_zipfile_serialization=False)
-    data = file.getvalue()
+    data = saved(checkpoint(), _use_new_zipfile_serialization=False)
     bits = judged(data, tmp_path / "older.pt", STEP, safely)
     stream, ends = io.BytesIO(data), []
     for _ in range(5):

@@ -16,11 +16,10 @@ import torch
 
 from ckptconv import convert
 from ckptconv.conversion.targets import find_item
-from tests.support.injection import Conversion, not_durable
+from tests.support.injection import OLD, OLD_SET, Conversion
 from tests.support.limited import ckptconv_with_small_files
+from tests.support.writers import sharded
 
-OLD = b"the old output"
-OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
 #: Takes from root what lets it write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h, linux/capability.h),
 #: and is the command from there on.
 _LIKE_OTHERS = """
@@ -48,11 +47,7 @@ def src(tmp_path: Path, fixtures: Path) -> Path:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """A model in two shards."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for i in (1, 2):
-        torch.save({f"w{i}": torch.randn(3000)}, folder / f"pytorch_model-0000{i}-of-00002.bin")
-    return folder
+    return sharded(tmp_path / "shards", {"w1": torch.randn(3000)}, {"w2": torch.randn(3000)})
 
 
 # Calls that fail, and processes that end
@@ -94,19 +89,15 @@ def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_
     """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the
     folder in which a batch makes a new one.
     """
-    runs = tmp_path / "runs"
-    if kind == "file":
-        conversion = Conversion(kind, runs, [src], ["dst.pt"], None, ("--to", "cpu"), calls=[("fsync", 1)])
-    elif kind == "folder":
-        conversion = Conversion(kind, runs, [shards], ["dst"], OLD_SET, ("--to", "cpu"), calls=[("fsync", 1)])
-    else:
-        other = Path(shutil.copy(src, tmp_path / "other.pt"))
-        flags, targets = ("--to", "cpu", "-j", "1"), ["new/deep/src.pt", "new/deep/other.pt"]
-        conversion = Conversion(kind, runs, [src, other], targets, None, flags, dst="new/deep/", calls=[("fsync", 1)])
-    out = conversion.fresh()
-    done, lines = conversion.trace(out)
-    assert done.returncode == 0
-    assert not_durable(lines, out) == []
+    other = Path(shutil.copy(src, tmp_path / "other.pt"))
+    srcs, targets, before, dst = {
+        "file": ([src], ["dst.pt"], None, None),
+        "folder": ([shards], ["dst"], OLD_SET, None),
+        "batch in a new folder": ([src, other], ["new/deep/src.pt", "new/deep/other.pt"], None, "new/deep/"),
+    }[kind]
+    flags = ("--to", "cpu", "-j", "1")
+    conversion = Conversion(kind, tmp_path / "runs", srcs, targets, before, flags, dst=dst, calls=[("fsync", 1)])
+    assert conversion.undurable() == []
 
 
 def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ the same, thrown away                             needs code, all the same
 a call of what no checkpoint needs                dangerous: not carried over unless asked for
                                                   test_calls_of_what_no_checkpoint_needs
 EXT1, EXT2, EXT4                                  needs code; malformed where the code is none
-                                                  test_extensions
+                                                  test_extensions, test_malformed_pickles
 STACK_GLOBAL                                      a known name is sound, a path needs code, no text is malformed
-                                                  test_stack_global
+                                                  test_stack_global, test_malformed_pickles
 REDUCE of what is no global                       malformed; of what a call makes it needs code
-                                                  test_reduce
+                                                  test_malformed_pickles, test_reduce
 an item, member or state for what cannot take it  malformed
-                                                  test_effects_on_the_wrong_thing
+                                                  test_malformed_pickles
 slots of the memo                                 any is sound, a missing or negative one malformed
-                                                  test_memo_slots
+                                                  test_memo_slots, test_malformed_pickles
 a value that doubles itself                       sound, in a few megabytes
                                                   test_doubling
 nesting 100,000 deep                              a limit
@@ -27,25 +27,25 @@ nesting 100,000 deep                              a limit
 a length that lies                                malformed, nothing allocated
                                                   test_lengths_that_lie
 frames, protocols, bytes behind the end           malformed
-                                                  test_frames_and_ends
+                                                  test_malformed_pickles
 keys that are no names                            kept by torch's format, escaped on a screen, refused by others
                                                   test_odd_keys
 names that a safetensors file cannot have         refused
                                                   test_names_that_safetensors_cannot_have
 persistent ids                                    malformed
-                                                  test_persistent_ids
+                                                  test_malformed_pickles
 sizes of storages                                 malformed
-                                                  test_sizes_of_storages
+                                                  test_malformed_files
 a storage under two dtypes                        sound where torch writes it so
                                                   test_a_storage_under_two_dtypes
 tensors outside of their storage                  malformed
-                                                  test_tensors_outside_of_their_storage
+                                                  test_malformed_pickles
 a tensor of terabytes on 16 bytes                 shown; a limit where it would be written out
                                                   test_a_tensor_of_terabytes
 views, lazy bits, rare dtypes                     the right values
                                                   test_right_values
 zips that can be read in two ways, or not at all  malformed
-                                                  test_zips
+                                                  test_malformed_files
 zips that others read                             unsupported, or read within limits
                                                   test_rare_zips
 checksums                                         malformed where they are read, and for verify
@@ -57,11 +57,11 @@ devices, FIFOs, sockets                           refused
 a file as torch writes it                         sound
                                                   test_a_real_file
 the order of bytes                                kept, turned round for safetensors; malformed if unknown
-                                                  test_byte_order
+                                                  test_byte_order, test_malformed_pickles
 the format before torch 1.6                       malformed; big-endian is a note
-                                                  test_older_format
+                                                  test_malformed_files, test_older_format_of_a_big_endian_machine
 safetensors                                       malformed
-                                                  test_safetensors
+                                                  test_malformed_files
 the index of shards                               refused, named
                                                   test_shards
 what is no checkpoint                             said in plain words, with the next step
@@ -72,7 +72,6 @@ an integer of more digits than Python prints      said without them
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -82,25 +81,30 @@ import struct
 import tracemalloc
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckptconv
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.inspection.verification import Level, verify
+from tests.support.archives import without_crc32
+from tests.support.command import Command
 from tests.support.hostile_bytes import (
     central_entry,
     data_of,
     dict_of,
     end_of,
+    flipped,
     found_in,
+    in_header,
+    in_headers,
     integer,
     local_header,
     patched,
@@ -112,11 +116,17 @@ from tests.support.hostile_bytes import (
     zip_of,
 )
 from tests.support.judge import assert_same
+from tests.support.writers import distributed, scripted
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
 MIB = 1 << 20
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}
+
+
+def each_of(table: Mapping[str, Iterable[Any]]) -> list[Any]:
+    """The cases of `table`, each with its key, which is its id."""
+    return [pytest.param(key, case, id=f"{key} {i}") for key, cases in table.items() for i, case in enumerate(cases)]
 
 
 # What is asserted of every row
@@ -257,6 +267,145 @@ def checkpoint(*items: bytes, protocol: int = 4) -> bytes:
 
 # Pickles
 
+#: A slot of the memo that no pickle needs.
+HIGH = struct.pack("<I", 2**32 - 16)
+PLAIN = dict_of(text("w"), tensor(), protocol=4)
+
+
+def framed(before: bytes, behind: bytes = b"") -> bytes:
+    """A checkpoint whose pickle has `before` in front of its first opcode, and `behind` after STOP."""
+    return torch_zip_of(PLAIN[:2] + before + PLAIN[2:] + behind)
+
+
+def stored(of: bytes) -> bytes:
+    """A checkpoint of a tensor on the storage that `of` pushes."""
+    return torch_zip_of(dict_of(text("w"), tensor(of)))
+
+
+def shaped(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
+    """A checkpoint of a tensor on 16 bytes."""
+    return torch_zip_of(dict_of(text("w"), tensor(None, shape, stride, offset)))
+
+
+def described_twice(other: bytes) -> bytes:
+    """A checkpoint of a tensor, and of one on the storage that `other` pushes."""
+    return torch_zip_of(dict_of(text("a"), tensor(), text("b"), tensor(other, shape=(1,))))
+
+
+#: What no pickler writes, by what the error says of it.
+MALFORMED: dict[str, list[bytes]] = {
+    # calls and globals
+    "an extension code must be positive": [
+        checkpoint(code) for code in (b"\x82\0", b"\x83\0\0", b"\x84\0\0\0\0", b"\x84\xff\xff\xff\xff")
+    ],
+    "STACK_GLOBAL needs two texts": [
+        checkpoint(operands + b"\x93")
+        for operands in (b"K\x01K\x02", text("m") + b"N", b"]" + text("n"), b"C\x01mC\x01n")
+    ],
+    "REDUCE of what cannot be called": [
+        checkpoint(value + b")R") for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89")
+    ],
+    "REDUCE needs a tuple of arguments": [
+        checkpoint(b"cm\nf\n" + args + b"R") for args in (b"N", b"]", b"K\x01", b"}")
+    ],
+    # an item for a list, a member for a dict, a state for what has none
+    "SETITEM on": [checkpoint(value + b"K\x01K\x02s") for value in (b"]", b")", storage())],
+    "SETITEMS on": [checkpoint(b"](K\x01K\x02u")],
+    "items are set on a tensor": [checkpoint(tensor() + items) for items in (text("k") + b"Ns", b"(NNu", b"Na")],
+    "APPEND on": [checkpoint(b"}K\x01a")],
+    "APPENDS on": [checkpoint(b"}(K\x01e")],
+    "ADDITEMS on": [checkpoint(b"](K\x01\x90")],
+    "BUILD on": [checkpoint(value + b"}b") for value in (b"}", b"]", b"N", b"K\x01")],
+    "a key without a value": [checkpoint(b"}(K\x01u")],
+    # the memo
+    "the memo has no such slot": [checkpoint(b"h\xc8"), checkpoint(b"j" + HIGH)],
+    "a memo slot is negative": [checkpoint(b"Np-1\n")],
+    # a frame holds whole opcodes, the pickle ends where its record does, its protocol is said once, in front
+    "a length in the pickle reaches beyond its end": [framed(b"\x95" + struct.pack("<Q", 1 << 20))],
+    "the pickle ends inside a frame": [framed(b"\x95" + struct.pack("<Q", 200), bytes(200))],
+    "an opcode straddles the end of its frame": [framed(b"\x95" + struct.pack("<Q", 3))],
+    "a frame inside a frame": [framed(b"\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 1))],
+    "bytes behind the end of the pickle": [framed(b"", b"\0"), framed(b"", b"\x80\x02cos\nsystem\nq\0.")],
+    "PROTO in the middle of the pickle": [framed(b"N0\x80\x02"), framed(b"\x80\x02")],
+    "no such pickle protocol": [
+        torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol)) for protocol in (6, 127, 255)
+    ],
+    # persistent ids are ('storage', class, key, location, elements), of a class of torch's
+    "a persistent id names no storage": [
+        stored(of)
+        for of in (
+            b"NQ",
+            b"K\x07Q",
+            text("0") + b"Q",
+            b")Q",
+            b"]Q",
+            b"(" + text("storage") + b"tQ",
+            storage()[:-2] + b"NtQ",
+            storage().replace(text("storage"), text("module")),
+        )
+    ],
+    "names no storage class": [
+        stored(of)
+        for of in (
+            storage().replace(b"ctorch\nFloatStorage\n", text("FloatStorage")),
+            storage(cls="Tensor"),
+            storage().replace(b"ctorch\n", b"cos\n"),
+        )
+    ],
+    "parts of wrong types": [
+        stored(of)
+        for of in (storage().replace(text("0"), b"K\x00"), storage().replace(text("cpu"), b"N"), storage(tag=""))
+    ],
+    # the key is a record's, letter by letter
+    "the file has no such storage": [
+        *(stored(storage(key)) for key in ("../../etc/passwd", "/etc/passwd", "..\\0", "", "0\0", "./0")),
+        torch_zip_of(dict_of(text("w"), tensor(storage("a"))), {"data/A": bytes(16)}),
+    ],
+    # torch would find the record of another case; a reader that does not would not
+    "differs from torch's in case": [
+        torch_zip_of(PLAIN, {name: bytes(16)}) for name in ("DATA/0", "Data/0", "ByteOrder", ".FORMAT_VERSION")
+    ],
+    "storage 0 is described in two ways": [
+        described_twice(storage(numel=integer(3))),
+        described_twice(storage(tag="cuda:0")),
+        described_twice(storage(cls="IntStorage")),
+        described_twice(storage(cls="DoubleStorage")),
+    ],
+    # the last element lies in the storage, counted with integers that do not overflow; nothing is negative
+    "reaches outside its storage": [
+        shaped((5,), (1,)),
+        shaped((4,), (1,), 1),
+        shaped((2,), (4,)),
+        shaped((1,), (1,), 4),
+        shaped((), (), 4),
+        shaped((2, 3), (3, 1)),
+        shaped((2**31, 2**31), (2**31, 1)),
+        shaped((2**61, 2**61), (2**61, 2**61), 2**61),
+        shaped((2,), (2**61,)),
+    ],
+    "do not fit": [
+        shaped((2**62,), (1,)),
+        shaped((2**64 + 1,), (1,)),
+        shaped((1,), (2**64,)),
+        shaped((-1,), (1,)),
+        shaped((4,), (-1,), 3),
+        shaped((4,), (1, 1)),
+        shaped((4,), ()),
+    ],
+    "no count of elements": [shaped((1,), (1,), offset) for offset in (-1, 2**62, 2**64)],
+    "the byte order is unknown": [
+        torch_zip_of(PLAIN, {"data/0": bytes(16), "byteorder": order})
+        for order in (b"", b"Big", b"little\n", b"\0", b"middle")
+    ],
+}
+
+
+@pytest.mark.parametrize(("what", "data"), each_of(MALFORMED))
+def test_malformed_pickles(write: Write, what: str, data: bytes) -> None:
+    """Refused for what it is."""
+    assert_refused(write(data), MalformedError, what)
+
+
 CALLS = {
     "REDUCE": b"c%b)R",
     "NEWOBJ": b"c%b)\x81",
@@ -316,7 +465,7 @@ def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str)
     ("opcode", "code"), [(b"\x82\x07", 7), (b"\x83\x07\x01", 263), (b"\x84\x07\x00\x01\x00", 65543)]
 )
 def test_extensions(write: Write, opcode: bytes, code: int) -> None:
-    """A class by its number in copyreg's registry needs that registry; a number below 1 is malformed."""
+    """A class by its number in copyreg's registry needs that registry."""
     path = write(checkpoint(opcode + b")R"))
     assert not ckptconv.inspect(path)["weights_only"]
     assert any(str(code) in each for each in findings(path, "needs code")), verify(path).findings
@@ -324,73 +473,29 @@ def test_extensions(write: Write, opcode: bytes, code: int) -> None:
     out = path.parent.parent / "out.pt"
     ckptconv.convert(path, out)
     assert findings(out, "needs code")
-    assert_refused(
-        write(checkpoint(opcode[:1] + bytes(len(opcode) - 1))), MalformedError, "an extension code must be positive"
-    )
-    if len(opcode) == 5:
-        assert_refused(write(checkpoint(b"\x84\xff\xff\xff\xff")), MalformedError, "an extension code must be positive")
 
 
 def test_stack_global(write: Write) -> None:
     """Two texts that say a known name are as good as any other opcode, and come out as one that torch's safe loader
-    takes; a dotted path is somebody's code; what is no text is malformed.
+    takes; a dotted path is somebody's code.
     """
     known = text("collections") + text("OrderedDict") + b"\x93)R"
     out = assert_sound(write(checkpoint(known)), loads=False)  # torch refuses protocol 4
     assert torch.load(out, weights_only=True)["w"].tolist() == torch.load(out)["w"].tolist()
     assert_needs_code(write(checkpoint(text("stranger") + text("Class.method") + b"\x93)R")), ["stranger.Class.method"])
-    for operands in (b"K\x01K\x02", text("m") + b"N", b"]" + text("n"), b"C\x01mC\x01n"):
-        assert_refused(write(checkpoint(operands + b"\x93")), MalformedError, "STACK_GLOBAL needs two texts")
 
 
 def test_reduce(write: Write) -> None:
-    """What cannot be called is malformed; what a call makes can be, and protocol 2
-    says keyword arguments so: kept inert.
-    """
-    for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89"):
-        assert_refused(write(checkpoint(value + b")R")), MalformedError, "REDUCE of what cannot be called")
-    for args in (b"N", b"]", b"K\x01", b"}"):
-        assert_refused(write(checkpoint(b"cm\nf\n" + args + b"R")), MalformedError, "REDUCE needs a tuple of arguments")
+    """What a call makes can be called, and protocol 2 says keyword arguments so: kept inert."""
     partial = b"cfunctools\npartial\n(" + b"cstranger\nClass\n" + b"t})R" * 0 + b"tR"
     assert_needs_code(write(checkpoint(partial + b")R")), ["functools.partial", "stranger.Class"])
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
-        (b"]K\x01K\x02s", "SETITEM on"),
-        (b"](K\x01K\x02u", "SETITEMS on"),
-        (b")K\x01K\x02s", "SETITEM on"),
-        (storage() + b"K\x01K\x02s", "SETITEM on"),
-        (tensor() + text("k") + b"Ns", "items are set on a tensor"),
-        (tensor() + b"(NNu", "items are set on a tensor"),
-        (tensor() + b"Na", "items are set on a tensor"),
-        (b"}K\x01a", "APPEND on"),
-        (b"}(K\x01e", "APPENDS on"),
-        (b"](K\x01\x90", "ADDITEMS on"),
-        (b"}}b", "BUILD on"),
-        (b"]}b", "BUILD on"),
-        (b"N}b", "BUILD on"),
-        (b"K\x01}b", "BUILD on"),
-        (b"}(K\x01u", "a key without a value"),
-    ],
-)
-def test_effects_on_the_wrong_thing(write: Write, value: bytes, what: str) -> None:
-    """No pickler writes an item for a list, a member for a dict, or a state for what has none."""
-    assert_refused(write(checkpoint(value)), MalformedError, what)
-
-
 def test_memo_slots(write: Write) -> None:
-    """The memo is a mapping: a slot of four thousand millions costs as much as the first; one
-    that is empty, or below 0, is malformed.
-    """
-    high = struct.pack("<I", 2**32 - 16)
-    path = write(checkpoint(b"]r" + high + b"0j" + high))
+    """The memo is a mapping: a slot of four thousand millions costs as much as the first."""
+    path = write(checkpoint(b"]r" + HIGH + b"0j" + HIGH))
     assert_sound(path, loads=False)
     assert peak(lambda: everything(path)) < 16 * MIB
-    assert_refused(write(checkpoint(b"h\xc8")), MalformedError, "the memo has no such slot")
-    assert_refused(write(checkpoint(b"j" + high)), MalformedError, "the memo has no such slot")
-    assert_refused(write(checkpoint(b"Np-1\n")), MalformedError, "a memo slot is negative")
 
 
 @pytest.mark.parametrize(
@@ -463,34 +568,6 @@ def test_lengths_that_lie(write: Write, code: bytes) -> None:
     assert peak(lambda: everything(path)) < 8 * MIB
 
 
-FRAMES = {
-    "too long": (b"\x95" + struct.pack("<Q", 1 << 20), b"", "a length in the pickle reaches beyond its end"),
-    "behind STOP": (b"\x95" + struct.pack("<Q", 200), bytes(200), "the pickle ends inside a frame"),
-    "straddled": (b"\x95" + struct.pack("<Q", 3), b"", "an opcode straddles the end of its frame"),
-    "in a frame": (b"\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 1), b"", "a frame inside a frame"),
-    "bytes behind STOP": (b"", b"\0", "bytes behind the end of the pickle"),
-    "a pickle behind STOP": (b"", b"\x80\x02cos\nsystem\nq\0.", "bytes behind the end of the pickle"),
-    "PROTO in the middle": (b"N0\x80\x02", b"", "PROTO in the middle of the pickle"),
-    "PROTO twice": (b"\x80\x02", b"", "PROTO in the middle of the pickle"),
-}
-
-
-@pytest.mark.parametrize("name", FRAMES)
-def test_frames_and_ends(write: Write, name: str) -> None:
-    """A frame holds whole opcodes, the pickle ends where its record does, and its protocol is said once, in front."""
-    before, behind, what = FRAMES[name]
-    data = dict_of(text("w"), tensor(), protocol=4)
-    assert_refused(write(torch_zip_of(data[:2] + before + data[2:] + behind)), MalformedError, what)
-
-
-@pytest.mark.parametrize("protocol", [6, 127, 255])
-def test_no_such_protocol(write: Write, protocol: int) -> None:
-    """There are six of them, from 0 to 5."""
-    assert_refused(
-        write(torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol))), MalformedError, "no such pickle protocol"
-    )
-
-
 KEYS: dict[str, tuple[list[object], str | None]] = {
     "an integer": ([7], "its key is no string"),
     "None": ([None], "its key is no string"),
@@ -516,30 +593,23 @@ def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -
     path = write(saved({"a": torch.ones(2), **of_keys}))
     assert_sound(path)
     folder = path.parent.parent
-    with pytest.raises(RefusedError, match=trouble) if trouble else nothing_raised():
+    with pytest.raises(RefusedError, match=trouble) if trouble else nullcontext():
         ckptconv.convert(path, folder / "state.safetensors", select=".")
     assert (folder / "state.safetensors").exists() == (trouble is None)
     if not trouble:
         assert set(safetensors.torch.load_file(folder / "state.safetensors")) == {"a", *keys}
     capsys.readouterr()
-    for command in (
+    for line in (
         ["inspect", "{}"],
         ["inspect", "{}", "--tree"],
         ["verify", "{}"],
         ["convert", "{}", "{}.safetensors", "-f"],
         ["convert", "{}", "{}.out", "-n", "-v"],
     ):
-        main([word.format(path) for word in command])
-        printed = capsys.readouterr()
-        assert not set(printed.out + printed.err) & set("\0\x1b\x07\ud800\u202e"), command
-        assert "\nckptconv: all is well" not in printed.out + printed.err
-
-
-def nothing_raised() -> Any:
-    """Stands where a block may not raise."""
-    from contextlib import nullcontext
-
-    return nullcontext()
+        main([word.format(path) for word in line])
+        printed = "".join(capsys.readouterr())
+        assert not set(printed) & set("\0\x1b\x07\ud800\u202e"), line
+        assert "\nckptconv: all is well" not in printed
 
 
 def test_a_key_set_twice(write: Write) -> None:
@@ -569,87 +639,25 @@ def test_names_that_safetensors_cannot_have(write: Write) -> None:
 # Storages and tensors
 
 
-@pytest.mark.parametrize(
-    ("of", "what"),
-    [
-        (b"NQ", "a persistent id names no storage"),
-        (b"K\x07Q", "a persistent id names no storage"),
-        (text("0") + b"Q", "a persistent id names no storage"),
-        (b")Q", "a persistent id names no storage"),
-        (b"]Q", "a persistent id names no storage"),
-        (b"(" + text("storage") + b"tQ", "a persistent id names no storage"),
-        (storage()[:-2] + b"NtQ", "a persistent id names no storage"),
-        (storage().replace(text("storage"), text("module")), "a persistent id names no storage"),
-        (storage().replace(b"ctorch\nFloatStorage\n", text("FloatStorage")), "names no storage class"),
-        (storage(cls="Tensor"), "names no storage class"),
-        (storage().replace(b"ctorch\n", b"cos\n"), "names no storage class"),
-        (storage().replace(text("0"), b"K\x00"), "parts of wrong types"),
-        (storage().replace(text("cpu"), b"N"), "parts of wrong types"),
-        (storage(tag=""), "parts of wrong types"),
-        (storage("../../etc/passwd"), "the file has no such storage"),
-        (storage("/etc/passwd"), "the file has no such storage"),
-        (storage("..\\0"), "the file has no such storage"),
-        (storage(""), "the file has no such storage"),
-        (storage("0\0"), "the file has no such storage"),
-        (storage("./0"), "the file has no such storage"),
-    ],
-)
-def test_persistent_ids(write: Write, of: bytes, what: str) -> None:
-    """They are ('storage', class, key, location, elements), of a class of torch's, and
-    the key is a record's, letter by letter.
-    """
-    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(of)))), MalformedError, what)
-
-
-def test_keys_that_nearly_match(write: Write) -> None:
-    """torch would find the record of another case; a reader that does not would not."""
-    pickle_ = dict_of(text("w"), tensor(storage("a")))
-    assert_refused(write(torch_zip_of(pickle_, {"data/A": bytes(16)})), MalformedError, "the file has no such storage")
-    for name in ("DATA/0", "Data/0", "ByteOrder", ".FORMAT_VERSION"):
-        assert_refused(
-            write(torch_zip_of(dict_of(text("w"), tensor()), {name: bytes(16)})),
-            MalformedError,
-            "differs from torch's in case",
-        )
-
-
-TWICE = {
-    "two sizes": storage(numel=integer(3)),
-    "two tags": storage(tag="cuda:0"),
-    "two classes": storage(cls="IntStorage"),
-    "two sizes of two classes": storage(cls="DoubleStorage"),
+SIZES: dict[str, tuple[bytes, str]] = {
+    **{
+        f"of {word}": (stored(storage(numel=numel)), "parts of wrong types")
+        for word, numel in {
+            "-1": integer(-1),
+            "-2^63": integer(-(2**63)),
+            "a float": b"G" + struct.pack(">d", 4.0),
+            "True": b"\x88",
+            "None": b"N",
+            "a text": text("4"),
+            "2^62": integer(2**62),
+            "2^64": integer(2**64),
+        }.items()
+    },
+    **{
+        f"of {n} elements": (stored(storage(numel=integer(n))), "another size than its record")
+        for n in (2**61, 5, 3, 0)
+    },
 }
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_one_storage_described_twice(write: Write, name: str) -> None:
-    """Two references to one storage say the same of it."""
-    path = write(torch_zip_of(dict_of(text("a"), tensor(), text("b"), tensor(TWICE[name], shape=(1,)))))
-    assert_refused(path, MalformedError, "storage 0 is described in two ways")
-
-
-@pytest.mark.parametrize(
-    ("numel", "what"),
-    [
-        (integer(-1), "parts of wrong types"),
-        (integer(-(2**63)), "parts of wrong types"),
-        (b"G" + struct.pack(">d", 4.0), "parts of wrong types"),
-        (b"\x88", "parts of wrong types"),
-        (b"N", "parts of wrong types"),
-        (text("4"), "parts of wrong types"),
-        (integer(2**62), "parts of wrong types"),
-        (integer(2**64), "parts of wrong types"),
-        (integer(2**61), "another size than its record"),
-        (integer(5), "another size than its record"),
-        (integer(3), "another size than its record"),
-        (integer(0), "another size than its record"),
-    ],
-)
-def test_sizes_of_storages(write: Write, numel: bytes, what: str) -> None:
-    """A storage has a number of elements, no more and no fewer than its record holds; nothing is allocated for it."""
-    path = write(torch_zip_of(dict_of(text("w"), tensor(storage(numel=numel)))))
-    assert_refused(path, MalformedError, what)
-    assert peak(lambda: everything(path)) < 8 * MIB
 
 
 def test_a_storage_under_two_dtypes(write: Write) -> None:
@@ -660,37 +668,6 @@ def test_a_storage_under_two_dtypes(write: Write) -> None:
     assert loaded["x"].data_ptr() == loaded["y"].data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("shape", "stride", "offset", "what"),
-    [
-        ((5,), (1,), 0, "reaches outside its storage"),
-        ((4,), (1,), 1, "reaches outside its storage"),
-        ((2,), (4,), 0, "reaches outside its storage"),
-        ((1,), (1,), 4, "reaches outside its storage"),
-        ((), (), 4, "reaches outside its storage"),
-        ((2, 3), (3, 1), 0, "reaches outside its storage"),
-        ((2**31, 2**31), (2**31, 1), 0, "reaches outside its storage"),
-        ((2**61, 2**61), (2**61, 2**61), 2**61, "reaches outside its storage"),
-        ((2,), (2**61,), 0, "reaches outside its storage"),
-        ((2**62,), (1,), 0, "do not fit"),
-        ((2**64 + 1,), (1,), 0, "do not fit"),
-        ((1,), (2**64,), 0, "do not fit"),
-        ((-1,), (1,), 0, "do not fit"),
-        ((4,), (-1,), 3, "do not fit"),
-        ((4,), (1, 1), 0, "do not fit"),
-        ((4,), (), 0, "do not fit"),
-        ((1,), (1,), -1, "no count of elements"),
-        ((1,), (1,), 2**62, "no count of elements"),
-        ((1,), (1,), 2**64, "no count of elements"),
-    ],
-)
-def test_tensors_outside_of_their_storage(
-    write: Write, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, what: str
-) -> None:
-    """The last element lies in the storage, counted with integers that do not overflow; nothing is negative."""
-    assert_refused(write(torch_zip_of(dict_of(text("w"), tensor(None, shape, stride, offset)))), MalformedError, what)
-
-
 def test_more_dimensions_than_torch_has(write: Write) -> None:
     """64 of them are read, 65 are a limit."""
     assert_sound(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 64, (1,) * 64)))))
@@ -699,7 +676,7 @@ def test_more_dimensions_than_torch_has(write: Write) -> None:
     )
 
 
-def test_a_tensor_of_terabytes(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensor_of_terabytes(write: Write, command: Command) -> None:
     """Four tebibytes on 16 bytes, by a stride of 0: shown, verified, retagged; where it would have to be written out it
     is refused before anything is made.
     """
@@ -709,9 +686,7 @@ def test_a_tensor_of_terabytes(write: Write, capsys: pytest.CaptureFixture[str])
     assert (loaded.shape, loaded.stride(), loaded.untyped_storage().nbytes()) == ((1 << 40, 1), (0, 1), 16)
     (shown,) = ckptconv.inspect(path)["tensors"]
     assert (shown["nbytes"], shown["storage_nbytes"]) == (4 << 40, 16)
-    capsys.readouterr()
-    assert main(["inspect", str(path)]) == 0
-    assert "TB" in capsys.readouterr().out
+    command("inspect", path, out="TB")
     assert_not_converted(path, RefusedError, "more than the limit of 1,073,741,824", out="out.safetensors")
     assert peak(lambda: everything(path)) < 16 * MIB
 
@@ -792,15 +767,15 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a name that leads out": (lambda: with_member("made/../x"), "not in the archive's folder"),
     "an absolute name": (lambda: with_member("/made/x"), "not in the archive's folder"),
     "local and central sizes": (
-        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 22, "<I", 8),
+        lambda: in_header(good_zip(), "local", "made/data/0", "size", 8),
         "disagree",
     ),
     "local and central checksums": (
-        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 14, "<I", 8),
+        lambda: in_header(good_zip(), "local", "made/data/0", "crc", 8),
         "disagree",
     ),
     "local and central methods": (
-        lambda: patched(good_zip(), local_header(good_zip(), "made/data/0") + 8, "<H", 8),
+        lambda: in_header(good_zip(), "local", "made/data/0", "method", 8),
         "disagree",
     ),
     "local and central names": (
@@ -818,10 +793,11 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
         "belong to nothing",
     ),
     "a size beyond the end": (
-        lambda: patched(
-            patched(good_zip(), central_entry(good_zip(), "made/data/0") + 20, "<I", 1 << 30),
-            central_entry(good_zip(), "made/data/0") + 24,
-            "<I",
+        lambda: in_header(
+            in_header(good_zip(), "central", "made/data/0", "stored size", 1 << 30),
+            "central",
+            "made/data/0",
+            "size",
             1 << 30,
         ),
         "reaches into what follows",
@@ -854,18 +830,15 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ZIPS)
-def test_zips(write: Write, name: str) -> None:
-    """Where two readers could see two archives, or one none, there is none."""
-    make, what = ZIPS[name]
-    path = write(make())
-    assert_refused(path, MalformedError, what)
-
-
 def test_the_good_ones_are_sound(write: Write) -> None:
-    """What the archives above were made of: else they would show little."""
-    for data in (good_zip(), zip64(good_zip()), with_member("made/surplus")):
+    """What the malformed files are made of: else they would show little."""
+    for data in (good_zip(), zip64(good_zip()), with_member("made/surplus"), older(OBJECT)):
         assert_sound(write(data))
+    path = write(header("{" + entry() + "}", struct.pack("<2f", 1, 2)), "good.safetensors")
+    out = path.parent.parent / "out.pt"
+    ckptconv.convert(path, out, force=True)
+    assert torch.load(out)["w"].tolist() == [1, 2]
+    assert verify(path).ok and verify(out).ok
 
 
 def test_rare_zips(write: Write, tmp_path: Path) -> None:
@@ -874,17 +847,12 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
     Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the
     pickle says of a storage: no output.
     """
-    data = good_zip()
-    both = (local_header(data, "made/data/0") + 6, central_entry(data, "made/data/0") + 8)
     for flag in (1, 1 << 6, 1 << 13):
-        assert_refused(
-            write(patched(patched(data, both[0], "<H", flag), both[1], "<H", flag)),
-            UnsupportedError,
-            "the zip archive is encrypted",
-        )
+        encrypted = in_headers(good_zip(), "made/data/0", {"flags": flag})
+        assert_refused(write(encrypted), UnsupportedError, "the zip archive is encrypted")
     for method in (1, 9, 12, 14, 93, 99):
-        changed = patched(patched(data, both[0] + 2, "<H", method), both[1] + 2, "<H", method)
-        assert_refused(write(changed), UnsupportedError, "a zip member is compressed in an unknown way")
+        compressed = in_headers(good_zip(), "made/data/0", {"method": method})
+        assert_refused(write(compressed), UnsupportedError, "a zip member is compressed in an unknown way")
     out = assert_sound(write(good_zip(zipfile.ZIP_DEFLATED)))
     assert zipfile.ZipFile(out).testzip() is None
     bomb = dict_of(text("w"), tensor(), text("x"), b"]" + b"N0" * (32 * MIB))
@@ -894,31 +862,21 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
     assert peak(lambda: everything(path)) < 24 * MIB
 
 
-@pytest.mark.parametrize("lie", [1 << 40, 8, 4 * MIB - 4])
-def test_a_storage_that_inflates_to_something_else(write: Write, lie: int) -> None:
+def deflated(numel: int, shape: tuple[int, ...] = (4,)) -> bytes:
+    """4 MiB of zeros in 4 KiB, of which the pickle says that they are `numel` numbers."""
+    pickle_ = dict_of(text("w"), tensor(storage(numel=integer(numel)), shape))
+    return torch_zip_of(pickle_, {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)
+
+
+def test_a_storage_that_inflates_to_something_else(write: Write) -> None:
     """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another
     number they are not written, and not held.
     """
-    deflated = torch_zip_of(
-        dict_of(text("w"), tensor(storage(numel=integer(MIB)))), {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED
-    )
-    out = assert_sound(write(deflated))
+    out = assert_sound(write(deflated(MIB)))
     assert out.stat().st_size > 4 * MIB
-    numel = dict_of(text("w"), tensor(storage(numel=integer(lie // 4))))
-    path = write(torch_zip_of(numel, {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED))
-    assert_refused(path, MalformedError, "another size than its record")
-    made = central_entry(deflated, "made/data/0")
-    both = patched(deflated, made + 24, "<I", 8), local_header(deflated, "made/data/0") + 22
-    data = torch_zip_of(
-        dict_of(text("w"), tensor(storage(numel=integer(2)), shape=(2,))),
-        {"data/0": bytes(4 * MIB)},
-        zipfile.ZIP_DEFLATED,
-    )
-    data = patched(
-        patched(data, central_entry(data, "made/data/0") + 24, "<I", 8), local_header(data, "made/data/0") + 22, "<I", 8
-    )
-    assert both
-    path = write(data)  # both headers say 8 bytes, as the pickle does
+    for lie in (1 << 40, 8, 4 * MIB - 4):
+        assert_refused(write(deflated(lie // 4)), MalformedError, "another size than its record")
+    path = write(in_headers(deflated(2, (2,)), "made/data/0", {"size": 8}))  # as the pickle says
     assert_not_converted(path, MalformedError, "another size than promised")
     assert_found(path, "another size than promised")
 
@@ -927,20 +885,13 @@ def test_checksums(write: Write) -> None:
     """A wrong one is malformed where the bytes are read, and for ``verify`` wherever it stands; without any, a note
     says so; a 0 among others is one like any other.
     """
-    data = good_zip()
+    data = without = good_zip()
     for name, at in (("made/data/0", 5), ("made/data.pkl", 60), ("made/version", 0)):
-        flipped = patched(data, data_of(data, name) + at, "<B", data[data_of(data, name) + at] ^ 1)
-        path = write(flipped)
+        path = write(flipped(data, data_of(data, name) + at))
         assert_found(path, f"{name.split('/', 1)[1]}: the record is damaged: its checksum is wrong")
         assert_not_converted(path, MalformedError, "checksum", out="out.safetensors")
-        zero = data
-        for place in (local_header(data, name) + 14, central_entry(data, name) + 16):
-            zero = patched(zero, place, "<I", 0)
-        assert_found(write(zero), "checksum")
-    without = data
-    for name in ("made/data/0", "made/data.pkl", "made/version"):
-        for place in (local_header(data, name) + 14, central_entry(data, name) + 16):
-            without = patched(without, place, "<I", 0)
+        assert_found(write(in_headers(data, name, {"crc": 0})), "checksum")
+        without = in_headers(without, name, {"crc": 0})
     assert_sound(write(without), notes="no checksums")
     empty = torch_zip_of(dict_of(text("w"), tensor(storage(numel=integer(0)), (0,))), {"data/0": b""})
     assert_sound(write(empty))
@@ -948,11 +899,8 @@ def test_checksums(write: Write) -> None:
 
 def test_checksums_that_torch_was_told_to_leave_out(write: Write) -> None:
     """``set_crc32_options(False)``: sound, with a note, in the output as well."""
-    torch.serialization.set_crc32_options(False)
-    try:
+    with without_crc32():
         data = saved(OBJECT)
-    finally:
-        torch.serialization.set_crc32_options(True)
     out = assert_sound(write(data), notes="no checksums")
     assert all(info.CRC == 0 for info in zipfile.ZipFile(out).infolist())
 
@@ -1021,10 +969,7 @@ def test_a_real_file(write: Write) -> None:
 
 
 def test_byte_order(write: Write) -> None:
-    """Big: kept where bytes are kept, turned round where the format is little-endian.
-
-    Absent: little. Anything else is malformed.
-    """
+    """Big: kept where bytes are kept, turned round where the format is little-endian. Absent: little."""
     numbers = {"data/0": struct.pack(">4f", 1, 2, 3, 4)}
     pickle_ = dict_of(text("w"), tensor())
     path = write(torch_zip_of(pickle_, {**numbers, "byteorder": b"big"}))
@@ -1034,20 +979,14 @@ def test_byte_order(write: Write) -> None:
     assert safetensors.torch.load_file(path.with_name("out.safetensors"))["w"].tolist() == [1, 2, 3, 4]
     little = write(torch_zip_of(pickle_, {"data/0": struct.pack("<4f", 1, 2, 3, 4)}))
     assert torch.load(assert_sound(little))["w"].tolist() == [1, 2, 3, 4]
-    for order in (b"", b"Big", b"little\n", b"\0", b"middle"):
-        assert_refused(
-            write(torch_zip_of(pickle_, {**numbers, "byteorder": order})), MalformedError, "the byte order is unknown"
-        )
 
 
 # Other containers
 
 
 def older(obj: Any) -> bytes:
-    """OBJ in torch's format from before 1.6."""
-    file = io.BytesIO()
-    torch.save(obj, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
+    """`obj` in torch's format from before 1.6."""
+    return saved(obj, _use_new_zipfile_serialization=False)
 
 
 def _older(change: Callable[[bytes], bytes]) -> Callable[[], bytes]:
@@ -1098,27 +1037,7 @@ OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
     "a key too many": (_older(with_keys(["0", "1", "2"])), "the list of keys is not that of the storages"),
     "a key twice": (_older(with_keys(["0", "0", "1"])), "no list of different texts"),
     "bytes behind the end": (_older(lambda data: data + b"\0"), "bytes behind the last storage"),
-    "another magic number": (
-        _older(
-            lambda data: data.replace(b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x18", 1)
-        ),
-        "",
-    ),
 }
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_older_format(write: Write, name: str) -> None:
-    """Cut, or with numbers and keys that lie: malformed, and nothing is allocated for what they claim."""
-    make, what = OLDER[name]
-    path = write(make())
-    if name == "another magic number":  # then it is no such file
-        with pytest.raises(InputError):
-            ckptconv.inspect(path)
-        assert not verify(path).ok
-    else:
-        assert_refused(path, MalformedError, what)
-    assert peak(lambda: everything(path)) < 8 * MIB
 
 
 def test_older_format_of_a_big_endian_machine(write: Write) -> None:
@@ -1184,51 +1103,49 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEADERS)
-def test_safetensors(write: Write, name: str) -> None:
-    """A header that lies, or that two readers could read in two ways, is malformed; so is
-    a file that is not as long as it says.
+#: Files of each container, the start of their name, and what is said of them.
+FILES: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
+    f"{kind} {case}": (name, data, what)
+    for kind, name, table in (
+        ("a storage", "bad.pt", SIZES),
+        ("zip:", "bad.pt", ZIPS),
+        ("older:", "bad.pt", OLDER),
+        ("safetensors:", "bad.safetensors", HEADERS),
+    )
+    for case, (data, what) in table.items()
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_malformed_files(write: Write, case: str) -> None:
+    """Cut, or with numbers and names that lie, or that two readers could read in two ways: malformed, and nothing is
+    allocated for what they claim.
     """
-    data, what = HEADERS[name]
-    path = write(data, "bad.safetensors")
+    name, data, what = FILES[case]
+    path = write(data() if callable(data) else data, name)
     assert_refused(path, MalformedError, what)
     assert peak(lambda: everything(path)) < 8 * MIB
-    assert_sound_safetensors(write(header("{" + entry() + "}", struct.pack("<2f", 1, 2)), "good.safetensors"))
 
 
-def assert_sound_safetensors(path: Path) -> None:
-    """What the headers above were made of."""
-    out = path.parent.parent / "out.pt"
-    ckptconv.convert(path, out, force=True)
-    assert torch.load(out)["w"].tolist() == [1, 2]
-    assert verify(path).ok and verify(out).ok
-
-
-Shards = Callable[[dict[str, Any], Path], None]
+Shards = Callable[[dict[str, Any], Path], object]
 
 
 def _change_map(name: str, shard: str) -> Shards:
-    def change(index: dict[str, Any], folder: Path) -> None:
-        index["weight_map"][name] = shard
-
-    return change
+    return lambda index, folder: index["weight_map"].update({name: shard})
 
 
 def _less(*names: str) -> Shards:
-    def change(index: dict[str, Any], folder: Path) -> None:
-        for name in names:
-            del index["weight_map"][name]
-
-    return change
+    return lambda index, folder: [index["weight_map"].pop(name) for name in names]
 
 
-def _missing_shard(index: dict[str, Any], folder: Path) -> None:
-    next(folder.glob("*-00002-*")).unlink()
+def _second(folder: Path) -> Path:
+    (shard,) = folder.glob("*-00002-*")
+    return shard
 
 
 def _shard_is(make: Callable[[Path], None]) -> Shards:
     def change(index: dict[str, Any], folder: Path) -> None:
-        shard = next(folder.glob("*-00002-*"))
+        shard = _second(folder)
         shard.unlink()
         make(shard)
 
@@ -1236,8 +1153,8 @@ def _shard_is(make: Callable[[Path], None]) -> Shards:
 
 
 def _swapped(index: dict[str, Any], folder: Path) -> None:
-    first, second = index["weight_map"]["a"], index["weight_map"]["b"]
-    index["weight_map"].update(a=second, b=first)
+    names = index["weight_map"]
+    names.update(a=names["b"], b=names["a"])
 
 
 def _swapped_files(index: dict[str, Any], folder: Path) -> None:
@@ -1245,10 +1162,6 @@ def _swapped_files(index: dict[str, Any], folder: Path) -> None:
     first.rename(folder / "x")
     second.rename(first)
     (folder / "x").rename(second)
-
-
-def _doubled(index: dict[str, Any], folder: Path) -> None:
-    safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, next(folder.glob("*-00002-*")))
 
 
 SHARDS: dict[str, tuple[Shards, str]] = {
@@ -1265,11 +1178,14 @@ SHARDS: dict[str, tuple[Shards, str]] = {
         _shard_is(lambda path: path.symlink_to("nowhere")),
         "missing: model-00002-of-00002.safetensors",
     ),
-    "a missing shard": (_missing_shard, "missing: model-00002-of-00002.safetensors"),
+    "a missing shard": (lambda index, folder: _second(folder).unlink(), "missing: model-00002-of-00002.safetensors"),
     "a tensor that the index lacks": (_less("b"), "b"),
     "a shard that the index lacks": (_less("b", "c"), "model-00002-of-00002.safetensors"),
     "a tensor that no shard has": (_change_map("d", "model-00001-of-00002.safetensors"), "d"),
-    "a tensor in two shards": (_doubled, "a"),
+    "a tensor in two shards": (
+        lambda index, folder: safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, _second(folder)),
+        "a",
+    ),
     "two names swapped": (_swapped, "a"),
     "two files swapped": (_swapped_files, "a"),
     "a number for a shard": (
@@ -1334,6 +1250,13 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
     "truncated download": (lambda: saved(OBJECT)[:-400], "cut short", "download or copy it again"),
     "GGUF": (b"GGUF\3\0\0\0" + bytes(64), "GGUF", "gguf"),
     "plain pickle": (pickle.dumps({"a": [1, 2, 3]}), "pickle", ""),
+    "another magic number": (
+        _older(
+            lambda data: data.replace(b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x18", 1)
+        ),
+        "pickle",
+        "",
+    ),
     "error message": (b'{"error": "Repository not found"}', "Repository not found", ""),
 }
 
@@ -1348,6 +1271,7 @@ def test_no_checkpoints(write: Write, name: str) -> None:
     assert hint in (error.value.hint or "") and "\n" not in str(error.value)
     assert_not_converted(path, type(error.value), error.value.what)  # type: ignore[arg-type]
     assert_found(path, error.value.what, "damaged", "unknown")
+    assert peak(lambda: everything(path)) < 8 * MIB
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -1364,11 +1288,7 @@ def test_programs(write: Write) -> None:
     """
     exported = write(zip_of({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/version": b"1"}), "m.pt2")
     assert_refused(exported, UnsupportedError, "a .pt2 archive (torch.export)")
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
-    path = write(file.getvalue())
+    path = write(scripted(torch.nn.Linear(2, 2)))
     assert ckptconv.inspect(path)["format"] == "TorchScript" and verify(path).ok
     assert_not_converted(path, RefusedError, "a TorchScript archive is a program")
     out = path.with_name("weights.pt")
@@ -1380,7 +1300,7 @@ HUGE = 1 << 480_000
 
 
 @pytest.mark.parametrize("where", ["offset", "storage"])
-def test_integers_that_nobody_prints(write: Write, capsys: pytest.CaptureFixture[str], where: str) -> None:
+def test_integers_that_nobody_prints(write: Write, command: Command, where: str) -> None:
     """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say
     how long it is, as text and as JSON.
     """
@@ -1388,12 +1308,10 @@ def test_integers_that_nobody_prints(write: Write, capsys: pytest.CaptureFixture
     value = tensor().replace(integer(0) + b"(", huge + b"(", 1) if where == "offset" else tensor(storage(numel=huge))
     path = write(torch_zip_of(dict_of(text("w"), value)))
     assert_refused(path, MalformedError, "no count of elements" if where == "offset" else "parts of wrong types")
-    capsys.readouterr()
-    assert main(["verify", str(path), "--json"]) == 1
-    json.loads(capsys.readouterr().out)
+    command.json("verify", path, status=1)
     (path.parent.parent / "folder").mkdir()
-    assert main(["convert", str(path.parent), str(path.parent.parent / "folder"), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["items"][0]["error"]["type"] == "MalformedError"
+    report = command.json("convert", path.parent, path.parent.parent / "folder", status=1)
+    assert report["items"][0]["error"]["type"] == "MalformedError"
 
 
 def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> None:
@@ -1402,10 +1320,7 @@ def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> 
     assert_sound(path, loads=False)
     for command in (["inspect", "--tree"], ["inspect", "--json"], ["diff", str(path)]):
         assert main([*command, str(path)]) == 0
-    metadata = tmp_path / "dcp" / "in" / ".metadata"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=metadata.parent, no_dist=True)
+    metadata = distributed({"w": torch.ones(2)}, tmp_path / "dcp" / "in") / ".metadata"
     said = pickle.loads(metadata.read_bytes())
     next(iter(said.storage_data.values())).offset = HUGE
     metadata.write_bytes(pickle.dumps(said))

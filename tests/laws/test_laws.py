@@ -26,7 +26,10 @@ from ckptconv.cli.json_views import report_as_dict
 from ckptconv.cli.main import main
 from ckptconv.edits.wrappers import unwrapped
 from tests.support import zoo
+from tests.support.command import Command
+from tests.support.injection import content_of
 from tests.support.judge import assert_same, tags_of
+from tests.support.reduced import Reduced
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
@@ -127,17 +130,20 @@ def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
     Once more, they leave every byte: only strings that names and tags shared with
     others had become strings of their own.
     """
-    trips = []
     at = "in.pt"
     for trip in ("first.pt", "second.pt"):
         for each in edits:
             _convert(folder, at, trip, **each)
             at = trip
-        trips.append((folder / trip).read_bytes())
-    (before, tags), (after, tags_after) = tags_of(folder / "in.pt"), tags_of(folder / "first.pt")
+    _assert_same_files(folder, "in.pt", "first.pt")
+    assert (folder / "first.pt").read_bytes() == (folder / "second.pt").read_bytes()
+
+
+def _assert_same_files(folder: Path, left: str, right: str) -> None:
+    """torch reads the same from both, tags included."""
+    (before, tags), (after, tags_after) = tags_of(folder / left), tags_of(folder / right)
     assert_same(before, after)
     assert tags == tags_after
-    assert trips[0] == trips[1]
 
 
 # What undoes what
@@ -354,11 +360,8 @@ def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, 
     _convert(folder, "values.pt", "values first.pt", **others)
     _convert(folder, "in.pt", "others.pt", **others)
     _convert(folder, "others.pt", "others first.pt", **values)
-    wanted, tags = tags_of(folder / "at once.pt")
     for way in ("values first.pt", "others first.pt"):
-        found, found_tags = tags_of(folder / way)
-        assert_same(found, wanted)
-        assert found_tags == tags
+        _assert_same_files(folder, way, "at once.pt")
 
 
 # A flag is its keyword
@@ -425,13 +428,6 @@ _NO_EDITS = (
 _OF_A_RUN = ("dst", "seconds", "written")
 
 
-class _Dangerous:
-    """What is pickled as a call that no checkpoint needs."""
-
-    def __reduce__(self) -> Any:
-        return os.getpid, ()
-
-
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Path:
     """A wrapped model on two devices, tied weights, a float of each kind, its average, an optimizer, a view that leaves
@@ -455,11 +451,6 @@ def training(folder: Path) -> Path:
     return folder / "training.pt"
 
 
-def _bytes_of(path: Path) -> Any:
-    """Those of a file, or of all in a folder, by their names."""
-    return {each.name: each.read_bytes() for each in path.iterdir()} if path.is_dir() else path.read_bytes()
-
-
 def test_every_option_has_a_law() -> None:
     """A new option of the command line, or keyword of the function, has to be written down here."""
     assert ALONE.keys() == {param.name for param in convert_command.params if isinstance(param, click.Option)}
@@ -475,7 +466,7 @@ def test_every_option_has_a_law() -> None:
 def test_a_flag_is_its_keyword(
     training: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     option: str,
     flags: list[str],
     keywords: dict[str, Any],
@@ -485,7 +476,7 @@ def test_a_flag_is_its_keyword(
     src = training
     if option == "allow_unsafe":
         src = tmp_path / "dangerous.pt"
-        torch.save({"w": torch.ones(1), "x": _Dangerous()}, src)
+        torch.save({"w": torch.ones(1), "x": Reduced(os.getpid, ())}, src)
     if option == "copy_others":
         src = tmp_path / "set"
         ckptconv.convert(training, src, max_shard_size="1KB")
@@ -496,20 +487,19 @@ def test_a_flag_is_its_keyword(
         if option == "force":
             path.write_bytes(b"old")
     report = ckptconv.convert(src, by_keyword, **keywords)
-    assert main(["convert", str(src), str(by_flag), *flags]) == 0
+    command("convert", src, by_flag, *flags)
     assert by_flag.exists() == by_keyword.exists() == (option != "dry_run")
     if option != "dry_run":
-        assert _bytes_of(by_flag) == _bytes_of(by_keyword)
+        assert content_of(by_flag) == content_of(by_keyword)
     if option == "skip_existing":  # there is an output by now
         return
-    capsys.readouterr()
     again = [] if option == "force" else ["--force"]
-    assert main(["convert", str(src), str(by_flag), *flags, *again, "--dry-run", "--json"]) == 0
-    said, done = json.loads(capsys.readouterr().out), json.loads(json.dumps(report_as_dict(report)))
+    said = command.json("convert", src, by_flag, *flags, *again, "--dry-run")
+    done = json.loads(json.dumps(report_as_dict(report)))
     assert {**said, **dict.fromkeys(_OF_A_RUN)} == {**done, **dict.fromkeys(_OF_A_RUN)}
     if option not in ("allow_unsafe", "dry_run"):  # without them one is refused, and the other writes
         ckptconv.convert(src, plain, force=True)
-        assert (_bytes_of(plain) == _bytes_of(by_keyword)) == (option in _NO_EDITS or keywords == {"format": "pt"})
+        assert (content_of(plain) == content_of(by_keyword)) == (option in _NO_EDITS or keywords == {"format": "pt"})
 
 
 #: One or two of each kind, for all of which the training checkpoint has something. Not all go together.

@@ -25,12 +25,12 @@ import pytest
 import torch
 
 from ckptconv import convert
-from tests.support.injection import Content, content_of
+from tests.support.injection import OLD, content_of
+from tests.support.writers import sharded
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 
 CALLS = ("openat", "pread64", "preadv", "copy_file_range", "pwrite64", "fallocate", "fsync", "rename")
-OLD = b"the old output"
 LEAST = 200
 
 
@@ -221,22 +221,23 @@ def reading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     everything itself, one of several files.
     """
     folder = tmp_path_factory.mktemp("changing")
-    weights: dict[str, Content | torch.Tensor] = {f"w{i}": torch.randn(30_000) for i in range(2)}
+    weights = {f"w{i}": torch.randn(30_000) for i in range(2)}
     if request.param == "shards to pt":
-        src = folder / "src"
-        src.mkdir()
-        for i, (name, tensor) in enumerate(weights.items(), 1):
-            torch.save({name: tensor}, src / f"pytorch_model-0000{i}-of-00002.bin")
+        src = sharded(folder / "src", *({name: tensor} for name, tensor in weights.items()))
         return Reading(
             request.param, folder / "runs", src, "dst.pt", ("--to", "cuda:0"), "pytorch_model-00001-of-00002.bin"
         )
-    torch.save(weights, folder / "src.pt")
-    if request.param == "pt to pt":
-        return Reading(request.param, folder / "runs", folder / "src.pt", "dst.pt", ("--to", "cuda:0"))
-    if request.param == "pt to safetensors":
-        return Reading(request.param, folder / "runs", folder / "src.pt", "dst.safetensors", ())
-    convert(folder / "src.pt", folder / "src.safetensors")
-    return Reading(request.param, folder / "runs", folder / "src.safetensors", "dst.pt", ())
+    src = folder / "src.pt"
+    torch.save(weights, src)
+    if request.param == "safetensors to pt":
+        convert(src, folder / "src.safetensors")
+        src = folder / "src.safetensors"
+    target, flags = {
+        "pt to pt": ("dst.pt", ("--to", "cuda:0")),
+        "pt to safetensors": ("dst.safetensors", ()),
+        "safetensors to pt": ("dst.pt", ()),
+    }[request.param]
+    return Reading(request.param, folder / "runs", src, target, flags)
 
 
 def test_an_input_that_changes_at_any_moment(reading: Reading, all_changes: list[Change]) -> None:

@@ -9,22 +9,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 
 import ckptconv
 from ckptconv import convert
-from tests.support.injection import ERRORS, SIGNALS, Content, Conversion, Point, not_durable
+from tests.support.injection import ERRORS, OLD, OLD_SET, SIGNALS, Content, Conversion, Point
+from tests.support.writers import distributed, sharded
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 
-OLD = b"the old output"
-OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}", "optimizer.pt": b"old"}
 KINDS = (
     "pt to pt",
     "pt to safetensors",
@@ -43,18 +40,8 @@ LEAST = 1000
 
 def a_set(folder: Path) -> Path:
     """A model in two shards, and its optimizer."""
-    folder.mkdir()
-    for i in (1, 2):
-        torch.save({f"w{i}": torch.randn(5000)}, folder / f"pytorch_model-0000{i}-of-00002.bin")
+    sharded(folder, {"w1": torch.randn(5000)}, {"w2": torch.randn(5000)})
     torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
-    return folder
-
-
-def a_dcp_folder(folder: Path) -> Path:
-    """What one process saves with torch.distributed.checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.randn(3000), "n": {"b": torch.arange(50)}}, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -72,10 +59,11 @@ def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion
         torch.save({f"w{i}": torch.randn(70_000) for i in range(3)} | {"n": torch.arange(9)}, folder / "src.pt")
         return Conversion(kind, runs, [folder / "src.pt"], ["dst.pt"], before, ("--dtype", "bf16"), threads=True)
     if kind == "shards to folder":
-        old = None if before is None else OLD_SET
+        old = before and {**OLD_SET, "optimizer.pt": b"old"}
         return Conversion(kind, runs, [a_set(folder / "src")], ["dst"], old, to_cpu)
     if kind == "DCP to pt":
-        return Conversion(kind, runs, [a_dcp_folder(folder / "src")], ["dst.pt"], before, to_cpu)
+        state = {"w": torch.randn(3000), "n": {"b": torch.arange(50)}}
+        return Conversion(kind, runs, [distributed(state, folder / "src")], ["dst.pt"], before, to_cpu)
     if kind == "pt to pt":
         return Conversion(kind, runs, [src], ["dst.pt"], before, to_cpu)
     srcs = [Path(shutil.copy(src, folder / f"{name}.pt")) for name in "ab"]
@@ -129,10 +117,7 @@ def test_the_order_of_calls(conversion: Conversion) -> None:
 
     Of a folder, all files and the names in it are synced before it gets its name.
     """
-    out = conversion.fresh()
-    done, lines = conversion.trace(out)
-    assert done.returncode == 0
-    assert not_durable(lines, out) == []
+    assert conversion.undurable() == []
 
 
 def test_every_fsync_is_needed(conversion: Conversion, tmp_path: Path) -> None:
@@ -146,13 +131,11 @@ def test_every_fsync_is_needed(conversion: Conversion, tmp_path: Path) -> None:
     ]:
         package = tmp_path / what / "ckptconv"
         shutil.copytree(Path(ckptconv.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-        text = (package / "output.py").read_text()
+        module = package / "output" / "files.py"
+        text = module.read_text()
         assert text.count(step) == 1
-        (package / "output.py").write_text(text.replace(step, step.replace("os.fsync(fd)", "pass")))
-        out = conversion.fresh()
-        done, lines = conversion.trace(out, package=package.parent)
-        assert done.returncode == 0
-        found.append({line.split(":")[0] for line in not_durable(lines, out)})
+        module.write_text(text.replace(step, step.replace("os.fsync(fd)", "pass")))
+        found.append({line.split(":")[0] for line in conversion.undurable(package.parent)})
     named, never = "named before it was synced", "the names in it were never synced"
     is_folder = isinstance(conversion.new[0], dict)
     assert found == [{named}, {named, never} if is_folder else {never}]

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -22,27 +21,22 @@ from ckptconv.conversion.convert import run
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 from ckptconv.errors import OutputError
-from tests.support.injection import Content, content_of, put
+from tests.support.injection import OLD, Content, content_of, put
+from tests.support.mounts import mounted
+from tests.support.waiting import wait_for
 
 PAGE = 4096
 SIZES = 20
-OLD = b"the old output"
-OLD_SET = {"model-00001-of-00001.safetensors": b"old", "model.safetensors.index.json": b"{}"}
+OLD_SET: Content = {"model-00001-of-00001.safetensors": b"old", "model.safetensors.index.json": b"{}"}
+TO_SHARDS = ("--format", "safetensors", "--max-shard-size", "70KB")
 TO_CPU = Edits(to_devices("cpu"))
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-@contextmanager
-def disk_of(folder: Path, size: int) -> Iterator[Path]:
+def disk_of(folder: Path, size: int, *options: str) -> AbstractContextManager[Path]:
     """A disk of SIZE bytes, in memory, in FOLDER."""
-    at = folder / "disk"
-    at.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], check=True)
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", str(at)], check=True)
+    return mounted(folder / "disk", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs")
 
 
 def pages(content: Content) -> int:
@@ -80,52 +74,38 @@ def check(
     assert (done.returncode, done.stderr.count("\n")) == ((0, 0) if fits else (1, 1)), done
 
 
-@pytest.mark.parametrize("flags", [("--to", "cpu"), ("--to", "cuda:1", "--verify"), ("--compact",)], ids=" ".join)
-def test_every_size_of_a_disk(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+#: A filesystem that reserves space which it has not: strace makes ``fallocate`` say so.
+LIES = ("strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0")
+#: What is converted how, to what, on which disk; and what is said where it does not fit.
+DISKS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, Content, str]] = {
+    "to a file": ((), ("--to", "cpu"), "dst.pt", OLD, "too little free space"),
+    "verified": ((), ("--to", "cuda:1", "--verify"), "dst.pt", OLD, "too little free space"),
+    "compacted": ((), ("--compact",), "dst.pt", OLD, "too little free space"),
+    "full in the midst of writing": (LIES, ("--to", "cpu"), "dst.pt", OLD, "No space left"),
+    "full in the midst of a cast": (LIES, ("--dtype", "bf16"), "dst.pt", OLD, "No space left"),
+    "to shards": ((), (*TO_SHARDS, "-j", "1"), "dst", OLD_SET, ""),
+    "to shards, in threads": ((), (*TO_SHARDS, "-j", "3"), "dst", OLD_SET, ""),
+}
+
+
+@pytest.mark.parametrize("case", DISKS)
+def test_every_size_of_a_disk(src: Path, tmp_path: Path, case: str) -> None:
     """On twenty disks, from one where nothing fits to one where all but a page does: that there is too little space is
-    said in one line, with the old output intact. On one where all just fits it is the new one.
+    said in one line, with the old output intact, and of a set of shards nothing appears. On one where all just fits it
+    is the new one.
     """
-    convert_there = command(src, tmp_path / "dst.pt", *flags)
-    subprocess.run(convert_there, check=True)
-    new = content_of(tmp_path / "dst.pt")
+    before, flags, name, old, words = DISKS[case]
+    if before and not shutil.which("strace"):
+        pytest.skip("strace is not installed")
+    subprocess.run(command(src, tmp_path / name, *flags), check=True)
+    new = content_of(tmp_path / name)
+    assert not isinstance(new, dict) or len(new) > 4
     for free in sizes(pages(new)):
-        with disk_of(tmp_path, (free + 1) * PAGE) as disk:
-            (disk / "dst.pt").write_bytes(OLD)
-            done = subprocess.run(command(src, disk / "dst.pt", *flags), capture_output=True, text=True)
-            check(done, disk, "dst.pt", OLD, new, fits=free >= pages(new))
-            assert ("too little free space" in done.stderr) == (free < pages(new))
-
-
-@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
-@pytest.mark.parametrize("flags", [("--to", "cpu"), ("--dtype", "bf16")], ids=" ".join)
-def test_every_size_of_a_disk_that_promises_more(src: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """As before, on a filesystem that reserves space which it has not (strace makes ``fallocate`` say so): the disk is
-    full in the midst of writing.
-    """
-    subprocess.run(command(src, tmp_path / "dst.pt", *flags), check=True)
-    new = content_of(tmp_path / "dst.pt")
-    lies = ["strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0"]
-    for free in sizes(pages(new)):
-        with disk_of(tmp_path, (free + 1) * PAGE) as disk:
-            (disk / "dst.pt").write_bytes(OLD)
-            done = subprocess.run([*lies, *command(src, disk / "dst.pt", *flags)], capture_output=True, text=True)
-            check(done, disk, "dst.pt", OLD, new, fits=free >= pages(new))
-            assert ("No space left" in done.stderr) == (free < pages(new))
-
-
-@pytest.mark.parametrize("jobs", ["1", "3"])
-def test_every_size_of_a_disk_for_a_folder(src: Path, tmp_path: Path, jobs: str) -> None:
-    """Of a set of shards nothing appears unless all of it fits, beside the old one."""
-    flags = ("--format", "safetensors", "--max-shard-size", "70KB", "-j", jobs)
-    subprocess.run(command(src, tmp_path / "dst", *flags), check=True)
-    new = content_of(tmp_path / "dst")
-    assert isinstance(new, dict)
-    assert len(new) > 4
-    for free in sizes(pages(new)):
-        with disk_of(tmp_path, (free + pages(OLD_SET)) * PAGE) as disk:
-            put(disk / "dst", OLD_SET)
-            done = subprocess.run(command(src, disk / "dst", *flags), capture_output=True, text=True)
-            check(done, disk, "dst", OLD_SET, new, fits=free >= pages(new))
+        with disk_of(tmp_path, (free + pages(old)) * PAGE) as disk:
+            put(disk / name, old)
+            done = subprocess.run([*before, *command(src, disk / name, *flags)], capture_output=True, text=True)
+            check(done, disk, name, old, new, fits=free >= pages(new))
+            assert (words in done.stderr) == (free < pages(new)) or not words
 
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
@@ -134,17 +114,8 @@ def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -
     """Space that was there when a folder was begun, and is another's after so many of its
     shards: one line, and the old folder.
     """
-    flags = ("--format", "safetensors", "--max-shard-size", "70KB")
-    slow = [
-        "strace",
-        "-f",
-        "-o",
-        "/dev/null",
-        "-e",
-        "trace=fsync",
-        "-e",
-        f"inject=fsync:delay_enter=1000000:when={shards}",
-    ]
+    delay = f"inject=fsync:delay_enter=1000000:when={shards}"
+    slow = ["strace", "-f", "-o", "/dev/null", "-e", "trace=fsync", "-e", delay]
     with disk_of(tmp_path, 200 * PAGE) as disk:
         put(disk / "dst", OLD_SET)
 
@@ -158,7 +129,7 @@ def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -
 
         other = threading.Thread(target=take)
         other.start()
-        done = subprocess.run([*slow, *command(src, disk / "dst", *flags)], capture_output=True, text=True)
+        done = subprocess.run([*slow, *command(src, disk / "dst", *TO_SHARDS)], capture_output=True, text=True)
         other.join()
         (disk / "taken").unlink()
         check(done, disk, "dst", OLD_SET, None, fits=False)
@@ -172,14 +143,6 @@ def fill_up(path: Path) -> None:
             file.write(bytes(PAGE))
 
 
-def wait_for(so: Callable[[], bool]) -> None:
-    """Wait until it is SO."""
-    until = time.monotonic() + 60
-    while not so():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
     """A filesystem on a disk that has no more blocks to give (thin provisioning: a loop device on a sparse file):
     writing fails in the end, at fsync; one line, and the old output.
@@ -191,10 +154,7 @@ def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
             ["mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-E", "lazy_itable_init=1", str(thin / "image")],
             check=True,
         )
-        at = tmp_path / "at"
-        at.mkdir()
-        subprocess.run(["mount", "-o", "loop", str(thin / "image"), str(at)], check=True)
-        try:
+        with mounted(tmp_path / "at", "-o", "loop", thin / "image") as at:
             (at / "dst.pt").write_bytes(OLD)
             subprocess.run(["sync", "-f", str(at)], check=True)
             fill_up(thin / "taken")
@@ -204,8 +164,6 @@ def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
             assert (at / "dst.pt").read_bytes() == OLD
             assert left == []
             assert "could not be written" in done.stderr
-        finally:
-            subprocess.run(["umount", str(at)], check=True)
 
 
 def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path: Path) -> None:
@@ -227,15 +185,10 @@ def test_a_disk_of_another_kind(src: Path, tmp_path: Path) -> None:
 
 def test_a_disk_without_room_for_a_name(src: Path, tmp_path: Path) -> None:
     """A disk that has space, but no place for one more file, says so in one line."""
-    at = tmp_path / "disk"
-    at.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=2", "tmpfs", str(at)], check=True)
-    try:
+    with disk_of(tmp_path, 4 << 20, "nr_inodes=2") as at:
         (at / "dst.pt").write_bytes(OLD)
         done = subprocess.run(command(src, at / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
         check(done, at, "dst.pt", OLD, None, fits=False)
-    finally:
-        subprocess.run(["umount", str(at)], check=True)
 
 
 def test_a_disk_that_is_read_only(src: Path, tmp_path: Path) -> None:
@@ -245,8 +198,7 @@ def test_a_disk_that_is_read_only(src: Path, tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         done = subprocess.run(command(src, disk / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
         check(done, disk, "dst.pt", OLD, None, fits=False)
-        flags = ("--format", "safetensors", "--max-shard-size", "70KB")
-        shards = subprocess.run(command(src, disk / "dst", *flags), capture_output=True, text=True)
+        shards = subprocess.run(command(src, disk / "dst", *TO_SHARDS), capture_output=True, text=True)
         assert (shards.returncode, shards.stderr.count("\n")) == (1, 1)
         for each in (done, shards):
             assert "Read-only file system" in each.stderr

@@ -25,8 +25,10 @@ import torch
 
 from ckptconv.output.files import is_temporary
 from tests.support.injection import Content, content_of
+from tests.support.mounts import mounted
 from tests.support.paths import SUPPORT
 from tests.support.recorded_disk import History
+from tests.support.writers import sharded
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
@@ -41,16 +43,13 @@ _NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli.main impor
 
 
 @contextmanager
-def mounted(disk: Path, at: Path, options: str) -> Iterator[None]:
+def through_a_loop(disk: Path, at: Path, options: str) -> Iterator[None]:
     """DISK, through a loop device, AT a folder."""
     found = subprocess.run(["losetup", "-f", "--show", str(disk)], capture_output=True, text=True, check=True)
     loop = found.stdout.strip()
     try:
-        subprocess.run(["mount", "-o", options, loop, str(at)], check=True, capture_output=True)
-        try:
+        with mounted(at, "-o", options, loop):
             yield
-        finally:
-            subprocess.run(["umount", str(at)], check=True)
     finally:
         subprocess.run(["losetup", "-d", loop], check=True)
 
@@ -94,11 +93,8 @@ def filesystem(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A folder in memory, for disks."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3g", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "memory", "-t", "tmpfs", "-o", "size=3g", "tmpfs") as folder:
+        yield folder
 
 
 def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
@@ -107,9 +103,7 @@ def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
     for number in range(2):
         path = folder / f"src{number}"
         if in_shards:
-            path.mkdir()
-            for i in (1, 2):
-                torch.save({f"w{i}": torch.randn(50_000)}, path / f"pytorch_model-0000{i}-of-00002.bin")
+            sharded(path, {"w1": torch.randn(50_000)}, {"w2": torch.randn(50_000)})
         else:
             torch.save({"w": torch.randn(100_000)}, path)
         made.append(path)
@@ -131,7 +125,7 @@ def history_of(
     at.mkdir()
     target = at / ("dst" if in_shards else "dst.pt")
     done = []
-    with recorded(folder, image, log) as disk, mounted(disk, at, options):
+    with recorded(folder, image, log) as disk, through_a_loop(disk, at, options):
         for number in range(ROUNDS):
             began = log.stat().st_size
             args = [
@@ -178,7 +172,7 @@ def judged(
         subprocess.run(["cp", "--sparse=always", history.image, disk], check=True)
         how = history.cut(disk, choice)
         kinds[how] += 1
-        with mounted(disk, at, FILESYSTEMS[filesystem][1]):
+        with through_a_loop(disk, at, FILESYSTEMS[filesystem][1]):
             problem = what_is_wrong(at, target, end, done)
         if problem:
             wrong.append(f"{problem}, at {end} of the log, of what was not flushed: {how}")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ckptconv
+from tests.support.tiny_models import transformers_offline
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
@@ -174,11 +175,10 @@ def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[ModuleType]:
-    """The library, which takes seconds to import, without a network."""
+    """The library; its Trainer needs another one."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ckptconv[long]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
-        yield pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ckptconv[long]'")
+    with transformers_offline() as library:
+        yield library
 
 
 @pytest.fixture

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from ckptconv import convert
-from tests.support.injection import Content, content_of, put
+from tests.support.injection import OLD, OLD_SET, Content, content_of, put
+from tests.support.writers import sharded
 
 WRITERS = 200
 AT_ONCE = 10
-OLD = b"the old output"
-OLD_SET = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
 
 #: Starts a process for each command, all ready before the first goes on; prints what became of
 #: each: exit status and what it said.
@@ -74,10 +73,8 @@ def inputs(
             src, dst = folder / f"{number}.pt", folder / "dst.pt"
             torch.save({"w": torch.full((40_000,), number)}, src)
         else:
-            src, dst = folder / str(number), folder / "dst"
-            src.mkdir()
-            for i in (1, 2):
-                torch.save({f"w{i}": torch.full((9000,), number)}, src / f"pytorch_model-0000{i}-of-00002.bin")
+            tensor, dst = torch.full((9000,), number), folder / "dst"
+            src = sharded(folder / str(number), {"w1": tensor}, {"w2": tensor})
         convert(src, dst, map_location="cuda:0", force=True)
         srcs.append(src)
         outputs.append(content_of(dst))

@@ -4,7 +4,6 @@ global, a dangerous one or its harmless twin.
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import struct
@@ -14,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from tests.support.archives import rezipped
 from tests.support.hostile_bytes import dict_of, tensor, text, torch_zip_of, zip_of
 from tests.support.legacy_files import MAGIC, SYS_INFO, keys_and_data
+from tests.support.writers import distributed, scripted
 
 __all__ = [
     "EXTENSIONS", "NAMINGS", "NESTS", "PLACES", "checkpoint", "dcp_in", "legacy_of", "legacy_with", "plain_of",
@@ -154,12 +155,7 @@ def plain_of(code: bytes) -> bytes:
 
 def program_of(code: bytes, record: str = "constants.pkl") -> bytes:
     """A TorchScript archive, with what CODE pushes in the tuple that is RECORD."""
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
-    with zipfile.ZipFile(file) as old:
-        members = {each.filename: old.read(each) for each in old.infolist()}
-    name = next(each for each in members if each.endswith("/" + record))
-    return zip_of({**members, name: b"\x80\x02" + code + b"\x85."})
+    return rezipped(scripted(torch.nn.Linear(2, 2)), {record: b"\x80\x02" + code + b"\x85."})
 
 
 def shards_in(folder: Path, code: bytes) -> Path:
@@ -176,7 +172,4 @@ def shards_in(folder: Path, code: bytes) -> Path:
 
 def dcp_in(folder: Path, item: object) -> Path:
     """What torch.distributed.checkpoint saves of a tensor and ITEM, in FOLDER."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"w": torch.ones(2), "x": item}, checkpoint_id=folder, no_dist=True)
-    return folder
+    return distributed({"w": torch.ones(2), "x": item}, folder)

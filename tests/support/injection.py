@@ -23,6 +23,10 @@ from ckptconv.output.files import is_temporary
 #: What is in a file, or in the files of a folder; None where nothing stands.
 Content = bytes | dict[str, bytes] | None
 
+#: What stands at a target before: a file, or a model in one shard.
+OLD = b"the old output"
+OLD_SET: Content = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
+
 #: The calls by which the state of a disk changes, or which decide about that.
 WRITE_SIDE = (
     "openat",
@@ -181,6 +185,13 @@ class Conversion:
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         )
         return done, log.read_text().splitlines()
+
+    def undurable(self, package: Path | None = None) -> list[str]:
+        """What a loss of power could take, by the order of its calls; `package` is that of :meth:`trace`."""
+        out = self.fresh()
+        done, lines = self.trace(out, package=package)
+        assert done.returncode == 0
+        return not_durable(lines, out)
 
     def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
         """(call, its number among the calls of that name in its thread): from the first that has to do with OUT to the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ def transformers_offline() -> Iterator[ModuleType]:
     """The library, which takes seconds to import, without a network and without progress bars."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
-        library: Any = import_module("transformers")
+        library: Any = pytest.importorskip("transformers")
         library.utils.logging.disable_progress_bar()
         yield library
         library.utils.logging.enable_progress_bar()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.cli.main import main
 from ckptconv.hints import in_python
+from tests.support.command import Command
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,17 @@ def test_flags_become_keywords(flags: str, keywords: str) -> None:
     assert in_python(flags) == keywords
 
 
-def test_the_same_error_in_both_tongues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_error_in_both_tongues(tmp_path: Path, command: Command) -> None:
     """What the command line advises as a flag, the function advises as a keyword, and each works where it is said."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(1)}}, src)
     for flags, keywords in ((["--state-dict"], {"state_dict": True}), (["--strip-prefix", "w"], {"strip_prefix": "w"})):
-        assert main(["convert", str(src), str(dst), *flags]) == 1
-        said = capsys.readouterr().err
+        said = command("convert", src, dst, *flags, status=1).err
         with pytest.raises(ckptconv.CkptconvError) as caught:
             ckptconv.convert(src, dst, **keywords)  # type: ignore[arg-type]
         assert "--" not in str(caught.value)
         if "--select" in said:
-            assert main(["convert", str(src), str(dst), *shlex.split(said[said.index("--select") :])]) == 0
+            command("convert", src, dst, *shlex.split(said[said.index("--select") :]))
             select: dict[str, Any] = eval(f"dict({str(caught.value.hint).split(': ')[1]})")
             ckptconv.convert(src, dst, force=True, **select)
     with pytest.raises(ckptconv.TargetExistsError, match="force=True"):

@@ -6,6 +6,7 @@ The bounds are made small; a file at the real ones would be gigabytes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -15,7 +16,6 @@ import re
 import struct
 import sys
 import tarfile
-import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,14 +24,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckptconv
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.limits import LIMITS, Limits
 from ckptconv.pickles import paths
+from tests.support.conversions import read
 from tests.support.hostile_bytes import dict_of, storage, tensor, text, torch_zip_of
-from tests.support.legacy_files import Old, legacy_file, storage_id
+from tests.support.legacy_files import legacy_file, storage_id
+from tests.support.reduced import Reduced
+from tests.support.writers import distributed
 
 
 class Case(NamedTuple):
@@ -94,11 +96,7 @@ def lengths_of_paths(path: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptconv.checkpoint.index.find_places", counted)
-        from ckptconv.byteranges.sources import Source
-        from ckptconv.formats import opening
-
-        with Source(path) as source:
-            opening.read(source)
+        read(path)
     return found
 
 
@@ -107,9 +105,9 @@ LONG = checkpoint(b"N0" * 200 + b"N")
 DEFLATED = torch_zip_of(checkpoint(text("a" * 5000)), method=zipfile.ZIP_DEFLATED)
 
 
-def deflated_size(data: bytes) -> tuple[int, int]:
+def inflate_ratio(data: bytes) -> int:
     info = zipfile.ZipFile(io.BytesIO(data)).getinfo("made/data.pkl")
-    return info.file_size, info.compress_size
+    return -(-info.file_size // info.compress_size)
 
 
 def commented() -> bytes:
@@ -128,7 +126,7 @@ def commented() -> bytes:
 def older(key: str, protocol: int = 2) -> bytes:
     """A file in the older format, with one storage that has this KEY."""
     parts = storage_id(torch.FloatStorage, key, "cpu", 4), 0, (4,), (1,), False, OrderedDict()
-    made = Old(torch._utils._rebuild_tensor_v2, parts)
+    made = Reduced(torch._utils._rebuild_tensor_v2, parts)
     return legacy_file({"w": made}, {key: (4, bytes(16))}, protocol=protocol)
 
 
@@ -224,7 +222,7 @@ CASES: dict[str, Case] = {
     "id_text": Case(file(older("k" * 30, protocol=0)), 30, UnsupportedError, "names no storage"),
     "pickle_inflate_ratio": Case(
         file(DEFLATED),
-        -(-deflated_size(DEFLATED)[0] // deflated_size(DEFLATED)[1]),
+        inflate_ratio(DEFLATED),
         LimitError,
         "a deflated record is too large",
         modules=("ckptconv.formats.torch_zip",),
@@ -323,37 +321,50 @@ def test_every_bound_has_a_reason() -> None:
     assert all(lines[i - 1].startswith("    #: ") or i - 1 in numbers for i in numbers)
 
 
+@pytest.fixture
+def assert_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that reads a file at a bound, and expects an error with the bound one lower."""
+
+    def assert_bound(
+        run: Callable[[], object],
+        kind: type[CkptconvError],
+        what: str,
+        bound: str,
+        size: int,
+        *,
+        modules: tuple[str, ...] = (),
+        **others: int,
+    ) -> None:
+        limits = dataclasses.replace(LIMITS, **{**others, bound: size})
+        set_limits(monkeypatch, limits, modules)
+        run()
+        set_limits(monkeypatch, dataclasses.replace(limits, **{bound: size - 1}), modules)
+        with pytest.raises(kind, match=re.escape(what)):
+            run()
+        set_limits(monkeypatch, LIMITS)
+
+    return assert_bound
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_at_the_bound_and_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_at_the_bound_and_above(tmp_path: Path, assert_bound: Callable[..., None], name: str) -> None:
     """What is as large as the bound is read; one less of the bound, and it is a typed error that says so."""
     case = CASES[name]
     path = case.make(tmp_path)
     case.run(path)  # and whatever is imported is
-    small = dataclasses.replace(LIMITS, **case.others)
-    set_limits(monkeypatch, dataclasses.replace(small, **{name: case.size}), case.modules)
-    case.run(path)
-    set_limits(monkeypatch, dataclasses.replace(small, **{name: case.size - 1}), case.modules)
-    with pytest.raises(case.kind, match=re.escape(case.what)):
-        case.run(path)
+    run = functools.partial(case.run, path)
+    assert_bound(run, case.kind, case.what, name, case.size, modules=case.modules, **case.others)
 
 
-def test_paths_cost_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_cost_what_they_say(tmp_path: Path, assert_bound: Callable[..., None]) -> None:
     """All paths together have so many characters, and so many more for each opcode."""
     data = checkpoint(nested(5), text("a"), b"]")
     path = file(torch_zip_of(data))(tmp_path)
     length, count = lengths_of_paths(path), opcodes(data)
-    each = length // count
-    for limits in (
-        {"path_characters": length, "path_characters_each": 0},
-        {"path_characters": length - each * count, "path_characters_each": each},
-    ):
-        set_limits(monkeypatch, dataclasses.replace(LIMITS, **limits))
-        ckptconv.inspect(path)
-        set_limits(
-            monkeypatch, dataclasses.replace(LIMITS, **{**limits, "path_characters": limits["path_characters"] - 1})
-        )
-        with pytest.raises(LimitError, match="paths of what is in the checkpoint are too long"):
-            ckptconv.inspect(path)
+    run, what = functools.partial(ckptconv.inspect, path), "paths of what is in the checkpoint are too long"
+    for each in (0, length // count):
+        size = length - each * count
+        assert_bound(run, LimitError, what, "path_characters", size, path_characters_each=each)
 
 
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,32 +386,19 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "config.json says" not in notes()
 
 
-def test_bounds_of_distributed_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_of_distributed_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_bound: Callable[..., None]
+) -> None:
     """What a few bytes of it could ask for: places in lists, fields of an object, one list of chunks
     for many tensors.
     """
-    state = {"x": torch.ones(4), "list": [torch.ones(1)]}
-    path = tmp_path / "dcp" / ".metadata"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path.parent, no_dist=True)
-    written = path.read_bytes()
-
-    def holds(field: str, size: int, what: str) -> None:
-        for smaller in (0, 1):
-            set_limits(monkeypatch, dataclasses.replace(LIMITS, **{field: size - smaller}))
-            if smaller:
-                with pytest.raises(MalformedError, match=what):
-                    ckptconv.inspect(path.parent)
-            else:
-                ckptconv.inspect(path.parent)
-        set_limits(monkeypatch, LIMITS)
-
+    path = distributed({"x": torch.ones(4), "list": [torch.ones(1)]}, tmp_path / "dcp") / ".metadata"
+    run, written = functools.partial(ckptconv.inspect, path.parent), path.read_bytes()
     metadata = pickle.loads(written)
     (name,) = [name for name, place in metadata.planner_data.items() if place == ("list", 0)]
     metadata.planner_data[name] = ("list", 7)
     path.write_bytes(pickle.dumps(metadata))
-    holds("list_holes", 7, "places that nothing belongs to")
+    assert_bound(run, MalformedError, "places that nothing belongs to", "list_holes", 7)
     path.write_bytes(written)
     most = max(
         2 * len(vars(each)) + 1
@@ -411,14 +409,14 @@ def test_bounds_of_distributed_metadata(tmp_path: Path, monkeypatch: pytest.Monk
             *metadata.state_dict_metadata.values(),
         )
     )
-    holds("metadata_state", most, "too many fields")
+    assert_bound(run, MalformedError, "too many fields", "metadata_state", most)
     chunks = 1 + len(metadata.state_dict_metadata[name].chunks) + 1 + len(metadata.state_dict_metadata["x"].chunks)
     each = opcodes(written) // chunks
     set_limits(monkeypatch, dataclasses.replace(LIMITS, opcodes_of_a_chunk=each))
-    ckptconv.inspect(path.parent)
+    run()
     set_limits(monkeypatch, dataclasses.replace(LIMITS, opcodes_of_a_chunk=opcodes(written) // (chunks - 1) + 1))
     with pytest.raises(MalformedError, match="more chunks than"):
-        ckptconv.inspect(path.parent)
+        run()
 
 
 def test_a_key_of_a_storage_is_at_most_as_long_as_what_is_held(tmp_path: Path) -> None:

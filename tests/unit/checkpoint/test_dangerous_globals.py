@@ -17,21 +17,12 @@ import pytest
 from ckptconv.checkpoint.dangerous_globals import DANGEROUS_MODULES, DANGEROUS_NAMES, dangerous_globals, is_dangerous
 from ckptconv.pickles.graph import Global
 from ckptconv.pickles.parser import parse
+from tests.support.reduced import Reduced
 
 
 def dangers(data: bytes) -> list[str]:
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")
     return sorted(dangerous_globals(graph))
-
-
-class Runs:
-    """Reduces to a call of whatever it is given."""
-
-    def __init__(self, function: object) -> None:
-        self.function = function
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return self.function, ("x",)
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -40,251 +31,241 @@ class Runs:
 )
 def test_calls_are_found_in_every_protocol(protocol: int, function: object, name: str) -> None:
     """GLOBAL and STACK_GLOBAL, with names as Python 2 or 3 has them."""
-    assert dangers(pickle.dumps([1, Runs(function)], protocol)) == [name]
+    assert dangers(pickle.dumps([1, Reduced(function, ("x",))], protocol)) == [name]
 
 
-def test_popped_calls_are_found() -> None:
-    """A call whose result is thrown away is a call."""
-    assert dangers(b"cos\nsystem\n(X\x01\x00\x00\x00xtR0N.") == ["os.system"]
-
-
-def test_python_2_names_are_mapped() -> None:
-    """Below protocol 3, __builtin__ is builtins; from 3 on it is what it says to Python,
-    and builtins to torch's safe loader.
-    """
-    assert dangers(b"\x80\x02c__builtin__\neval\n.") == ["builtins.eval"]
-    assert dangers(b"\x80\x04c__builtin__\neval\n.") == ["__builtin__.eval"]
-
-
-def test_names_by_computed_strings_are_found() -> None:
-    """STACK_GLOBAL takes its names from the stack, whatever put them there."""
-    assert dangers(b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93N0.") == ["os.system"]
-    assert dangers(b"\x80\x04(\x8c\x06system\x94\x8c\x02os\x94lh\x01h\x00\x93\x86.") == ["os.system"]
-
-
-def test_dotted_names_are_found() -> None:
-    """A qualified name leads through a dangerous module or function all the same."""
-    assert dangers(b"\x80\x04\x8c\x02io\x8c\x0bopen.__call\x93.") == ["io.open.__call"]
-
-
-def test_a_module_of_the_user_is_not_dangerous_for_its_name() -> None:
-    """A package called code or trace can be anybody's; what attacks use of those of
-    the standard library is named exactly.
-    """
-    assert dangers(b"\x80\x02ccode.models\nNet\n.") == []
-    assert dangers(b"\x80\x02ccode\ninteract\n.") == ["code.interact"]
-
-
-def test_what_pickle_itself_writes_is_not_dangerous() -> None:
-    """getattr and functools.partial are how pickle writes bound methods and keyword arguments."""
-    assert dangers(pickle.dumps([functools.partial(int, base=2), [].append], 2)) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch.jit.unsupported_tensor_ops.execWrapper",
-        "numpy.testing._private.utils.runstring",
-        "torch.utils._config_module.ConfigModule.load_config",
-        "torch._inductor.codecache.compile_file",
-        "torch.utils.collect_env.run",
-        "torch._dynamo.guards.GuardBuilder.get",
-        "torch.utils.bottleneck.__main__.run_cprofile",
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
-        "torch.utils.data.datapipes.utils.decoder.basichandlers",
-        "torch.hub.load",
-        "idlelib.pyshell.ModifiedInterpreter.runcode",
-        "idlelib.run.Executive.runcode",
-        "idlelib.calltip.get_entity",
-        "lib2to3.pgen2.grammar.Grammar.loads",
-        "lib2to3.pgen2.pgen.ParserGenerator.make_label",
-        "doctest.debug_script",
-        "logging.config._resolve",
-        "uuid._get_command_stdout",
-        "_aix_support._read_cmd_output",
-        "_osx_support._read_output",
-        "_pyrepl.pager.pipe_pager",
-        "ensurepip._run_pip",
-        "pydoc.pipepager",
-        "profile.run",
-        "profile.Profile.runctx",
-        "cProfile.runctx",
-        "trace.Trace.run",
-        "code.InteractiveInterpreter.runcode",
-        "test.support.script_helper.assert_python_ok",
-        "operator.call",
-        "functools.reduce",
-        "timeit.timeit",
-        "pkgutil.resolve_name",
-        "asyncio.unix_events._UnixSubprocessTransport._start",
-        "distutils.file_util.write_file",
-        "pip.main",
-        "numpy.f2py.crackfortran.getlincoef",
-        "ctypes.CDLL",
-        "pty.spawn",
-        "bdb.Bdb.run",
-        "pdb.run",
-        "ssl.get_server_certificate",
-        "imaplib.IMAP4_stream",
-        "http.client.HTTPConnection",
-        "io.open",
-        "shutil.rmtree",
-        "pathlib.Path.write_text",
-        "torch.save",
-        "numpy.savez_compressed",
-        "logging.handlers.RotatingFileHandler",
-        "tokenize._builtin_open",
-        "types.LambdaType",
-        "torch.fx.graph_module._forward_from_src",
-        "torch._utils._import_dotted_name",
-        "pickle.loads",
-        "torch.load",
-        "torch.storage._load_from_bytes",
-        "yaml.unsafe_load",
-        "builtins.exec",
-        "types.CodeType",
-        "importlib.import_module",
-        "marshal.loads",
-    ],
-)
-def test_what_scanners_missed(name: str) -> None:
-    """What advisories for pickle scanners report, in whatever module it stands."""
+def by_name(name: str) -> bytes:
+    """A pickle of the global `name`."""
     module, _, attribute = name.rpartition(".")
-    assert dangers(b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()) == [name]
+    return b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("torch.serialization", "os.system"),
-        ("torch", "serialization.os.system"),
-        ("torch.serialization", "os"),
-        ("torch.serialization", "pickle.loads"),
-        ("torch.storage", "torch.load"),
-        ("torch.nn", "Module.__init__.__globals__"),
-        ("collections", "OrderedDict.__subclasses__"),
-        ("builtins", "object.__reduce_ex__"),
-        ("functools", "partial.__builtins__"),
-        ("numpy", "builtins.eval"),
-        ("mine.commands", "Net.__class__.__mro__"),
-        ("random", "_os.system"),
-        ("collections", "_sys.modules"),
-        ("torch", "builtins"),
-        ("torch.serialization", "pickle"),
-        ("enum", "bltns.eval"),
-        ("torch.storage", "UntypedStorage.from_file"),
-        ("torch.multiprocessing.reductions", "ForkingPickler.loads"),
-        ("statistics", "reduce"),
-    ],
-)
-def test_what_attributes_lead_to(module: str, name: str) -> None:
-    """A name with dots goes through a harmless module to a dangerous one, or to its
-    innards; STACK_GLOBAL and GLOBAL alike.
-    """
-    assert dangers(b"\x80\x04V" + f"{module}\nV{name}\n".encode() + b"\x93.") == [f"{module}.{name}"]
-    assert dangers(b"\x80\x04c" + f"{module}\n{name}\n.".encode()) == [f"{module}.{name}"]
+#: What advisories for pickle scanners report, in whatever module it stands.
+MISSED = [
+    "torch.jit.unsupported_tensor_ops.execWrapper",
+    "numpy.testing._private.utils.runstring",
+    "torch.utils._config_module.ConfigModule.load_config",
+    "torch._inductor.codecache.compile_file",
+    "torch.utils.collect_env.run",
+    "torch._dynamo.guards.GuardBuilder.get",
+    "torch.utils.bottleneck.__main__.run_cprofile",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
+    "torch.utils.data.datapipes.utils.decoder.basichandlers",
+    "torch.hub.load",
+    "idlelib.pyshell.ModifiedInterpreter.runcode",
+    "idlelib.run.Executive.runcode",
+    "idlelib.calltip.get_entity",
+    "lib2to3.pgen2.grammar.Grammar.loads",
+    "lib2to3.pgen2.pgen.ParserGenerator.make_label",
+    "doctest.debug_script",
+    "logging.config._resolve",
+    "uuid._get_command_stdout",
+    "_aix_support._read_cmd_output",
+    "_osx_support._read_output",
+    "_pyrepl.pager.pipe_pager",
+    "ensurepip._run_pip",
+    "pydoc.pipepager",
+    "profile.run",
+    "profile.Profile.runctx",
+    "cProfile.runctx",
+    "trace.Trace.run",
+    "code.InteractiveInterpreter.runcode",
+    "test.support.script_helper.assert_python_ok",
+    "operator.call",
+    "functools.reduce",
+    "timeit.timeit",
+    "pkgutil.resolve_name",
+    "asyncio.unix_events._UnixSubprocessTransport._start",
+    "distutils.file_util.write_file",
+    "pip.main",
+    "numpy.f2py.crackfortran.getlincoef",
+    "ctypes.CDLL",
+    "pty.spawn",
+    "bdb.Bdb.run",
+    "pdb.run",
+    "ssl.get_server_certificate",
+    "imaplib.IMAP4_stream",
+    "http.client.HTTPConnection",
+    "io.open",
+    "shutil.rmtree",
+    "pathlib.Path.write_text",
+    "torch.save",
+    "numpy.savez_compressed",
+    "logging.handlers.RotatingFileHandler",
+    "tokenize._builtin_open",
+    "types.LambdaType",
+    "torch.fx.graph_module._forward_from_src",
+    "torch._utils._import_dotted_name",
+    "pickle.loads",
+    "torch.load",
+    "torch.storage._load_from_bytes",
+    "yaml.unsafe_load",
+    "builtins.exec",
+    "types.CodeType",
+    "importlib.import_module",
+    "marshal.loads",
+]
+#: Names with dots that go through a harmless module to a dangerous one, or to its innards.
+LEADING = [
+    ("torch.serialization", "os.system"),
+    ("torch", "serialization.os.system"),
+    ("torch.serialization", "os"),
+    ("torch.serialization", "pickle.loads"),
+    ("torch.storage", "torch.load"),
+    ("torch.nn", "Module.__init__.__globals__"),
+    ("collections", "OrderedDict.__subclasses__"),
+    ("builtins", "object.__reduce_ex__"),
+    ("functools", "partial.__builtins__"),
+    ("numpy", "builtins.eval"),
+    ("mine.commands", "Net.__class__.__mro__"),
+    ("random", "_os.system"),
+    ("collections", "_sys.modules"),
+    ("torch", "builtins"),
+    ("torch.serialization", "pickle"),
+    ("enum", "bltns.eval"),
+    ("torch.storage", "UntypedStorage.from_file"),
+    ("torch.multiprocessing.reductions", "ForkingPickler.loads"),
+    ("statistics", "reduce"),
+]
+#: Modules of the user's that are called like the standard library's, and what trainers save.
+UNKNOWN = [
+    "mine.os.Net",
+    "mine.commands.Net",
+    "mine.requests.Queue",
+    "mine.torch.load.Net",
+    "osmium.Net",
+    "code.models.Net",
+    "trace.models.Net",
+    "test.models.Net",
+    "profile.models.Net",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.memmap",
+    "numpy.random._pickle.__randomstate_ctor",
+    "uuid.UUID",
+    "logging.getLogger",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "functools.partial",
+    "argparse.Namespace",
+    "copyreg._reconstructor",
+    "torch.hubert.Net",
+    "torch.fx.graph_module.reduce_graph_module",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "omegaconf.dictconfig.DictConfig",
+    "_io.BytesIO",
+    "datetime.datetime",
+    "types.SimpleNamespace",
+    "operator.itemgetter",
+    "torch.package_of_mine.Net",
+    "sklearn.pipeline.Pipeline",
+    "cloudpickle.cloudpickle._make_function",
+    "os.stat_result",
+    "posix.stat_result",
+    "os.terminal_size",
+    "os.PathLike",
+    "torch.distributed.reduce",
+    "mine.Metric.reduce",
+    "mine.Net.from_file",
+]
+#: pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is
+#: computed, or hands the function on, is dangerous.
+GETATTR = [
+    (b"cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__\x86R.", "builtins.getattr of '__globals__'"),
+    (b"c__builtin__\ngetattr\nctorch\nserialization\nU\x02os\x86R.", "builtins.getattr of 'os'"),
+    (b"cbuiltins\ngetattr\nctorch\nserialization\ncmine\nname\n)R\x86R.", "builtins.getattr of what is computed"),
+    (b"cbuiltins\ngetattr\n)R.", "builtins.getattr of what is computed"),
+    (b"coperator\nattrgetter\nX\x13\0\0\0__init__.__code__xx\x85R.", None),
+    (b"coperator\nattrgetter\nX\x11\0\0\0__init__.__code__\x85R.", "operator.attrgetter of '__init__.__code__'"),
+    (b"coperator\nmethodcaller\nX\x0e\0\0\0__subclasses__\x85R.", "operator.methodcaller of '__subclasses__'"),
+    (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, not called"),
+    (b"(cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__o0N.", "builtins.getattr of '__globals__'"),
+    (b"cbuiltins\ngetattr\ncmine\nfiles\nX\x03\0\0\0_os\x86R.", "builtins.getattr of '_os'"),
+    (
+        b"cbuiltins\ngetattr\nctorch.fx\ngraph_module\nX\x11\0\0\0_exec_with_source\x86R.",
+        "builtins.getattr of '_exec_with_source'",
+    ),
+    (
+        b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86R"
+        b"X\x11\0\0\0_exec_with_sourcetR.",
+        "builtins.getattr of '_exec_with_source'",
+    ),
+    (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85R.", None),
+    (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85Rcmine\nNet\n\x85R.", "operator.attrgetter of 'sys'"),
+    (b"cmine\nNet\n](coperator\nattrgetter\nX\x03\0\0\0sys\x85Re\x85R.", "operator.attrgetter of 'sys'"),
+    (b"](cbuiltins\ngetattr\nK\x01e.", None),
+    (b"cmine\nNet\n](cbuiltins\ngetattr\nK\x01e\x85R.", "builtins.getattr, not called"),
+    (b"](cbuiltins\ngetattr\nK\x01eq\x00cmine\nNet\nh\x00\x85R\x86.", "builtins.getattr, not called"),
+    (b"cbuiltins\ngetattr\ncmine\nNet\nX\x05\0\0\0Inner\x86R.", None),
+    (b"cbuiltins\ngetattr\ncmine\nNet\nX\x04\0\0\0eval\x86R.", None),
+]
+MEMMAP = b"cnumpy\nmemmap\n"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mine.os.Net",
-        "mine.commands.Net",
-        "mine.requests.Queue",
-        "mine.torch.load.Net",
-        "osmium.Net",
-        "code.models.Net",
-        "trace.models.Net",
-        "test.models.Net",
-        "profile.models.Net",
-        "numpy.core.multiarray._reconstruct",
-        "numpy.ndarray",
-        "numpy.memmap",
-        "numpy.random._pickle.__randomstate_ctor",
-        "uuid.UUID",
-        "logging.getLogger",
-        "signal.Signals",
-        "pathlib.PosixPath",
-        "functools.partial",
-        "argparse.Namespace",
-        "copyreg._reconstructor",
-        "torch.hubert.Net",
-        "torch.fx.graph_module.reduce_graph_module",
-        "torch.distributed.checkpoint.metadata.Metadata",
-        "omegaconf.dictconfig.DictConfig",
-        "_io.BytesIO",
-        "datetime.datetime",
-        "types.SimpleNamespace",
-        "operator.itemgetter",
-        "torch.package_of_mine.Net",
-        "sklearn.pipeline.Pipeline",
-        "cloudpickle.cloudpickle._make_function",
-        "os.stat_result",
-        "posix.stat_result",
-        "os.terminal_size",
-        "os.PathLike",
-        "torch.distributed.reduce",
-        "mine.Metric.reduce",
-        "mine.Net.from_file",
-    ],
-)
-def test_what_checkpoints_have_is_not_dangerous(name: str) -> None:
-    """Modules of the user's that are called like the standard library's, and what
-    trainers save, are unknown and no more.
-    """
-    module, _, attribute = name.rpartition(".")
-    assert dangers(b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()) == []
+def rebuilt(core: str) -> bytes:
+    return f"cnumpy.{core}.multiarray\n_reconstruct\n".encode()
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (b"cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__\x86R.", "builtins.getattr of '__globals__'"),
-        (b"c__builtin__\ngetattr\nctorch\nserialization\nU\x02os\x86R.", "builtins.getattr of 'os'"),
-        (b"cbuiltins\ngetattr\nctorch\nserialization\ncmine\nname\n)R\x86R.", "builtins.getattr of what is computed"),
-        (b"cbuiltins\ngetattr\n)R.", "builtins.getattr of what is computed"),
-        (b"coperator\nattrgetter\nX\x13\0\0\0__init__.__code__xx\x85R.", None),
-        (b"coperator\nattrgetter\nX\x11\0\0\0__init__.__code__\x85R.", "operator.attrgetter of '__init__.__code__'"),
-        (b"coperator\nmethodcaller\nX\x0e\0\0\0__subclasses__\x85R.", "operator.methodcaller of '__subclasses__'"),
-        (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, not called"),
-        (b"(cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__o0N.", "builtins.getattr of '__globals__'"),
-        (b"cbuiltins\ngetattr\ncmine\nfiles\nX\x03\0\0\0_os\x86R.", "builtins.getattr of '_os'"),
-        (
-            b"cbuiltins\ngetattr\nctorch.fx\ngraph_module\nX\x11\0\0\0_exec_with_source\x86R.",
-            "builtins.getattr of '_exec_with_source'",
-        ),
-        (
-            b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nctorch\nfx\nX\x0c\0\0\0graph_module\x86R"
-            b"X\x11\0\0\0_exec_with_sourcetR.",
-            "builtins.getattr of '_exec_with_source'",
-        ),
-        (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85R.", None),
-        (b"coperator\nattrgetter\nX\x03\0\0\0sys\x85Rcmine\nNet\n\x85R.", "operator.attrgetter of 'sys'"),
-        (b"cmine\nNet\n](coperator\nattrgetter\nX\x03\0\0\0sys\x85Re\x85R.", "operator.attrgetter of 'sys'"),
-        (b"](cbuiltins\ngetattr\nK\x01e.", None),
-        (b"cmine\nNet\n](cbuiltins\ngetattr\nK\x01e\x85R.", "builtins.getattr, not called"),
-        (b"](cbuiltins\ngetattr\nK\x01eq\x00cmine\nNet\nh\x00\x85R\x86.", "builtins.getattr, not called"),
-        (b"cbuiltins\ngetattr\ncmine\nNet\nX\x05\0\0\0Inner\x86R.", None),
-        (b"cbuiltins\ngetattr\ncmine\nNet\nX\x04\0\0\0eval\x86R.", None),
-    ],
-)
-def test_getattr(code: bytes, said: str | None) -> None:
-    """pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is
-    computed, or hands the function on, is dangerous.
-    """
-    assert dangers(b"\x80\x02" + code) == ([said] if said else [])
+#: Pickles, and what is dangerous in them.
+PICKLES: dict[str, tuple[bytes, list[str]]] = {
+    "a call whose result is thrown away": (b"cos\nsystem\n(X\x01\x00\x00\x00xtR0N.", ["os.system"]),
+    "below protocol 3, __builtin__ is builtins": (b"\x80\x02c__builtin__\neval\n.", ["builtins.eval"]),
+    "from 3 on it is what it says to Python": (b"\x80\x04c__builtin__\neval\n.", ["__builtin__.eval"]),
+    "STACK_GLOBAL takes its names from the stack": (
+        b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93N0.",
+        ["os.system"],
+    ),
+    "whatever put them there": (
+        b"\x80\x04(\x8c\x06system\x94\x8c\x02os\x94lh\x01h\x00\x93\x86.",
+        ["os.system"],
+    ),
+    "a qualified name": (b"\x80\x04\x8c\x02io\x8c\x0bopen.__call\x93.", ["io.open.__call"]),
+    "a package called code can be anybody's": (b"\x80\x02ccode.models\nNet\n.", []),
+    "what attacks use of the standard library's is named exactly": (
+        b"\x80\x02ccode\ninteract\n.",
+        ["code.interact"],
+    ),
+    "getattr and functools.partial are how pickle writes bound methods and keyword arguments": (
+        pickle.dumps([functools.partial(int, base=2), [].append], 2),
+        [],
+    ),
+    **{f"missed: {name}": (by_name(name), [name]) for name in MISSED},
+    **{
+        f"{module} lends {name}, by {how}": (data, [f"{module}.{name}"])
+        for module, name in LEADING
+        for how, data in (
+            ("STACK_GLOBAL", b"\x80\x04V" + f"{module}\nV{name}\n".encode() + b"\x93."),
+            ("GLOBAL", b"\x80\x04c" + f"{module}\n{name}\n.".encode()),
+        )
+    },
+    **{f"unknown, and no more: {name}": (by_name(name), []) for name in UNKNOWN},
+    **{f"getattr {i}: {said}": (b"\x80\x02" + code, [said] if said else []) for i, (code, said) in enumerate(GETATTR)},
+    # numpy rebuilds what was a memmap by its class, which opens a file if it is called, however that is done
+    **{
+        f"numpy.{core}: an array that was in a file": (rebuilt(core) + b"(" + MEMMAP + b"(K\x00tU\x01btR.", [])
+        for core in ("core", "_core")
+    },
+    **{
+        f"numpy.{core}: a file that is opened through partial": (
+            b"cfunctools\npartial\n(" + MEMMAP + b"V1\ntp0\nR0" + rebuilt(core) + b"g0\nR.",
+            ["numpy.memmap"],
+        )
+        for core in ("core", "_core")
+    },
+    "numpy.memmap called": (MEMMAP + b"(X\x01\0\0\0xtR.", ["numpy.memmap"]),
+    "numpy.memmap made": (b"\x80\x02" + MEMMAP + b"X\x01\0\0\0x\x85\x81.", ["numpy.memmap"]),
+    "numpy.memmap handed on": (
+        b"\x80\x02cfunctools\npartial\n" + MEMMAP + b"X\x01\0\0\0x\x86R.",
+        ["numpy.memmap"],
+    ),
+}
 
 
-@pytest.mark.parametrize("core", ["core", "_core"])
-def test_arrays_in_files(core: str) -> None:
-    """numpy rebuilds what was a memmap by its class, which opens a file if it is called, however that is done."""
-    rebuild = f"cnumpy.{core}.multiarray\n_reconstruct\n".encode()
-    memmap = b"cnumpy\nmemmap\n"
-    assert dangers(rebuild + b"(" + memmap + b"(K\x00tU\x01btR.") == []
-    assert dangers(memmap + b"(X\x01\0\0\0xtR.") == ["numpy.memmap"]
-    assert dangers(b"\x80\x02" + memmap + b"X\x01\0\0\0x\x85\x81.") == ["numpy.memmap"]
-    assert dangers(b"cfunctools\npartial\n(" + memmap + b"V1\ntp0\nR0" + rebuild + b"g0\nR.") == ["numpy.memmap"]
-    assert dangers(b"\x80\x02cfunctools\npartial\n" + memmap + b"X\x01\0\0\0x\x86R.") == ["numpy.memmap"]
+@pytest.mark.parametrize("case", PICKLES)
+def test_what_is_dangerous(case: str) -> None:
+    """By the name that the pickle has for it."""
+    data, names = PICKLES[case]
+    assert dangers(data) == names
 
 
 #: Functions of dangerous modules that others lend and nothing comes of, and what is called like one.

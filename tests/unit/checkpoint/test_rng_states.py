@@ -13,8 +13,20 @@ from torch import nn
 
 from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES
 from tests.support.detection import numbers, rng_states
+from tests.support.reduced import Reduced
 
 W = torch.zeros(2)
+STATE = torch.get_rng_state()
+#: ``random_features`` is a buffer.
+BUFFERS = {**nn.Linear(1, 1).state_dict(), "random_features": numbers(), "random.rng": numbers()}
+#: What Hugging Face's Trainer and accelerate save beside a model.
+TRAINER = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": STATE, "cuda": [numbers()]}
+ACCELERATE = {
+    "step": 1,
+    "random_state": random.getstate(),
+    "torch_manual_seed": STATE,
+    "torch_cuda_manual_seed": [numbers()],
+}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +51,15 @@ W = torch.zeros(2)
         ({"python": 1, "numpy": 2, "torch_cuda": numbers()}, ["torch_cuda"]),
         ({"python": 1, "torch_cuda": numbers()}, []),
         ({"numpy": 1, "torch_cuda": numbers()}, []),
+        (TRAINER, ["cpu", "cuda[0]"]),
+        (ACCELERATE, ["torch_manual_seed", "torch_cuda_manual_seed[0]"]),
+        # two tensors on one storage: moving it would move the other; one tensor under two keys is fine
+        ({"rng_state": STATE, "view": STATE.view(2, -1), "x": 1}, []),
+        ({"rng_state": STATE, "again": STATE, "x": 1}, ["rng_state"]),
+        # a state dict has none by name, but 5,056 elements are one even there
+        ({"model": BUFFERS}, []),
+        ({"rng_net": {"w": W, "mask": numbers()}}, []),
+        ({"model": {**BUFFERS, "state": STATE}}, ["model/state"]),
     ],
 )
 def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) -> None:
@@ -71,49 +92,11 @@ def test_what_is_no_generator_state_wherever_it_stands(read: Any, tensor: torch.
     assert rng_states(read({"rng_state": tensor, "x": 1})) == []
 
 
-def test_a_shared_storage_is_no_generator_state(read: Any) -> None:
-    """Two tensors on one storage: moving it would move the other; one tensor under two keys is fine."""
-    state = torch.get_rng_state()
-    assert rng_states(read({"rng_state": state, "view": state.view(2, -1), "x": 1})) == []
-    assert rng_states(read({"rng_state": state, "again": state, "x": 1})) == ["rng_state"]
-
-
-def test_a_state_dict_has_no_generator_states_by_name(read: Any) -> None:
-    """``random_features`` is a buffer; 5,056 elements are one even there."""
-    state: Any = nn.Linear(1, 1).state_dict()
-    state |= {"random_features": numbers(), "random.rng": numbers()}
-    assert rng_states(read({"model": state})) == []
-    assert rng_states(read({"rng_net": {"w": W, "mask": numbers()}})) == []
-    state["state"] = torch.get_rng_state()
-    assert rng_states(read({"model": state})) == ["model/state"]
-
-
 def test_the_state_of_a_generator_object(read: Any) -> None:
     """``torch.Generator`` carries its state with it."""
     detected = read({"dropout": torch.Generator().manual_seed(1), "x": 1})
     assert [info.nbytes for info in detected.rng_states] == [CPU_RNG_BYTES]
     assert rng_states(detected) == ["dropout/.__state__[2]"]
 
-    class OnGpu:
-        def __reduce__(self) -> Any:
-            return torch.Generator, (torch.device("cuda:0"),), (1, 0, numbers())
-
-    assert rng_states(read({"dropout": [OnGpu()], "x": 1})) == ["dropout[0]/.__state__[2]"]
-
-
-def test_the_trainers_file(read: Any) -> None:
-    """Hugging Face's Trainer and accelerate: what they save beside a model."""
-    trainer = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-        "cuda": [numbers()],
-    }
-    assert rng_states(read(trainer)) == ["cpu", "cuda[0]"]
-    accelerate = {
-        "step": 1,
-        "random_state": random.getstate(),
-        "torch_manual_seed": torch.get_rng_state(),
-        "torch_cuda_manual_seed": [numbers()],
-    }
-    assert rng_states(read(accelerate)) == ["torch_manual_seed", "torch_cuda_manual_seed[0]"]
+    on_gpu = Reduced(torch.Generator, (torch.device("cuda:0"),), (1, 0, numbers()))
+    assert rng_states(read({"dropout": [on_gpu], "x": 1})) == ["dropout[0]/.__state__[2]"]

@@ -16,6 +16,7 @@ from ckptconv.formats import opening
 from tests.support.detection import numbers, rng_states, state_dicts
 
 W = torch.zeros(2)
+STATE = nn.Linear(1, 1).state_dict()
 
 
 # State dicts
@@ -42,6 +43,11 @@ W = torch.zeros(2)
         (W, []),
         ({"model": {"w": W, "epoch": 3}}, []),
         ({"model": {"w": W}, "same": {"outer": W, "inner_extra_state": {"w": W}}}, ["model", "same"]),
+        ({"a": STATE, "b": STATE}, ["a"]),  # one under two keys stands where it stands first
+        (nn.ReLU().state_dict(), ["."]),
+        ({"state": {"w": W}, "param_groups": []}, []),
+        ({"state": {"w": W}}, ["state"]),
+        ({"net": torch.nn.BatchNorm1d(2)}, []),  # a module's parameters are attributes: no prefix is put before them
     ],
 )
 def test_a_mapping_of_names_to_tensors(read: Any, obj: object, paths: list[str]) -> None:
@@ -58,14 +64,7 @@ def test_metadata_makes_a_state_dict_of_anything(read: Any) -> None:
     (found,) = read({"net": state}).state_dicts
     assert (found.path, found.names()) == ("net", ["weight", "bias", "version"])
     assert found.metadata is not None
-    assert state_dicts(read(nn.ReLU().state_dict())) == ["."]
     assert read({"w": W}).state_dicts[0].metadata is None
-
-
-def test_one_state_dict_under_two_keys_is_one(read: Any) -> None:
-    """It stands where it stands first."""
-    state = nn.Linear(1, 1).state_dict()
-    assert state_dicts(read({"a": state, "b": state})) == ["a"]
 
 
 def test_an_optimizer_holds_no_state_dict(read: Any) -> None:
@@ -77,8 +76,6 @@ def test_an_optimizer_holds_no_state_dict(read: Any) -> None:
     detected = read({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "list": [optimizer.state_dict()]})
     assert state_dicts(detected) == ["model"]
     assert detected.optimizers == []
-    assert state_dicts(read({"state": {"w": W}, "param_groups": []})) == []
-    assert state_dicts(read({"state": {"w": W}})) == ["state"]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +166,3 @@ def test_the_training_fixture(fixtures: Path) -> None:
     assert state_dicts(detected) == ["model"]
     assert detected.optimizers == []
     assert rng_states(detected) == ["rng_state/cpu", "rng_state/cuda"]
-
-
-def test_parts_of_a_pickled_module_are_no_state_dict(tmp_path: Path) -> None:
-    """``_parameters`` and ``_buffers`` of a whole module hold attributes: no prefix is put before them."""
-    torch.save({"net": torch.nn.BatchNorm1d(2)}, tmp_path / "module.pt")
-    with Source(tmp_path / "module.pt") as source:
-        assert detect(opening.read(source)).state_dicts == []

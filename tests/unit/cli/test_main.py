@@ -16,6 +16,7 @@ from ckptconv import CkptconvError, __version__, convert
 from ckptconv.cli import convert as convert_module
 from ckptconv.cli.main import main
 from ckptconv.errors import UsageError
+from tests.support.command import Command
 
 
 @pytest.mark.parametrize(
@@ -44,32 +45,20 @@ from ckptconv.errors import UsageError
         (["convert", "{src}", "{out}", "--exclude", "nothing*"], 1, ["nothing*"]),
         (["inspect", "missing.pt"], 1, ["missing.pt"]),
         (["inspect"], 2, ["PATH"]),
+        (["inspect", "bad\n\x1b[31mname.pt"], 1, ["name.pt"]),
     ],
 )
 def test_errors_say_what_to_type(
-    ddp: Path,
-    args: list[str],
-    status: int,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    ddp: Path, args: list[str], status: int, words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every mistake ends in its exit status and a message on stderr that names the way out, and leaves
-    nothing behind.
+    """Every mistake ends in its exit status and one line on stderr that names the way out, also when a path holds a
+    newline or an escape sequence, and leaves nothing behind.
     """
     monkeypatch.chdir(ddp.parent)
-    assert main([arg.format(src="ddp.pt", out="o.pt") for arg in args]) == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    for word in words:
-        assert word in captured.err
-    assert sorted(os.listdir()) == ["ddp.pt"]
-
-
-def test_error_is_one_line(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Our own errors are one line, also when a path holds a newline or an escape sequence."""
-    assert main(["inspect", "bad\n\x1b[31mname.pt"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    said = command(*(arg.format(src="ddp.pt", out="o.pt") for arg in args), status=status, err=tuple(words))
+    assert said.out == ""
+    assert said.err.count("\n") == 1 or said.err.startswith("Usage: ")
+    assert os.listdir() == ["ddp.pt"]
 
 
 def test_a_path_with_a_nul_is_a_usage_error(ddp: Path) -> None:
@@ -80,13 +69,12 @@ def test_a_path_with_a_nul_is_a_usage_error(ddp: Path) -> None:
 
 def test_debug_raises(ddp: Path) -> None:
     """--debug lets the traceback through."""
-    with pytest.raises(CkptconvError):
-        main(["inspect", "missing.pt", "--debug"])
-    with pytest.raises(CkptconvError):
-        main(["convert", "missing.pt", str(ddp.with_name("o.pt")), "--debug"])
+    for words in (["inspect", "missing.pt"], ["convert", "missing.pt", str(ddp.with_name("o.pt"))]):
+        with pytest.raises(CkptconvError):
+            main([*words, "--debug"])
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help(command: Command) -> None:
     """--version, -h and each command's -h answer on stdout."""
     for args, word in (
         (["--version"], __version__),
@@ -94,31 +82,29 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["convert", "-h"], "--map"),
         (["inspect", "--help"], "--tree"),
     ):
-        assert main(args) == 0
-        shown = capsys.readouterr().out
+        shown = command(*args).out
         assert word in shown
         assert max(map(len, shown.splitlines())) <= 100
 
 
-def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Ctrl-C is status 130 and one line."""
 
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convert_module, "run", interrupt)
-    assert main(["convert", str(ddp), str(ddp.with_name("o.pt"))]) == 130
-    assert capsys.readouterr().err.strip() == "ckptconv: interrupted"
+    assert command("convert", ddp, ddp.with_name("o.pt"), status=130).err.strip() == "ckptconv: interrupted"
 
 
-def test_nohup_stays_nohup(fixtures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nohup_stays_nohup(fixtures: Path, command: Command) -> None:
     """A signal that the caller ignores stays ignored; others end the process by way of the clean-up."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTERM)}
     try:
-        assert main(["inspect", str(fixtures / "cpu.pt")]) == 0
+        command("inspect", fixtures / "cpu.pt")
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        assert main(["inspect", str(fixtures / "cpu.pt")]) == 0
+        command("inspect", fixtures / "cpu.pt")
         with pytest.raises(SystemExit, match="143"):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
@@ -126,9 +112,11 @@ def test_nohup_stays_nohup(fixtures: Path, capsys: pytest.CaptureFixture[str]) -
             signal.signal(number, handler)
 
 
-def run_python(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    options = {"capture_output": True, "text": True, "timeout": 60, "check": False, **kwargs}
-    return subprocess.run([sys.executable, *args], **options)  # type: ignore[call-overload,no-any-return]
+def run_python(*args: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_is_not_imported(ddp: Path) -> None:
@@ -142,8 +130,7 @@ words = ["convert", {str(ddp)!r}, {str(ddp.with_name("o.pt"))!r}, "--to", "cpu",
 assert ckptconv.cli.main.main(words) == 0
 assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 """
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
@@ -151,10 +138,7 @@ def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
     command = f"{sys.executable} -m ckptconv inspect {fixtures / 'resnet18.pt'} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
-    done = run_python(
-        "-m", "ckptconv", "inspect", str(fixtures / "cpu.pt"), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "ckptconv", "inspect", str(fixtures / "cpu.pt"), LC_ALL="C", PYTHONUTF8="0")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -9,12 +9,10 @@ import torch
 
 from ckptconv import convert
 from ckptconv.cli import terminal
-from ckptconv.cli.main import main
+from tests.support.command import Command
 
 
-def test_progress_on_a_terminal(
-    ddp: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_on_a_terminal(ddp: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """On a terminal an output that is large gets a bar that ends at its own size; small ones, dry runs
     and -q get none.
     """
@@ -23,14 +21,11 @@ def test_progress_on_a_terminal(
     out = ddp.with_name("o.pt")
     convert(fixtures / "training.pt", out, state_dict=True)
     monkeypatch.setattr(terminal, "PROGRESS_FROM", out.stat().st_size)
-    command = ["convert", str(fixtures / "training.pt"), str(out), "--state-dict", "--force"]
-    assert main(command) == 0
+    words = "convert", fixtures / "training.pt", out, "--state-dict", "--force"
     total = f"/{out.stat().st_size / 1000:.1f} kB"
-    assert total in capsys.readouterr().err
+    command(*words, err=total)
     assert torch.load(out, map_location="cpu")
     for flag in ("--dry-run", "-q"):
-        assert main([*command, flag]) == 0
-        assert total not in capsys.readouterr().err
+        assert total not in command(*words, flag).err
     monkeypatch.setattr(terminal, "PROGRESS_FROM", out.stat().st_size + 1)
-    assert main(command) == 0
-    assert total not in capsys.readouterr().err
+    assert total not in command(*words).err

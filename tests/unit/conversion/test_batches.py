@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ import torch
 import ckptconv
 from ckptconv import Job, Outcome, convert_many, jobs_in
 from ckptconv.cli import convert_batch
-from ckptconv.cli.main import main
 from ckptconv.conversion import jobs
 from ckptconv.conversion.batches import run_jobs
 from ckptconv.conversion.executors import processes
 from ckptconv.errors import TargetExistsError
+from tests.support.command import Command
 from tests.support.deadly_maps import die, stall
+from tests.support.reduced import Reduced
+from tests.support.waiting import wait_for
 
 LARGE = 12 << 20  # bytes of a file that takes a while
 
@@ -60,27 +62,27 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def convert(*args: object) -> int:
-    return main(["convert", *map(str, args)])
+@pytest.fixture
+def convert(command: Command) -> Command:
+    """``ckptconv convert`` with the words that are given."""
+    return command.of("convert")
 
 
 # What comes out
 
 
-def test_each_is_what_it_is_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_is_what_it_is_alone(run_folder: Path, convert: Command) -> None:
     """The tree is kept, each file is byte for byte what ``convert`` makes of it alone, in however many processes; other
     files are left, and named. A line for each, and a sum.
     """
-    assert convert("run", "one", "--to", "cuda:1") == 0
-    said = capsys.readouterr()
+    said = convert("run", "one", "--to", "cuda:1")
     assert said.out == ""
     assert [line.split(":")[0] for line in said.err.splitlines()[:8]] == [
         f"one/{name}" for name in files_in(Path("one"))
     ]
     assert said.err.splitlines()[8].startswith("8 items: 8 converted, ")
     assert "1 other file: config.json; --copy-others takes it along" in said.err.splitlines()[9]
-    assert convert("run", "two", "--to", "cuda:1", "-j", "2", "-q") == 0
-    assert capsys.readouterr() == ("", "")
+    assert convert("run", "two", "--to", "cuda:1", "-j", "2", "-q") == ("", "")
     assert files_in(Path("one")) == files_in(Path("two"))
     assert len(files_in(Path("one"))) == 8
     for path in run_folder.rglob("*.pt"):
@@ -88,29 +90,23 @@ def test_each_is_what_it_is_alone(run_folder: Path, capsys: pytest.CaptureFixtur
         assert Path("alone.pt").read_bytes() == ("one" / path.relative_to(run_folder)).read_bytes()
 
 
-def test_several_inputs(run_folder: Path) -> None:
+def test_several_inputs(run_folder: Path, convert: Command) -> None:
     """Under their own names; the names follow the format."""
-    assert convert("run/step-0", "run/step-1/model.pt", "new", "--format", "safetensors", "--include", "*", "-q") == 3
+    convert("run/step-0", "run/step-1/model.pt", "new", "--format", "safetensors", "--include", "*", "-q", status=3)
     assert sorted(files_in(Path("new"))) == ["model.safetensors", "step-0/model.safetensors"]
-    assert convert("run/step-0/model.pt", "run/step-1/optim.pt", "two", "-q") == 0
+    convert("run/step-0/model.pt", "run/step-1/optim.pt", "two", "-q")
     assert sorted(files_in(Path("two"))) == ["model.pt", "optim.pt"]
 
 
-def test_other_files_come_along(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_come_along(run_folder: Path, convert: Command) -> None:
     """With --copy-others, as they are; an old one needs --force as everything does."""
-    assert convert("run", "new", "--copy-others") == 0
-    assert "8 converted" in (said := capsys.readouterr().err)
-    assert "1 copied" in said
-    assert "other file" not in said
+    said = convert("run", "new", "--copy-others", err=("8 converted", "1 copied"))
+    assert "other file" not in said.err
     assert Path("new/config.json").read_text() == "{}"
-    assert convert("run", "again", "--copy-others", "-v") == 0
-    assert "again/config.json: 2 B, copied\n" in capsys.readouterr().err
-    assert convert("run", "no", "--copy-others", "-n") == 0
-    printed = capsys.readouterr().out
-    assert "no/config.json: 2 B, would be copied\n" in printed
-    assert "-v tells" not in printed
-    assert convert("run", "json", "--copy-others", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["items"][0] == {
+    convert("run", "again", "--copy-others", "-v", err="again/config.json: 2 B, copied\n")
+    planned = convert("run", "no", "--copy-others", "-n", out="no/config.json: 2 B, would be copied\n")
+    assert "-v tells" not in planned.out
+    assert convert.json("run", "json", "--copy-others")["items"][0] == {
         "schema_version": 1,
         "src": "run/config.json",
         "dst": "json/config.json",
@@ -120,34 +116,34 @@ def test_other_files_come_along(run_folder: Path, capsys: pytest.CaptureFixture[
         "copied": True,
     }
     Path("run/config.json").write_text("[]")
-    assert convert("run", "new", "--copy-others") == 1
-    assert convert("run", "new", "--copy-others", "--force", "--verify", "-q") == 0
+    convert("run", "new", "--copy-others", status=1)
+    convert("run", "new", "--copy-others", "--force", "--verify", "-q")
     assert Path("new/config.json").read_text() == "[]"
 
 
-def test_in_place(run_folder: Path) -> None:
+def test_in_place(run_folder: Path, convert: Command) -> None:
     """A folder onto itself, with --force alone."""
-    assert convert("run", "run", "--strip-prefix", "module.", "-q") == 1
+    convert("run", "run", "--strip-prefix", "module.", "-q", status=1)
     assert list(torch.load("run/step-0/model.pt")) == list(state())
-    assert convert("run", "run", "--strip-prefix", "module.", "--force", "-q", "-j", "2") == 0
+    convert("run", "run", "--strip-prefix", "module.", "--force", "-q", "-j", "2")
     for i in range(4):
         assert list(torch.load(f"run/step-{i}/model.pt")) == list(state(""))
 
 
-def test_each_becomes_a_folder_of_shards(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_becomes_a_folder_of_shards(run_folder: Path, convert: Command) -> None:
     """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v
     tells all of each. What has no names for shards fails.
     """
     pytest.importorskip("huggingface_hub")
-    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "-v") == 3
-    said = capsys.readouterr().err
-    assert "new/step-3/model: sharded safetensors, 3 files" in said
+    words = "run", "new", "--max-shard-size", "28", "--format", "safetensors"
+    shards = "new/step-3/model: sharded safetensors, 3 files"
+    failed = "run/step-0/optim.pt, run/step-1/optim.pt, run/step-2/optim.pt and 1 more"
+    said = convert(*words, "-v", status=3, err=(shards, failed)).err
     assert said.count("ckptconv: run/step-") == 1
-    assert "run/step-0/optim.pt, run/step-1/optim.pt, run/step-2/optim.pt and 1 more" in said
     assert "-v tells" not in said
     assert len(files_in(Path("new"))) == 12
-    assert convert("run", "new", "--max-shard-size", "28", "--format", "safetensors", "--skip-existing") == 3
-    assert capsys.readouterr().err.count(": exists, skipped") == 4
+    said = convert(*words, "--skip-existing", status=3).err
+    assert said.count(": exists, skipped") == 4
     ckptconv.convert("new/step-3/model", "one.pt")
     assert all(torch.equal(torch.load("one.pt")[name], value) for name, value in state(n=7).items())
 
@@ -166,20 +162,18 @@ def sets(run_folder: Path) -> Path:
     return Path("tree/set")
 
 
-def test_what_fails_beside_a_set_is_summed(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_beside_a_set_is_summed(sets: Path, convert: Command) -> None:
     """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and
     named again in the end.
     """
-    assert convert("tree", "new") == 3
-    lines = capsys.readouterr().err.splitlines()
+    lines = convert("tree", "new", status=3).err.splitlines()
     (sum_,) = (line for line in lines if line.startswith("2 items: 2 converted, "))
     assert sum_.endswith(", 1 beside a set failed")
     assert any(re.match("  failed .*: tree/set/bad.pt$", line) for line in lines)
-    assert convert("tree", "new", "--skip-existing") == 0
-    assert "new/set: exists, skipped\n" in capsys.readouterr().err
+    convert("tree", "new", "--skip-existing", err="new/set: exists, skipped\n")
 
 
-def test_an_incomplete_set_fails(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_set_fails(sets: Path, convert: Command) -> None:
     """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own.
 
     Chunks without their files as well.
@@ -189,72 +183,59 @@ def test_an_incomplete_set_fails(sets: Path, capsys: pytest.CaptureFixture[str])
     Path("tree/dcp").mkdir()
     Path("tree/dcp/.metadata").write_bytes(b"\x80\x02}q\0.")
     words = "tree/set: 1 of 2 shards is missing: model-00001-of-00002.safetensors"
-    assert convert("tree/set", "alone") == 1
-    assert words in capsys.readouterr().err
-    assert convert("tree", "new") == 3
-    said = capsys.readouterr().err
-    assert words in said
-    assert "3 items: 1 converted, " in said
-    assert "tree/dcp" in said
+    convert("tree/set", "alone", status=1, err=words)
+    convert("tree", "new", status=3, err=(words, "3 items: 1 converted, ", "tree/dcp"))
     assert list(files_in(Path("new"))) == ["whole.pt"]
 
 
-def test_a_merged_file_names_what_it_leaves(sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_merged_file_names_what_it_leaves(sets: Path, convert: Command) -> None:
     """In the report, on the screen and as JSON."""
-    assert convert(sets, "one.pt") == 0
     note = "3 other files left: bad.pt, config.json, optim.pt; to a folder, --copy-others takes them along"
-    assert note in capsys.readouterr().err
-    assert convert(sets, "dealt", "--max-shard-size", "32", "-v") == 3
-    assert "  files         model-00001-of-00001.safetensors (" not in (said := capsys.readouterr().err)
+    convert(sets, "one.pt", err=note)
+    said = convert(sets, "dealt", "--max-shard-size", "32", "-v", status=3).err
+    assert "  files         model-00001-of-00001.safetensors (" not in said
     assert re.search(r"^  files         model\.safetensors \([0-9]+ B\), optim\.pt \(", said, re.MULTILINE)
-    assert convert(sets, "two.pt", "--json") == 0
-    assert note in json.loads(capsys.readouterr().out)["notes"]
+    assert note in convert.json(sets, "two.pt")["notes"]
     assert note in ckptconv.convert(sets, "three.pt").notes
     (outcome,) = convert_many([Job(sets, "four.pt")], ThreadPoolExecutor(1))
     assert outcome.report and note in outcome.report.notes
     (outcome,) = convert_many([Job("whole.pt", "five.pt", {"copy_others": True})], ThreadPoolExecutor(1))
     assert isinstance(outcome.error, ckptconv.UsageError)
-    assert convert(*sorted(sets.glob("*.safetensors")), "shards") == 0
-    assert "2 shards by themselves get no index: ckptconv convert tree/set OUT_FOLDER" in capsys.readouterr().err
+    words = "2 shards by themselves get no index: ckptconv convert tree/set OUT_FOLDER"
+    convert(*sorted(sets.glob("*.safetensors")), "shards", err=words)
 
 
-def test_what_exists_is_said_once(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_exists_is_said_once(run_folder: Path, convert: Command) -> None:
     """With both ways on; so is the input that would be the output."""
-    assert convert("run", "new", "-q") == 0
+    convert("run", "new", "-q")
     for dst, words in (
         ("new", "the output exists; --force replaces it, --skip-existing leaves what is there"),
         ("run", "the output is the input; --force"),
     ):
-        assert convert("run", dst) == 1
-        said = capsys.readouterr().err
-        assert words in said
+        names = "run/step-0/model.pt, run/step-0/optim.pt, run/step-1/model.pt and 5 more"
+        said = convert("run", dst, status=1, err=(words, names)).err
         assert said.count("ckptconv: ") == 1
-        assert "run/step-0/model.pt, run/step-0/optim.pt, run/step-1/model.pt and 5 more" in said
 
 
-def test_a_dry_run_makes_nothing(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_makes_nothing(run_folder: Path, convert: Command) -> None:
     """Each plan on stdout, with the path that would be written, and the sum; no folder appears."""
     before = files_in(Path("."))
-    assert convert("run", "new/deep", "--to", "cuda:1", "-n") == 0
-    printed = capsys.readouterr().out
-    assert convert("run", "new/deep", "--to", "cuda:1", "-n", "-q") == 0
-    assert capsys.readouterr().out == printed
+    plan = "new/deep/step-0/model.pt: torch zip", "8 items: 8 would be converted, "
+    printed = convert("run", "new/deep", "--to", "cuda:1", "-n", out=plan).out
+    assert convert("run", "new/deep", "--to", "cuda:1", "-n", "-q").out == printed
     assert printed.count("would write") == 8
-    assert "new/deep/step-0/model.pt: torch zip" in printed
-    assert "8 items: 8 would be converted, " in printed
     assert files_in(Path(".")) == before
     assert not Path("new").exists()
 
 
-def test_json_has_all_of_them(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_of_them(run_folder: Path, convert: Command) -> None:
     """A report, an error or a skipped one for each, in order, and what was left; one file has the
     report that it had.
     """
     Path("run/bad.pt").write_bytes(b"")
     Path("new/step-1").mkdir(parents=True)
     shutil.copy("run/step-1/model.pt", "new/step-1")
-    assert convert("run", "new", "--to", "cuda:1", "--skip-existing", "--json") == 3
-    captured = capsys.readouterr()
+    captured = convert("run", "new", "--to", "cuda:1", "--skip-existing", "--json", status=3)
     said = json.loads(captured.out)
     assert said["schema_version"] == 1
     assert said["left"] == ["run/config.json"]
@@ -270,29 +251,23 @@ def test_json_has_all_of_them(run_folder: Path, capsys: pytest.CaptureFixture[st
     assert captured.err == f"ckptconv: {said['items'][0]['error']['text']}\n"
 
 
-def test_what_two_files_would_become_is_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_two_files_would_become_is_refused(run_folder: Path, convert: Command) -> None:
     """Before anything is written."""
     shutil.copy("run/step-0/model.pt", "run/step-0/model.bin")
-    assert convert("run", "new", "--format", "safetensors") == 1
-    assert "run/step-0/model.bin and run/step-0/model.pt would both become it" in capsys.readouterr().err
+    words = "run/step-0/model.bin and run/step-0/model.pt would both become it"
+    convert("run", "new", "--format", "safetensors", status=1, err=words)
     assert not Path("new").exists()
 
 
-def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_checkpoints(tmp_path: Path, convert: Command) -> None:
     """Is said to be what it is."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "saved_model.pb").touch()
-    assert convert(tmp_path / "in", tmp_path / "out") == 1
-    assert "TensorFlow SavedModel" in capsys.readouterr().err
+    convert(tmp_path / "in", tmp_path / "out", status=1, err="TensorFlow SavedModel")
     assert not (tmp_path / "out").exists()
 
 
 # What goes wrong in one
-
-
-class _Dangerous:
-    def __reduce__(self) -> Any:
-        return os.getpid, ()
 
 
 def break_some(folder: Path) -> dict[str, str]:
@@ -303,7 +278,7 @@ def break_some(folder: Path) -> dict[str, str]:
     (folder / "text.ckpt").write_text("not a checkpoint at all\n")
     (folder / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     (folder / "short.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-    torch.save({"w": torch.ones(1), "x": _Dangerous()}, folder / "dangerous.pt")
+    torch.save({"w": torch.ones(1), "x": Reduced(os.getpid, ())}, folder / "dangerous.pt")
     os.symlink("nowhere", folder / "gone.pt")
     os.mkfifo(folder / "pipe.pt")
     (folder / "dcp").mkdir()
@@ -322,13 +297,12 @@ def break_some(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str], jobs: int) -> None:
+def test_bad_files_stop_none(run_folder: Path, jobs: int, convert: Command) -> None:
     """One of each kind: each is said in a line of its own, the others are converted, and the status says that some
     failed. If all fail, that is status 1.
     """
     bad = break_some(run_folder)
-    assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 3
-    lines = capsys.readouterr().err.splitlines()
+    lines = convert("run", "new", "--to", "cuda:1", "-j", jobs, status=3).err.splitlines()
     errors = [line for line in lines if line.startswith("ckptconv: ")]
     assert len(errors) == len(bad)
     (sum_,) = (i for i, line in enumerate(lines) if re.match("[0-9]+ items: ", line))
@@ -342,13 +316,11 @@ def test_bad_files_stop_none(run_folder: Path, capsys: pytest.CaptureFixture[str
     Path("bad").mkdir()
     for name in bad:
         Path("run", name).rename(Path("bad", name))
-    assert convert("bad", "none", "-j", jobs, "-q") == 1
+    convert("bad", "none", "-j", jobs, "-q", status=1)
     assert not Path("none").exists()
 
 
-def test_a_bug_is_an_outcome(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
     """What nobody has foreseen ends one job with its name, and its traceback is there with --debug."""
 
     def fail(src: Path, *args: Any, **keywords: Any) -> Any:
@@ -358,10 +330,8 @@ def test_a_bug_is_an_outcome(
 
     run = jobs.run
     monkeypatch.setattr(jobs, "run", fail)
-    assert convert("run", "new", "--debug") == 3
-    said = capsys.readouterr().err
-    assert "ckptconv: run/step-1/model.pt: a bug in ckptconv: ZeroDivisionError: oh" in said
-    assert "Traceback" in said
+    line = "ckptconv: run/step-1/model.pt: a bug in ckptconv: ZeroDivisionError: oh"
+    convert("run", "new", "--debug", status=3, err=(line, "Traceback"))
     assert len(files_in(Path("new"))) == 7
 
 
@@ -388,45 +358,42 @@ def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
     assert len(of_optimizer.unmatched) == 5
 
 
-def test_what_was_done_before_counts(run_folder: Path) -> None:
+def test_what_was_done_before_counts(run_folder: Path, convert: Command) -> None:
     """Where a batch goes on, an edit that means nothing in what is left is no typo if it
     means something in what is there already.
     """
-    assert convert("run", "new", "--strip-prefix", "module.", "-q") == 0
+    convert("run", "new", "--strip-prefix", "module.", "-q")
     before = files_in(Path("new"))
     Path("new/step-1/optim.pt").unlink()
-    assert convert("run", "new", "--strip-prefix", "modul", "--skip-existing", "-q") == 3
+    convert("run", "new", "--strip-prefix", "modul", "--skip-existing", "-q", status=3)
     assert not Path("new/step-1/optim.pt").exists()
-    assert convert("run", "new", "--strip-prefix", "module.", "--skip-existing", "-q") == 0
+    convert("run", "new", "--strip-prefix", "module.", "--skip-existing", "-q")
     assert files_in(Path("new")) == before
 
 
 @pytest.mark.parametrize(
     "flags", [["--strip-prefix", "modul"], ["--rename", "zzz", ""], ["--exclude", "zzz"], ["--dtype", "zzz=bf16"]]
 )
-def test_what_means_nothing_anywhere_is_a_typo(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
-) -> None:
+def test_what_means_nothing_anywhere_is_a_typo(run_folder: Path, flags: list[str], convert: Command) -> None:
     """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means
     something changes nothing about that. With -q each has its line.
     """
-    assert convert("run", "new", *flags, "--strip-prefix", "module.") == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = convert("run", "new", *flags, "--strip-prefix", "module.", status=1).err.splitlines()
     said = [line for line in lines if line.startswith("ckptconv: run/step-0/")]
     assert len(said) == len([line for line in lines if line.startswith(("ckptconv: ", "  failed"))]) / 2 <= 2
     assert "8 failed" in lines[len(said)]
-    assert convert("run", "new", *flags, "--strip-prefix", "module.", "-q") == 1
-    assert capsys.readouterr().err.count("ckptconv: run/step-") == 8
+    said = convert("run", "new", *flags, "--strip-prefix", "module.", "-q", status=1).err
+    assert said.count("ckptconv: run/step-") == 8
     assert not Path("new").exists()
 
 
-def test_a_part_is_never_the_whole(run_folder: Path) -> None:
+def test_a_part_is_never_the_whole(run_folder: Path, convert: Command) -> None:
     """A file that has nothing of what was asked for fails: without --select, or --include, all of it would be taken."""
     torch.save({"ema": state(), "x": 1}, "run/train.pt")
-    assert convert("run", "new", "--select", "ema", "-q") == 3
+    convert("run", "new", "--select", "ema", "-q", status=3)
     assert sorted(files_in(Path("new"))) == ["train.pt"]
     torch.save({"net.c": torch.ones(3)}, "run/net.pt")
-    assert convert("run", "included", "--include", "module.a*", "-q") == 3
+    convert("run", "included", "--include", "module.a*", "-q", status=3)
     assert list(torch.load("included/step-0/model.pt")) == ["module.a.weight"]
     assert not Path("included/step-0/optim.pt").exists()
     assert not Path("included/net.pt").exists()
@@ -469,13 +436,6 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def processes_with(mark: str) -> list[int]:
     """The processes that have MARK in their environment, but for those that ended already."""
     found = []
@@ -507,7 +467,7 @@ def assert_whole_or_absent(temporaries: bool) -> set[str]:
 
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_killed_and_begun_again(large: Path, jobs: str) -> None:
+def test_killed_and_begun_again(large: Path, jobs: str, convert: Command) -> None:
     """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next
     run does the rest and touches nothing else.
     """
@@ -515,11 +475,11 @@ def test_killed_and_begun_again(large: Path, jobs: str) -> None:
         process.kill()
     before = {name: os.stat(Path("out") / name).st_ino for name in assert_whole_or_absent(temporaries=True)}
     assert 0 < len(before) < 8
-    assert convert("in", "out", "-q", "-j", jobs) == 3
+    convert("in", "out", "-q", "-j", jobs, status=3)
     for path in Path("out").glob("*.pt"):
         if path.name not in before:
             path.unlink()
-    assert convert("in", "out", "-q", "--skip-existing", "--force", "-j", jobs) == 0
+    convert("in", "out", "-q", "--skip-existing", "--force", "-j", jobs)
     assert assert_whole_or_absent(temporaries=True) == {f"{i}.pt" for i in range(8)}
     assert {name: os.stat(Path("out") / name).st_ino for name in before} == before
     assert not any(name.startswith(".") for name in os.listdir("in"))
@@ -548,17 +508,14 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
 
 
-def test_interrupted_in_place(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
     """How far it came, and not that --skip-existing goes on, which would skip everything."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convert_batch, "run_jobs", interrupt)
-    assert convert("run", "run", "--force") == 130
-    assert capsys.readouterr().err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
+    assert convert("run", "run", "--force", status=130).err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
 
 
 def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
@@ -713,9 +670,7 @@ def test_a_job_may_be_many_things(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_one_bar_for_all(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
-) -> None:
+def test_one_bar_for_all(run_folder: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, convert: Command) -> None:
     """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches,
     dry runs and -q have none.
     """
@@ -731,25 +686,21 @@ def test_one_bar_for_all(
     deep.mkdir(parents=True)
     shutil.copy("run/step-0/model.pt", deep)
     monkeypatch.setattr(convert_batch, "PROGRESS_FROM", 1)
-    assert convert("run", "new", "--to", "cuda:1", "-j", jobs) == 0
-    said = capsys.readouterr().err
+    said = convert("run", "new", "--to", "cuda:1", "-j", jobs).err
     total = sum(len(data) for data in files_in(Path("new")).values())
     assert f"{total / 1000:.1f}/{total / 1000:.1f} kB" in said
     assert max(len(line) for line in said.split("\n") if "kB/" not in line and "\r" not in line) <= 80
     assert "yyy/model.pt: " in said
     assert "cpu → cuda:1" in said
     for flag in ("-n", "-q") if jobs == 1 else ():
-        assert convert("run", "new", "--force", flag) == 0
-        assert "/s" not in capsys.readouterr().err
+        assert "/s" not in convert("run", "new", "--force", flag).err
 
 
-def test_skipping_one_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_one_file(run_folder: Path, convert: Command) -> None:
     """A single output that exists is left as well, whatever --force says, and that is status 0."""
     Path("old.pt").write_bytes(b"old")
-    assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--force") == 0
-    assert capsys.readouterr().err == "old.pt: exists, skipped\n"
-    assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["skipped"] is True
+    assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--force").err == "old.pt: exists, skipped\n"
+    assert convert.json("run/step-0/model.pt", "old.pt", "--skip-existing")["skipped"] is True
     assert Path("old.pt").read_bytes() == b"old"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from ckptconv import convert
-from ckptconv.cli.main import cli
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import list_items
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
+from ckptconv.output import folders
+from tests.support.command import Command
 
 SET = [
     "model-00001-of-00003.safetensors",
@@ -59,6 +58,10 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
+def has_note(report: Report, words: str) -> bool:
+    return any(words in note for note in report.notes)
+
+
 def load_set(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a set, by its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -84,7 +87,7 @@ def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> No
     assert report.changes.devices == {("cpu", "cuda:1"): (3, 24)}
     assert [*report.files] == [(str(p), (out / p).stat().st_size) for p, _ in report.files]
     assert report.size == sum(size for _, size in report.files)
-    assert any("2 other files left: config.json, inner/vocab.txt" in note for note in report.notes)
+    assert has_note(report, "2 other files left: config.json, inner/vocab.txt")
     assert "optimizer.pt: --strip-prefix module. means nothing there" in report.notes
     assert any(note.startswith("model.safetensors.index.json: no device was changed") for note in report.notes)
     assert report.formats == ("sharded safetensors and torch zip",) * 2
@@ -95,7 +98,7 @@ def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
     report = convert(model, tmp_path / "out", copy_others=True)
     assert tree(tmp_path / "out") == tree(model)
     assert (tmp_path / "out" / "inner" / "vocab.txt").read_text() == "a b"
-    assert not any("left" in note for note in report.notes)
+    assert not has_note(report, "left")
 
 
 def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None:
@@ -196,18 +199,16 @@ def test_an_edit_may_mean_something_in_one_checkpoint_alone(model: Path, tmp_pat
     assert_equal(load_set(tmp_path / "out"), weights())
 
 
-def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path) -> None:
+def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path, command: Command) -> None:
     """A damaged checkpoint beside the set is left out and named; the command exits with 3, and with 0 without it."""
     (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     report = convert(model, tmp_path / "out", copy_others=True)
     assert [Path(path).name for path, _ in report.failed] == ["bad.pt"]
     assert "bad.pt" not in tree(tmp_path / "out")
     assert tree(tmp_path / "out") == sorted(set(tree(model)) - {"bad.pt"})
-    done = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / "again")], standalone_mode=False)
-    assert (done.return_value, "bad.pt" in done.output) == (3, True)
+    command("convert", model, tmp_path / "again", status=3, err="bad.pt")
     (model / "bad.pt").unlink()
-    done = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / "more")], standalone_mode=False)
-    assert done.return_value == 0
+    command("convert", model, tmp_path / "more")
 
 
 def test_in_place_one_that_cannot_be_read_is_not_lost(model: Path) -> None:
@@ -230,13 +231,10 @@ def test_a_set_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
 def test_two_sets_in_one_folder(tmp_path: Path) -> None:
     """A folder with a model in both of the Hub's formats becomes a folder with both."""
     folder = tmp_path / "model"
-    folder.mkdir()
-    save_torch_state_dict(weights(), folder, max_shard_size=850)
-    for path in SET:
-        (folder / path).rename(tmp_path / path)
-    save_torch_state_dict(weights(), folder, max_shard_size=850, safe_serialization=False)
-    for path in SET:
-        (tmp_path / path).rename(folder / path)
+    for safe in (True, False):
+        (tmp_path / str(safe)).mkdir()
+        save_torch_state_dict(weights(), tmp_path / str(safe), max_shard_size=850, safe_serialization=safe)
+        shutil.copytree(tmp_path / str(safe), folder, dirs_exist_ok=True)
     convert(folder, tmp_path / "out", strip_prefix="module.")
     assert tree(tmp_path / "out") == tree(folder)
     assert_equal(load_set(tmp_path / "out"), weights(""))
@@ -284,15 +282,13 @@ def test_the_folder_that_we_are_in(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint beside the set that changes while the set is written leaves no output."""
-    from ckptconv.output import folders as output_folders
-
-    real: Callable[..., Any] = output_folders.fill
+    real: Callable[..., Any] = folders.fill
 
     def touch(path: Path, *args: Any, **options: Any) -> Any:
         os.utime(model / "optimizer.pt", ns=(1, 1))
         return real(path, *args, **options)
 
-    monkeypatch.setattr(output_folders, "fill", touch)
+    monkeypatch.setattr(folders, "fill", touch)
     with pytest.raises(CkptconvError, match="changed while it was read"):
         convert(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -316,7 +312,7 @@ def test_what_goes_is_named(model: Path, tmp_path: Path) -> None:
     """What of the old folder the new one will not have stands in the report, of a dry run too."""
     convert(model, tmp_path / "out", max_shard_size="450")
     report = convert(model, tmp_path / "out", force=True, dry_run=True)
-    assert any(re.search(r"6 files of the old folder go: model-00001-of-00006", note) for note in report.notes)
+    assert has_note(report, "6 files of the old folder go: model-00001-of-00006")
 
 
 @pytest.mark.parametrize("kind", ["two formats", "two suffixes"])
@@ -355,7 +351,7 @@ def test_what_comes_along(model: Path, tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_text() == "blob"
     assert (out / ".hidden" / "x").read_text() == "x" and (out / "empty").is_dir()
     assert [oct((out / name).stat().st_mode & 0o777) for name in ("config.json", ".hidden")] == ["0o600", "0o700"]
-    assert any("2 things left that cannot be copied: fifo, nowhere" in note for note in report.notes)
+    assert has_note(report, "2 things left that cannot be copied: fifo, nowhere")
     assert not os.path.lexists(out / "fifo") and not os.path.lexists(out / "nowhere")
 
 
@@ -365,7 +361,7 @@ def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
     (model / ".cache" / "x").write_text("x")
     (model / "link").symlink_to("inner")
     report = convert(model, tmp_path / "out")
-    assert any("2 hidden or linked folders left: .cache, link" in note for note in report.notes)
+    assert has_note(report, "2 hidden or linked folders left: .cache, link")
 
 
 def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
@@ -374,10 +370,10 @@ def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path:
     """
     (model / "config.json").write_text('{"dtype": "float32"}')
     said = "config.json says dtype float32"
-    assert any(said in note for note in convert(model, tmp_path / "half", dtype="bf16", copy_others=True).notes)
-    assert not any(said in note for note in convert(model, tmp_path / "same").notes)
+    assert has_note(convert(model, tmp_path / "half", dtype="bf16", copy_others=True), said)
+    assert not has_note(convert(model, tmp_path / "same"), said)
     (model / "config.json").write_text('{"dtype": "bfloat16"}')
-    assert not any(said in note for note in convert(model, tmp_path / "right", dtype="bf16").notes)
+    assert not has_note(convert(model, tmp_path / "right", dtype="bf16"), said)
 
 
 def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
@@ -407,12 +403,10 @@ def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
     model: Path, ranks: Path, tmp_path: Path, format: str | None
 ) -> None:
     """What it is called does not depend on what else stands in the folder."""
-    for name in ("mesh", "hf"):
-        shutil.copytree(ranks / name, model / name)
     alone = tmp_path / "alone"
-    alone.mkdir()
     for name in ("mesh", "hf"):
-        shutil.copytree(ranks / name, alone / name)
+        for folder in (model, alone):
+            shutil.copytree(ranks / name, folder / name)
     report = convert(model, tmp_path / "out", format=format, dry_run=True)  # type: ignore[arg-type]
     beside = {name for name, _ in report.files if name.split(".")[0] in ("mesh", "hf")}
     listing = list_items([alone], tmp_path / "out", OutputOptions(format=format))

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import ckptconv
-from ckptconv.conversion.plan import Report
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same, tags_of
+from tests.support.round_trips import round_trip
 
 W = torch.zeros(2)
 
@@ -33,19 +34,11 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
 
 
-def converted(folder: Path, obj: object, **edits: Any) -> tuple[Any, Report]:
-    """OBJ saved by torch, converted, and loaded again (on the CPU, whatever its tags)."""
-    torch.save(obj, folder / "in.pt")
-    report = ckptconv.convert(folder / "in.pt", folder / "out.pt", force=True, **edits)
-    return tags_of(folder / "out.pt")[0], report
-
-
 def refused(folder: Path, obj: object, **edits: Any) -> str:
     """The error's line, where OBJ cannot be converted; nothing must be written."""
-    torch.save(obj, folder / "in.pt")
     with pytest.raises((NoMatchError, CollisionError, UsageError)) as caught:
-        ckptconv.convert(folder / "in.pt", folder / "out.pt", **edits)
-    assert [path.name for path in folder.iterdir()] == ["in.pt"]
+        round_trip(folder, obj, **edits)
+    assert [path.name for path in folder.iterdir()] == ["src.pt"]
     return str(caught.value)
 
 
@@ -108,18 +101,12 @@ def test_strip_rename_add_in_that_order(fixtures: Path, tmp_path: Path) -> None:
     assert list(state._metadata)[:4] == ["", "net", "net.stem", "net.bn"]
 
 
-def test_prefixes_one_after_the_other(tmp_path: Path) -> None:
-    """Repeated ones apply in turn."""
-    state, _ = converted(tmp_path, {"a.b.w": W}, strip_prefix=["a", "b"], add_prefix=["c", "d"])
-    assert list(state) == ["d.c.w"]
-
-
 def test_nested_wrapper(tmp_path: Path) -> None:
     """A prefix of two segments: the entries of both wrappers leave ``_metadata`` and come back."""
     wrapped = nn.DataParallel(nn.DataParallel(Net())).state_dict()
-    stripped, _ = converted(tmp_path, wrapped, strip_prefix="module.module.")
+    stripped, _ = round_trip(tmp_path, wrapped, strip_prefix="module.module.")
     assert list(stripped._metadata.items()) == list(Net().state_dict()._metadata.items())
-    again, _ = converted(tmp_path, stripped, add_prefix="module.module")
+    again, _ = round_trip(tmp_path, stripped, add_prefix="module.module")
     assert list(again._metadata.items()) == list(wrapped._metadata.items())
 
 
@@ -143,9 +130,9 @@ def test_strip_undoes_add(
     """The whole object, for any names and any prefix."""
     folder = tmp_path_factory.getbasetemp()
     state = state_dict_of(names, metadata=metadata)
-    added, _ = converted(folder, state, add_prefix=prefix)
+    added, _ = round_trip(folder, state, add_prefix=prefix)
     assert list(added) == [f"{prefix}.{name}" for name in names]
-    assert_same(converted(folder, added, strip_prefix=prefix)[0], state)
+    assert_same(round_trip(folder, added, strip_prefix=prefix)[0], state)
 
 
 @given(st.lists(name, min_size=1, max_size=8, unique=True), name, st.booleans())
@@ -158,9 +145,88 @@ def test_add_undoes_strip(
     if metadata:
         for above in [entry for entry in wrapped._metadata if prefix.startswith(entry + ".")]:
             wrapped._metadata[above] = {"version": 1}  # a wrapper's own
-    stripped, _ = converted(folder, wrapped, strip_prefix=prefix)
+    stripped, _ = round_trip(folder, wrapped, strip_prefix=prefix)
     assert list(stripped) == names
-    assert_same(converted(folder, stripped, add_prefix=prefix)[0], wrapped)
+    assert_same(round_trip(folder, stripped, add_prefix=prefix)[0], wrapped)
+
+
+# Which names change, and where
+
+#: An average with the same keys in another order, and another model.
+TWINS = {"model": {"a.w": W, "a.b": W}, "ema": {"a.b": W, "a.w": W}, "critic": {"c.w": W}}
+TWINS_WRAPPED = {
+    "model": {"module.a.w": W, "module.a.b": W},
+    "ema": {"module.a.b": W, "module.a.w": W},
+    "critic": {"c.w": W},
+}
+SEVERAL = {"g": {"module.w": W}, "d": {"module.v": W}, "plain": {"u": W}}
+#: What is saved, the edits, and what comes out.
+NAMES: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "repeated prefixes apply in turn": (
+        {"a.b.w": W},
+        {"strip_prefix": ["a", "b"], "add_prefix": ["c", "d"]},
+        {"d.c.w": W},
+    ),
+    "a segment is no other that starts alike": (
+        {"module.w": W, "modern.w": W},
+        {"strip_prefix": "module"},
+        {"w": W, "modern.w": W},
+    ),
+    "one level at a time, an inner module survives": (
+        OrderedDict([("module.module.w", W), ("module.conv.module.w", W)]),
+        {"strip_prefix": "module"},
+        OrderedDict([("module.w", W), ("conv.module.w", W)]),
+    ),
+    "names without the prefix stay in their places": (
+        OrderedDict([("step", W), ("module.weight", W), ("module.bias", W), ("ema.w", W)]),
+        {"strip_prefix": "module"},
+        OrderedDict([("step", W), ("weight", W), ("bias", W), ("ema.w", W)]),
+    ),
+    "swapped names do not collide: only the result counts": (
+        {"a.w": W, "b.w": torch.ones(2)},
+        {"rename": [("^a", "c"), ("^b", "a"), ("^c", "b")]},
+        {"b.w": W, "a.w": torch.ones(2)},
+    ),
+    "a prefix comes off every state dict that has it": (
+        SEVERAL,
+        {"strip_prefix": "module"},
+        {"g": {"w": W}, "d": {"v": W}, "plain": {"u": W}},
+    ),
+    "a rename serves every state dict": (
+        {"student": {"w": W}, "teacher": {"w": W}},
+        {"rename": [("^", "module.")]},
+        {"student": {"module.w": W}, "teacher": {"module.w": W}},
+    ),
+    "twins follow, another state dict does not": (TWINS, {"add_prefix": "module"}, TWINS_WRAPPED),
+    "twins follow back": (TWINS_WRAPPED, {"strip_prefix": "module"}, TWINS),
+    "an optimizer is stripped whole, of a tied weight's name too": (
+        {"model": {"module.w": W}, "opt": {"state": {"module.z": 1, "module.w": 2}, "param_groups": []}},
+        {"strip_prefix": "module"},
+        {"model": {"w": W}, "opt": {"state": {"z": 1, "w": 2}, "param_groups": []}},
+    ),
+    "an optimizer of another model gets no prefix": (
+        {
+            "model": {"w": W, "b": W},
+            "disc": {"w": W, "c": W},
+            "other": {"state": {"w": 1}, "param_groups": [{"params": ["w", "c"]}]},
+            "own": {"state": {"w": 1}, "param_groups": [{"params": ["w", "b"]}]},
+        },
+        {"add_prefix": "module"},
+        {
+            "model": {"module.w": W, "module.b": W},
+            "disc": {"w": W, "c": W},
+            "other": {"state": {"w": 1}, "param_groups": [{"params": ["w", "c"]}]},
+            "own": {"state": {"module.w": 1}, "param_groups": [{"params": ["module.w", "module.b"]}]},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_which_names_change(tmp_path: Path, case: str) -> None:
+    """Those that are meant, wherever they are used, each in its place."""
+    obj, edits, expected = NAMES[case]
+    assert_same(round_trip(tmp_path, obj, **edits)[0], expected)
 
 
 # Where a prefix ends
@@ -175,9 +241,7 @@ def test_a_near_prefix_is_named(tmp_path: Path) -> None:
 
 def test_a_part_of_a_state_dict_is_no_path_beside_it(tmp_path: Path) -> None:
     """Where the checkpoint is the only state dict in it, there is no part to name."""
-    line = refused(tmp_path, {"module.w": W}, select="model")
-    assert "the checkpoint is a state dict itself; see what there is: " in line
-    assert "such as ." not in line
+    assert "such as ." not in refused(tmp_path, {"module.w": W}, select="model")
 
 
 def test_anchored_at_segments(tmp_path: Path) -> None:
@@ -190,24 +254,12 @@ def test_anchored_at_segments(tmp_path: Path) -> None:
     state: dict[str, Any] = {"module.w": W}
     consume_prefix_in_state_dict_if_present(state, "mod")
     assert list(state) == ["ule.w"]
-    assert list(converted(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="module")[0]) == ["w", "modern.w"]
 
 
-@pytest.mark.parametrize(
-    "edits", [{"strip_prefix": ""}, {"strip_prefix": "."}, {"add_prefix": "a..b"}, {"add_prefix": [".a"]}]
-)
-def test_what_ends_no_segment(tmp_path: Path, edits: Any) -> None:
-    """Is refused towards ``--rename``."""
-    assert "rename=" in refused(tmp_path, {"w": W}, **edits)
-
-
-def test_one_level_at_a_time(tmp_path: Path) -> None:
-    """``module.module.w`` loses one; an inner module that is really called so survives."""
-    state = OrderedDict([("module.module.w", W), ("module.conv.module.w", W)])
-    stripped, _ = converted(tmp_path, state, strip_prefix="module")
-    assert list(stripped) == ["module.w", "conv.module.w"]
+def test_more_than_there_are(tmp_path: Path) -> None:
+    """A prefix that is stripped more often than it stands there."""
     with pytest.raises(NoMatchError):
-        ckptconv.convert(tmp_path / "out.pt", tmp_path / "again.pt", strip_prefix=["module", "module", "module"])
+        round_trip(tmp_path, {"module.w": W, "conv.module.w": W}, strip_prefix=["module", "module", "module"])
 
 
 def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> None:
@@ -226,27 +278,17 @@ def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> 
     assert list(state._metadata.items()) == list(net.state_dict()._metadata.items())
 
 
-def test_mixed_names_stay_in_place_and_are_counted(tmp_path: Path) -> None:
-    """Names without the prefix keep their values and their positions, where torch's
-    function moves the others behind them.
-    """
-    state = nn.DataParallel(nn.Linear(2, 1)).state_dict()
-    state = OrderedDict([("step", W), *state.items(), ("ema.w", W)])
-    stripped, report = converted(tmp_path, state, strip_prefix="module")
-    assert list(stripped) == ["step", "weight", "bias", "ema.w"]
+def test_mixed_names_are_counted(tmp_path: Path) -> None:
+    """Those without the prefix, in other state dicts too; the others are in the report."""
+    state = OrderedDict([("step", W), *nn.DataParallel(nn.Linear(2, 1)).state_dict().items(), ("ema.w", W)])
+    _, report = round_trip(tmp_path, state, strip_prefix="module")
     assert report.changes.unprefixed == 2
     assert [(change.path, change.old, change.new) for change in report.changes.names] == [
         (".", "module.weight", "weight"),
         (".", "module.bias", "bias"),
     ]
-
-
-def test_metadata_of_a_mixed_state_dict(tmp_path: Path) -> None:
-    """What stays keeps the entries above it."""
-    state = state_dict_of(["a.b.w", "a.c.w"], metadata=True)
-    stripped, _ = converted(tmp_path, state, strip_prefix="a.b")
-    assert list(stripped) == ["w", "a.c.w"]
-    assert list(stripped._metadata) == ["a", "", "a.c"]
+    _, report = round_trip(tmp_path, SEVERAL, strip_prefix="module")
+    assert report.changes.unprefixed == 1
 
 
 def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> None:
@@ -254,9 +296,8 @@ def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> No
     of our business.
     """
     other = nn.Sequential(OrderedDict(module=nn.ReLU(), fc=nn.Linear(1, 1))).state_dict()
-    both, _ = converted(
-        tmp_path, {"model": nn.DataParallel(nn.Linear(1, 1)).state_dict(), "other": other}, strip_prefix="module"
-    )
+    wrapped = nn.DataParallel(nn.Linear(1, 1)).state_dict()
+    both, _ = round_trip(tmp_path, {"model": wrapped, "other": other}, strip_prefix="module")
     assert list(both["model"]._metadata) == [""]
     assert_same(both["other"], other)
 
@@ -264,9 +305,9 @@ def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> No
 def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
     """``module.`` around one layer: its version takes the wrapper's place, and gives it back."""
     wrapped = nn.DataParallel(nn.BatchNorm1d(2)).state_dict()
-    stripped, _ = converted(tmp_path, wrapped, strip_prefix="module")
+    stripped, _ = round_trip(tmp_path, wrapped, strip_prefix="module")
     assert dict(stripped._metadata) == {"": {"version": 2}}
-    added, _ = converted(tmp_path, nn.BatchNorm1d(2).state_dict(), add_prefix="module")
+    added, _ = round_trip(tmp_path, nn.BatchNorm1d(2).state_dict(), add_prefix="module")
     assert list(added._metadata.items()) == list(wrapped._metadata.items())
 
 
@@ -278,7 +319,7 @@ def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:
     entries = state._metadata
     assert len(entries) == 1001
     entries.move_to_end("")
-    stripped, _ = converted(tmp_path, state, strip_prefix="module")
+    stripped, _ = round_trip(tmp_path, state, strip_prefix="module")
     assert list(stripped._metadata) == ["", *sorted(f"layer{i}" for i in range(999))]
 
 
@@ -302,13 +343,6 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
     assert "'module.w'" in line and "'w'" in line
 
 
-def test_swapped_names_do_not_collide(tmp_path: Path) -> None:
-    """Only the result counts."""
-    state, _ = converted(tmp_path, {"a.w": W, "b.w": torch.ones(2)}, rename=[("^a", "c"), ("^b", "a"), ("^c", "b")])
-    assert list(state) == ["b.w", "a.w"]
-    assert torch.equal(state["a.w"], torch.ones(2))
-
-
 @pytest.mark.parametrize(
     ("obj", "edits", "said"),
     [
@@ -317,6 +351,11 @@ def test_swapped_names_do_not_collide(tmp_path: Path) -> None:
         ([W], {"strip_prefix": "module"}, "no state dict"),
         ({f"m{i}.w": W for i in range(7)}, {"strip_prefix": "module"}, "..."),
         ({"w": W}, {"rename": [("conv", "x")]}, "no name matches 'conv'"),
+        ({"module.w": W}, {"select": "model"}, "the checkpoint is a state dict itself; see what there is: "),
+        ({"w": W}, {"strip_prefix": ""}, "rename="),
+        ({"w": W}, {"strip_prefix": "."}, "rename="),
+        ({"w": W}, {"add_prefix": "a..b"}, "rename="),
+        ({"w": W}, {"add_prefix": [".a"]}, "rename="),
         ([W], {"rename": [("conv", "x")]}, "no state dict"),
         ([W], {"add_prefix": "module"}, "no state dict"),
         ({"w": W}, {"rename": [("(", "x")]}, "no regular expression"),
@@ -342,8 +381,6 @@ def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
     line = refused(tmp_path, obj, add_prefix="module")
     assert "student, teacher" in line
     assert "rename=[('^', 'module.')]" in line
-    both, _ = converted(tmp_path, obj, rename=[("^", "module.")])
-    assert [list(state) for state in both.values()] == [["module.w"], ["module.w"]]
 
 
 # Rename
@@ -351,7 +388,7 @@ def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
 
 def test_rename_is_re_sub(tmp_path: Path) -> None:
     """Groups and all, on every name; ``_metadata`` follows the modules."""
-    state, report = converted(tmp_path, Net().state_dict(), rename=[(r"^head\.(\d)", r"fc\1")])
+    state, report = round_trip(tmp_path, Net().state_dict(), rename=[(r"^head\.(\d)", r"fc\1")])
     assert list(state)[-4:] == ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]
     assert list(state._metadata) == ["", "conv", "bn", "head", "fc0", "fc1"]
     assert len(report.changes.names) == 4
@@ -359,28 +396,38 @@ def test_rename_is_re_sub(tmp_path: Path) -> None:
 
 def test_rename_of_parameters_leaves_metadata(tmp_path: Path) -> None:
     """``weight`` is no module."""
-    state, _ = converted(tmp_path, Net().state_dict(), rename=[(r"\.weight$", ".kernel")])
+    state, _ = round_trip(tmp_path, Net().state_dict(), rename=[(r"\.weight$", ".kernel")])
     assert "conv.kernel" in state
     assert state._metadata == Net().state_dict()._metadata
 
 
 @pytest.mark.parametrize(
-    ("pattern", "replacement", "modules"),
+    ("names", "edits", "modules"),
     [
-        (r"(\.|$)", r"!\1", ["", "a!", "a!.b!"]),
-        ("^", "x_", ["", "x_a", "x_a.b"]),
-        ("^", "x.", ["x", "x.a", "x.a.b"]),
-        (r"\.", "_", ["", "a", "a.b"]),
-        (r"[^.]*$", "v", ["", "a", "a.b"]),
-        (r"^a\.", "", ["", "b"]),
+        (["a.b.w"], {"rename": [(r"(\.|$)", r"!\1")]}, ["", "a!", "a!.b!"]),
+        (["a.b.w"], {"rename": [("^", "x_")]}, ["", "x_a", "x_a.b"]),
+        (["a.b.w"], {"rename": [("^", "x.")]}, ["x", "x.a", "x.a.b"]),
+        (["a.b.w"], {"rename": [(r"\.", "_")]}, ["", "a", "a.b"]),
+        (["a.b.w"], {"rename": [(r"[^.]*$", "v")]}, ["", "a", "a.b"]),
+        (["a.b.w"], {"rename": [(r"^a\.", "")]}, ["", "b"]),
+        (["a.b.w", "a.c.w"], {"strip_prefix": "a.b"}, ["a", "", "a.c"]),
+    ],
+    ids=[
+        "every segment",
+        "a word",
+        "a module",
+        "dots",
+        "the last segment",
+        "the first",
+        "one of two",
     ],
 )
-def test_what_rename_means_for_modules(tmp_path: Path, pattern: str, replacement: str, modules: list[str]) -> None:
+def test_what_names_mean_for_modules(tmp_path: Path, names: list[str], edits: Any, modules: list[str]) -> None:
     """What becomes of the dots behind them; the end of a name is none of a module's path.
 
     Where no dot is left there, the entry stays.
     """
-    state, _ = converted(tmp_path, state_dict_of(["a.b.w"], metadata=True), rename=[(pattern, replacement)])
+    state, _ = round_trip(tmp_path, state_dict_of(names, metadata=True), **edits)
     assert list(state._metadata) == modules
 
 
@@ -462,10 +509,7 @@ def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
     ``state_dict()`` has ``_metadata``, the same versions.
     """
     make, edits, model = STRICT[case]
-    obj = make()
-    torch.save(obj, tmp_path / "in.pt")
-    ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", **edits)
-    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    state, _ = round_trip(tmp_path, make(), weights_only=True, **edits)
     wanted = model()
     wanted.load_state_dict(state, strict=True)
     own = wanted.state_dict()
@@ -478,25 +522,10 @@ def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
 # Everywhere names are used
 
 
-def test_twins_follow(tmp_path: Path) -> None:
-    """An EMA copy with the same keys, in whatever order, gets what the model gets; another state dict does not."""
-    obj = {"model": {"a.w": W, "a.b": W}, "ema": {"a.b": W, "a.w": W}, "critic": {"c.w": W}}
-    added, report = converted(tmp_path, obj, add_prefix="module")
-    assert [list(state) for state in added.values()] == [
-        ["module.a.w", "module.a.b"],
-        ["module.a.b", "module.a.w"],
-        ["c.w"],
-    ]
+def test_twins_are_reported(tmp_path: Path) -> None:
+    """Each name that changed, in the model and in its average."""
+    _, report = round_trip(tmp_path, TWINS, add_prefix="module")
     assert {change.path for change in report.changes.names} == {"model", "ema"}
-    assert_same(converted(tmp_path, added, strip_prefix="module")[0], obj)
-
-
-def test_strip_serves_every_state_dict(tmp_path: Path) -> None:
-    """Each that has the prefix; names of the others are counted as without it."""
-    obj = {"g": {"module.w": W}, "d": {"module.v": W}, "plain": {"u": W}}
-    stripped, report = converted(tmp_path, obj, strip_prefix="module")
-    assert [list(state) for state in stripped.values()] == [["w"], ["v"], ["u"]]
-    assert report.changes.unprefixed == 1
 
 
 def test_optimizers_keyed_by_names_follow(tmp_path: Path) -> None:
@@ -516,11 +545,11 @@ def test_optimizers_keyed_by_names_follow(tmp_path: Path) -> None:
     optimizer = expected["optimizer"]
     optimizer["state"] = renamed(optimizer["state"], **{"module.w": "w", "module.b": "b"})
     optimizer["param_groups"][0] |= {"params": ["w", "b"], "param_names": ["w", "b"]}
-    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
+    stripped, _ = round_trip(tmp_path, obj, strip_prefix="module")
     assert stripped["optimizer"] == optimizer
     assert list(stripped["model"]) == ["w", "b"]
     assert (stripped["frozen"], stripped["lr_of"]) == (names, {names[0]: 0.1})
-    again, _ = converted(tmp_path, stripped, add_prefix="module")
+    again, _ = round_trip(tmp_path, stripped, add_prefix="module")
     assert again["optimizer"] == obj["optimizer"]
 
 
@@ -531,7 +560,7 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     obj = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
+    stripped, _ = round_trip(tmp_path, obj, strip_prefix="module")
     expected = obj["optimizer"]
     assert expected["param_groups"][0].pop("param_names") == ["module.weight", "module.bias"]
     assert stripped["optimizer"]["param_groups"][0].pop("param_names") == ["weight", "bias"]
@@ -542,28 +571,11 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
 def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
     """Its own names serve strip and rename."""
     obj = {"state": {"module.w": {"step": 1}}, "param_groups": [{"params": ["module.w", "b"]}]}
-    stripped, report = converted(tmp_path, obj, strip_prefix="module")
+    stripped, report = round_trip(tmp_path, obj, strip_prefix="module")
     assert stripped == {"state": {"w": {"step": 1}}, "param_groups": [{"params": ["w", "b"]}]}
     assert report.changes.unprefixed == 1
     assert [(change.path, change.old, change.new) for change in report.changes.names] == [(".", "module.w", "w")]
-    assert converted(tmp_path, obj, rename=[(r"^module\.", "")])[0] == stripped
-
-
-def test_an_optimizer_is_stripped_whole(tmp_path: Path) -> None:
-    """A name that only the optimizer has (a tied weight that the state dict dropped) goes with the others."""
-    obj = {"model": {"module.w": W}, "opt": {"state": {"module.z": 1, "module.w": 2}, "param_groups": []}}
-    stripped, _ = converted(tmp_path, obj, strip_prefix="module")
-    assert stripped["opt"]["state"] == {"z": 1, "w": 2}
-
-
-def test_an_optimizer_of_another_model_gets_no_prefix(tmp_path: Path) -> None:
-    """A prefix is added to an optimizer if all its names are the state dict's, and to no part of it otherwise."""
-    other = {"state": {"w": 1}, "param_groups": [{"params": ["w", "c"]}]}
-    own = {"state": {"w": 1}, "param_groups": [{"params": ["w", "b"]}]}
-    obj = {"model": {"w": W, "b": W}, "disc": {"w": W, "c": W}, "other": other, "own": own}
-    added, _ = converted(tmp_path, obj, add_prefix="module")
-    assert added["other"] == other
-    assert added["own"] == {"state": {"module.w": 1}, "param_groups": [{"params": ["module.w", "module.b"]}]}
+    assert round_trip(tmp_path, obj, rename=[(r"^module\.", "")])[0] == stripped
 
 
 def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:
@@ -571,7 +583,7 @@ def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:
     state = nn.DataParallel(nn.DataParallel(nn.Linear(1, 1))).state_dict()
     twin = copy.copy(state)
     assert twin._metadata is state._metadata
-    both, _ = converted(tmp_path, {"model": state, "ema": twin}, strip_prefix="module")
+    both, _ = round_trip(tmp_path, {"model": state, "ema": twin}, strip_prefix="module")
     assert both["model"]._metadata is both["ema"]._metadata
     assert list(both["model"]._metadata.items()) == list(
         nn.DataParallel(nn.Linear(1, 1)).state_dict()._metadata.items()
@@ -649,27 +661,32 @@ def test_generator_states_stay_on_the_cpu(fixtures: Path, tmp_path: Path) -> Non
     assert loaded["args"].device == "cuda:0"
 
 
-@pytest.mark.parametrize("map_location", [{"cpu": "cuda:1"}, lambda tag: "cuda:1"])
-def test_maps_keep_generator_states(fixtures: Path, tmp_path: Path, map_location: Any) -> None:
-    """A map and a function too."""
+KEPT = ["rng_state/cpu", "rng_state/cuda"]
+
+
+@pytest.mark.parametrize(
+    ("map_location", "kept", "tags"),
+    [
+        ({"cpu": "cuda:1"}, KEPT, {"cuda:0": 27, "cuda:1": 8, "cpu": 2}),
+        (lambda tag: "cuda:1", KEPT, {"cuda:1": 35, "cpu": 2}),
+        ({"any": "cuda:1"}, [], {"cuda:1": 37}),
+    ],
+    ids=["map", "function", "any"],
+)
+def test_maps_keep_generator_states(
+    fixtures: Path, tmp_path: Path, map_location: Any, kept: list[str], tags: dict[str, int]
+) -> None:
+    """A map and a function too; but who says any means any."""
     report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location=map_location)
-    assert report.changes.rng_states == ["rng_state/cpu", "rng_state/cuda"]
-    assert Counter(tags_of(tmp_path / "x.pt")[1])["cpu"] == 2
+    assert report.changes.rng_states == kept
+    assert Counter(tags_of(tmp_path / "x.pt")[1]) == tags
 
 
-def test_any_moves_generator_states(fixtures: Path, tmp_path: Path) -> None:
-    """Who says any means any; the report then names none that were kept."""
-    report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location={"any": "cuda:1"})
-    assert set(tags_of(tmp_path / "x.pt")[1]) == {"cuda:1"}
-    assert report.changes.rng_states == []
-
-
-def test_a_strayed_generator_state_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strayed_generator_state_comes_back(tmp_path: Path) -> None:
     """Someone's string ``map_location`` has put it on a GPU: ``--to`` anything puts it where torch can use it."""
-    monkeypatch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
-    torch.save({"rng": torch.get_rng_state(), "w": [W]}, tmp_path / "in.pt")
-    report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "x.pt", map_location="cuda:1")
-    assert tags_of(tmp_path / "x.pt")[1] == ["cpu", "cuda:1"]
+    obj = {"rng": torch.get_rng_state(), "w": [W]}
+    _, report = round_trip(tmp_path, obj, tags=["cuda:0"], map_location="cuda:1")
+    assert tags_of(tmp_path / "dst.pt")[1] == ["cpu", "cuda:1"]
     assert report.changes.devices == {("cuda:0", "cpu"): (1, 5056), ("cuda:0", "cuda:1"): (1, 8)}
 
 
@@ -684,12 +701,13 @@ def test_the_users_own_strings_and_devices_stay(tmp_path: Path) -> None:
         "device": torch.device("cpu"),
         "names": [name, name],
     }
-    torch.save(obj, tmp_path / "in.pt")
-    data = (tmp_path / "in.pt").read_bytes()
+    data = saved(obj)
     assert data.count(b"X\x03\x00\x00\x00cpu") == 2  # one for the tag and the user's strings, one in torch.device
     assert data.count(b"X\x08\x00\x00\x00module.w") == 1
-    out, _ = converted(tmp_path, obj, map_location="cuda:1", strip_prefix="module")
-    assert tags_of(tmp_path / "out.pt")[1] == ["cuda:1"]
+    (tmp_path / "src.pt").write_bytes(data)
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", map_location="cuda:1", strip_prefix="module")
+    out, tags = tags_of(tmp_path / "dst.pt")
+    assert tags == ["cuda:1"]
     assert list(out["model"]) == ["w"]
     for key in ("config", "device", "names"):
         assert_same(out[key], obj[key])

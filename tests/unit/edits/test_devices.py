@@ -297,21 +297,25 @@ def test_a_target_sends_generator_states_to_the_cpu(to: str) -> None:
     assert {devices.new_tag(tag, rng=True) for tag in TAGS} == {"cpu"}
 
 
-@pytest.mark.parametrize("wish", ["cpu=gpu", "cpu:0=mps", "gpu=xpu:1", "cuda:0=cuda:1", lambda tag: "cuda:0"])
-def test_a_map_never_moves_generator_states_off_the_cpu(wish: Any) -> None:
-    """But for ``any``, whose name says it; in a mapping alike, and whatever ``--to`` says."""
-    assert to_devices(wish).new_tag("cpu", rng=True) == "cpu"
-    assert to_devices("any=cuda:1").new_tag("cpu", rng=True) == "cuda:1"
-    assert to_devices({"*": "cuda:1"}).new_tag("cpu", rng=True) == "cuda:1"
-    assert to_devices("any=cuda:1", "cpu").new_tag("cpu", rng=True) == "cuda:1"
-
-
-def test_a_map_brings_a_strayed_generator_state_back() -> None:
-    """One that stands on a GPU follows the rules like everything else, and ``--to`` fetches it where no rule does."""
-    assert to_devices("cuda=cpu").new_tag("cuda:1", rng=True) == "cpu"
-    assert to_devices("cuda:1=xpu:1", "mps").new_tag("cuda:1", rng=True) == "xpu:1"
-    assert to_devices("cuda:1=xpu:1", "mps").new_tag("cuda:0", rng=True) == "cpu"
-    assert to_devices("cuda:1=xpu:1").new_tag("cuda:0", rng=True) == "cuda:0"
+@pytest.mark.parametrize(
+    ("wishes", "tag", "new"),
+    [
+        # a map never moves one off the CPU, but for ``any``, whose name says it, whatever ``--to`` says
+        *((wish, "cpu", "cpu") for wish in (["cpu=gpu"], ["cpu:0=mps"], ["gpu=xpu:1"], ["cuda:0=cuda:1"])),
+        ([lambda tag: "cuda:0"], "cpu", "cpu"),
+        (["any=cuda:1"], "cpu", "cuda:1"),
+        ([{"*": "cuda:1"}], "cpu", "cuda:1"),
+        (["any=cuda:1", "cpu"], "cpu", "cuda:1"),
+        # one that stands on a GPU follows the rules like everything else, and ``--to`` fetches it where no rule does
+        (["cuda=cpu"], "cuda:1", "cpu"),
+        (["cuda:1=xpu:1", "mps"], "cuda:1", "xpu:1"),
+        (["cuda:1=xpu:1", "mps"], "cuda:0", "cpu"),
+        (["cuda:1=xpu:1"], "cuda:0", "cuda:0"),
+    ],
+)
+def test_maps_of_generator_states(wishes: list[Any], tag: str, new: str) -> None:
+    """They stay on the CPU, and a strayed one comes back."""
+    assert to_devices(*wishes).new_tag(tag, rng=True) == new
 
 
 # Laws

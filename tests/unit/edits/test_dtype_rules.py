@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import _TYPES  # type: ignore[attr-defined]
 
-from ckptconv.cli.main import main
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule, to_dtypes
 from ckptconv.errors import UsageError
+from tests.support.command import Command
 
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})
 
@@ -105,22 +105,32 @@ def test_other_words_are_refused(word: str) -> None:
 # Rules
 
 
-def test_a_rule_is_split_at_its_last_equals_sign() -> None:
-    """Names can have some; in a mapping nothing is split."""
-    assert to_dtypes("a=b=bf16") == to_dtypes({"a=b": "bf16"}) == (DTypeRule("a=b", "bfloat16"),)
-    assert str(to_dtypes("*.a=BF16")[0]) == "*.a=bfloat16"
-    assert str(to_dtypes("BF16")[0]) == "bfloat16"
+BF16, NORM = DTypeRule(None, "bfloat16"), DTypeRule("*.norm.*", "float32")
 
 
-def test_all_ways_to_say_the_same() -> None:
-    """One word, a sequence of words, dtypes and rules, any iterable."""
-    wanted = (DTypeRule(None, "bfloat16"), DTypeRule("*.norm.*", "float32"))
-    assert to_dtypes(["bf16", "*.norm.*=fp32"]) == wanted
-    assert to_dtypes((torch.bfloat16, "*.norm.*=torch.float32")) == wanted
-    assert to_dtypes(word for word in ("bf16", "*.norm.*=float")) == wanted
-    assert to_dtypes({"*.norm.*": torch.float32}) == to_dtypes({"*.norm.*": "fp32"}) == wanted[1:]
-    assert to_dtypes(["bf16", "BF16", torch.bfloat16]) == wanted[:1]
-    assert to_dtypes(None) == to_dtypes(()) == to_dtypes({}) == ()
+@pytest.mark.parametrize(
+    ("said", "rules"),
+    [
+        ("a=b=bf16", (DTypeRule("a=b", "bfloat16"),)),  # names can have some
+        ({"a=b": "bf16"}, (DTypeRule("a=b", "bfloat16"),)),  # in a mapping nothing is split
+        (["bf16", "*.norm.*=fp32"], (BF16, NORM)),
+        ((torch.bfloat16, "*.norm.*=torch.float32"), (BF16, NORM)),
+        ((word for word in ("bf16", "*.norm.*=float")), (BF16, NORM)),
+        ({"*.norm.*": torch.float32}, (NORM,)),
+        ({"*.norm.*": "fp32"}, (NORM,)),
+        (["bf16", "BF16", torch.bfloat16], (BF16,)),
+        (None, ()),
+        ((), ()),
+        ({}, ()),
+    ],
+)
+def test_all_ways_to_say_the_same(said: Any, rules: tuple[DTypeRule, ...]) -> None:
+    """One word, a sequence of words, dtypes and rules, any iterable; a rule is split at its last equals sign."""
+    assert to_dtypes(said) == rules
+
+
+def test_rules_are_said_in_torchs_words() -> None:
+    assert [str(rule) for rule in to_dtypes(["*.a=BF16", "BF16"])] == ["*.a=bfloat16", "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -150,8 +160,9 @@ def test_what_is_no_word(said: Any) -> None:
         to_dtypes(said)
 
 
-def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_so(tmp_path: Path, command: Command) -> None:
     """One line, exit status 2, before the input is looked at."""
+    words = "convert", tmp_path / "none.pt", tmp_path / "dst.pt"
     for flags, line in (
         (
             ["--dtype", "b16"],
@@ -176,5 +187,4 @@ def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (["--dtype", "bf16", "--dtype", "fp16"], "ckptconv: two dtypes for all weights (got bfloat16 and float16)"),
     ):
-        assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "dst.pt"), *flags]) == 2
-        assert capsys.readouterr().err.splitlines() == [line]
+        assert command(*words, *flags, status=2).err == line + "\n"

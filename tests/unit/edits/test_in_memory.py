@@ -106,18 +106,25 @@ def test_types_and_other_keys_stay() -> None:
     assert ckptconv.add_prefix({"w": 1}, ["a", "b"]) == {"b.a.w": 1}
 
 
-def test_errors() -> None:
+@pytest.mark.parametrize(
+    ("function", "state", "prefix", "kind", "words"),
+    [
+        (ckptconv.strip_prefix, {"net.w": 1}, "module.", NoMatchError, "prefixes net"),
+        (
+            ckptconv.strip_prefix,
+            {"epoch": 1, "state_dict": {"module.w": 1}},
+            "module.",
+            NoMatchError,
+            r"\['state_dict'\]",
+        ),
+        (ckptconv.strip_prefix, {"w": 1, "module.w": 2}, "module.", CollisionError, r"'w' and 'module\.w'"),
+        *((ckptconv.add_prefix, {"w": 1}, wrong, UsageError, "") for wrong in ("", ".", "a..b")),
+        (ckptconv.strip_prefix, {"w": 1}, 3, TypeError, ""),
+    ],
+)
+def test_errors(function: Callable[..., Any], state: Any, prefix: Any, kind: type[Exception], words: str) -> None:
     """No name with the prefix, with a hint to where there are some; two names that
     would become one; what ends no segment.
     """
-    with pytest.raises(NoMatchError, match="prefixes net"):
-        ckptconv.strip_prefix({"net.w": 1}, "module.")
-    with pytest.raises(NoMatchError, match=r"\['state_dict'\]"):
-        ckptconv.strip_prefix({"epoch": 1, "state_dict": {"module.w": 1}}, "module.")
-    with pytest.raises(CollisionError, match=r"'w' and 'module\.w'"):
-        ckptconv.strip_prefix({"w": 1, "module.w": 2}, "module.")
-    for wrong in ("", ".", "a..b"):
-        with pytest.raises(UsageError):
-            ckptconv.add_prefix({"w": 1}, wrong)
-    with pytest.raises(TypeError):
-        ckptconv.strip_prefix({"w": 1}, 3)  # type: ignore[arg-type]
+    with pytest.raises(kind, match=words):
+        function(state, prefix)

@@ -16,73 +16,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 import ckptconv
 from tests.support import zoo
+from tests.support.archives import flip_bit, records_of, rezip
+from tests.support.hostile_bytes import found_in
 from tests.support.judge import assert_same, tags_of
+from tests.support.round_trips import round_trip
 from tests.unit.edits.test_dtype_casts import (
     SOURCES,
     TARGETS,
+    Program,
+    again,
+    assert_checksums,
     bits,
     checkpoint,
     extent,
     is_safe,
     merged,
-    rezipped,
     rounded,
-    tensors_in,
-    whole,
 )
-
-
-class Compacted:
-    """OBJ on storages that hold what its tensors reach over, by a plain torch program."""
-
-    def __init__(self, obj: Any) -> None:
-        self.memo: dict[int, Any] = {}
-        self.saved = 0
-        every = {id(each.tensor): each.tensor for each in tensors_in(obj)}.values()
-        groups: dict[int, list[torch.Tensor]] = {}
-        for tensor in every:
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        for group in groups.values():
-            self.pack(group)
-        self.result = self.copied(obj)
-        for tensor in every:
-            self.memo[id(tensor)].__dict__.update(self.copied(tensor.__dict__))
-
-    def pack(self, views: list[torch.Tensor]) -> None:
-        data = whole(views[0].untyped_storage(), views[0].dtype)
-        ranges = merged(views)
-        packed = torch.cat([data[:0], *(data[a:b] for a, b in ranges)])
-        self.saved += (data.numel() - packed.numel()) * data.itemsize
-        for view in views:
-            offset = min(view.storage_offset(), packed.numel())
-            if view.numel():
-                before = [b - a for a, b in ranges if b <= view.storage_offset()]
-                inside = next(a for a, b in ranges if a <= view.storage_offset() < b)
-                offset = sum(before) + view.storage_offset() - inside
-            new = torch.empty(0, dtype=view.dtype).set_(packed.untyped_storage(), offset, view.shape, view.stride())
-            new = new.conj() if view.is_conj() else new
-            new = torch._neg_view(new) if view.is_neg() else new
-            if isinstance(view, torch.nn.Parameter):
-                new = torch.nn.Parameter(new, view.requires_grad)
-            elif type(view) is not torch.Tensor:
-                new = new.as_subclass(type(view))
-            else:
-                new.requires_grad_(view.requires_grad)
-            self.memo[id(view)] = new
-
-    def copied(self, value: Any) -> Any:
-        if id(value) in self.memo:
-            return self.memo[id(value)]
-        if isinstance(value, dict):
-            made = self.memo[id(value)] = type(value)((key, self.copied(inner)) for key, inner in value.items())
-            if hasattr(value, "__dict__"):
-                made.__dict__.update(value.__dict__)
-            return made
-        return type(value)(self.copied(inner) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +61,16 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         report = ckptconv.convert(folder / name, dst, **options)
     else:
         report = ckptconv.save(obj, dst, **options)
-    program = Compacted(obj)
+    program = Program(obj, {}, compact=True)
     assert report.changes.compacted[1] == program.saved
     assert bool(report.changes.compacted[0]) == bool(program.saved)
     assert any("--compact changed nothing" in note for note in report.notes) == (not program.saved)
     if target == "pickle":
         assert_same(pickle.loads(dst.read_bytes()), program.result)
         return
-    torch.save(program.result, folder / "wanted.pt")
-    assert_same(torch.load(dst, weights_only=False), torch.load(folder / "wanted.pt", weights_only=False))
+    assert_same(torch.load(dst, weights_only=False), again(program.result, folder / "wanted.pt"))
     if target == "pt":
-        with zipfile.ZipFile(dst) as archive:
-            assert source == "without checksums" or archive.testzip() is None
-            assert all(
-                bool(entry.CRC) == (source != "without checksums" and entry.file_size > 0)
-                for entry in archive.infolist()
-            )
+        assert_checksums(dst, some=source != "without checksums")
     if write:
         assert is_safe(dst) or not is_safe(folder / name)
 
@@ -197,12 +144,8 @@ def test_what_the_report_says(tmp_path: Path) -> None:
 def test_of_two_dtypes_on_one_storage_whole_elements_stay(tmp_path: Path) -> None:
     """The start of each range is one of the wider dtype's elements."""
     base = torch.arange(64, dtype=torch.uint8)
-    torch.save(
-        {"f8": base[3:5].view(torch.float8_e4m3fn), "u8": base[21:23], "u16": base[40:48].view(torch.uint16)[1:3]},
-        tmp_path / "src.pt",
-    )
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
-    found = torch.load(tmp_path / "dst.pt")
+    obj = {"f8": base[3:5].view(torch.float8_e4m3fn), "u8": base[21:23], "u16": base[40:48].view(torch.uint16)[1:3]}
+    found, _ = round_trip(tmp_path, obj, compact=True)
     assert [tensor.view(torch.uint8).tolist() for tensor in found.values()] == [[3, 4], [21, 22], [42, 43, 44, 45]]
     assert {tensor.untyped_storage().nbytes() for tensor in found.values()} == {4 + 4 + 4}
 
@@ -210,7 +153,7 @@ def test_of_two_dtypes_on_one_storage_whole_elements_stay(tmp_path: Path) -> Non
 def test_a_deflated_storage_stays_whole(tmp_path: Path) -> None:
     """It can be read from its start alone. The others lose what is not shown."""
     torch.save({"a": torch.arange(50.0)[:2]}, tmp_path / "src.pt")
-    rezipped(tmp_path / "src.pt", {}, zipfile.ZIP_DEFLATED)
+    rezip(tmp_path / "src.pt", tmp_path / "src.pt", method=zipfile.ZIP_DEFLATED)
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
     assert report.changes.compacted == (0, 0)
     assert torch.load(tmp_path / "dst.pt")["a"].untyped_storage().nbytes() == 200
@@ -220,21 +163,17 @@ def test_a_deflated_storage_stays_whole(tmp_path: Path) -> None:
 def test_what_something_else_refers_to_stays_whole(used: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
     """A bare storage beside its tensors."""
     base = torch.arange(50.0)
-    torch.save({"a": base[:2], "x": used(base)}, tmp_path / "src.pt")
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
+    found, report = round_trip(tmp_path, {"a": base[:2], "x": used(base)}, compact=True)
     assert report.changes.compacted == (0, 0)
-    assert_same(
-        torch.load(tmp_path / "dst.pt", weights_only=False), torch.load(tmp_path / "src.pt", weights_only=False)
-    )
+    assert_same(found, torch.load(tmp_path / "src.pt", weights_only=False))
 
 
 def test_for_safetensors_it_is_a_note(tmp_path: Path) -> None:
     """That format holds elements, and no storages."""
-    torch.save({"a": torch.arange(50.0)[:2]}, tmp_path / "src.pt")
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", compact=True)
+    found, report = round_trip(tmp_path, {"a": torch.arange(50.0)[:2]}, "dst.safetensors", compact=True)
     assert report.changes.compacted == (0, 0)
     assert report.notes == ("--compact has nothing to do for safetensors, which holds what tensors show and no more",)
-    assert load_file(tmp_path / "dst.safetensors")["a"].tolist() == [0, 1]
+    assert found["a"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["dst.pt", "dst.pkl"])
@@ -246,9 +185,8 @@ def test_damage_is_seen(edits: dict[str, Any], where: int, name: str, tmp_path: 
     """Also in the bytes that are dropped: the source is what its checksums say, or nothing is made of it."""
     base = torch.arange(50_000.0)
     torch.save({"a": base[10:30000], "b": base[40000:40010]}, tmp_path / "src.pt")
-    data, raw = bytearray((tmp_path / "src.pt").read_bytes()), base.numpy().tobytes()
-    data[data.index(raw) + where % len(raw)] ^= 1
-    (tmp_path / "src.pt").write_bytes(data)
+    src, raw = tmp_path / "src.pt", base.numpy().tobytes()
+    flip_bit(src, found_in(src.read_bytes(), raw) + where % len(raw))
     with pytest.raises(ckptconv.MalformedError, match="damaged"):
         ckptconv.convert(tmp_path / "src.pt", tmp_path / name, **edits)
     assert os.listdir(tmp_path) == ["src.pt"]
@@ -279,14 +217,10 @@ def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
     """Bytes on a storage that is said to be of doubles: what is left of it is a number of doubles."""
     base = torch.arange(64, dtype=torch.uint8).view(torch.uint16)[1:2]
     torch.save({"a": base}, tmp_path / "src.pt")
-    with zipfile.ZipFile(tmp_path / "src.pt") as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    pickled = records["src/data.pkl"].replace(b"ctorch.storage\nUntypedStorage\n", b"ctorch\nDoubleStorage\n")
-    records["src/data.pkl"] = pickled.replace(b"K\x40", b"K\x08", 1)
-    assert records["src/data.pkl"].count(b"DoubleStorage") == 1
-    with zipfile.ZipFile(tmp_path / "src.pt", "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
+    pickled = records_of(tmp_path / "src.pt")["data.pkl"]
+    pickled = pickled.replace(b"ctorch.storage\nUntypedStorage\n", b"ctorch\nDoubleStorage\n")
+    assert pickled.count(b"DoubleStorage") == 1
+    rezip(tmp_path / "src.pt", tmp_path / "src.pt", {"data.pkl": pickled.replace(b"K\x40", b"K\x08", 1)})
     assert torch.load(tmp_path / "src.pt")["a"].tolist() == base.tolist()
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
     assert report.changes.compacted == (1, 56)

@@ -18,6 +18,7 @@ import ckptconv
 from ckptconv.edits.wrappers import unwrapped
 from ckptconv.errors import CollisionError, NoMatchError
 from tests.support.judge import assert_same
+from tests.support.round_trips import round_trip
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what torch.compile imports
 
@@ -55,14 +56,17 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def unwrapped_from(folder: Path, obj: Any, **options: Any) -> tuple[Any, ckptconv.Report]:
+    """What torch's safe loader gives of `obj`, converted with ``unwrap``; the report."""
+    return round_trip(folder, obj, weights_only=True, unwrap=True, **options)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
     """Names, order, values and ``_metadata`` are those of the model itself; its own ``module`` stays."""
     model = net()
     wanted = model.state_dict()
-    torch.save(WRAPPERS[wrapper](model).state_dict(), tmp_path / "src.pt")
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    found, report = unwrapped_from(tmp_path, WRAPPERS[wrapper](model).state_dict())
     assert_same(wanted, found)
     net().load_state_dict(found, strict=True)
     assert any("no wrapper" in note for note in report.notes) == (wrapper == "nothing")
@@ -101,9 +105,7 @@ def test_sharded_models(front: str, tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         part = next((part for part in inner if name.startswith(part)), "")
         state[f"{front}_fsdp_wrapped_module.{inner.get(part, part)}{name.removeprefix(part)}"] = value
-    torch.save(state, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    found, _ = unwrapped_from(tmp_path, state)
     assert_same(found, dict(model.state_dict()))
     net().load_state_dict(found, strict=True)
 
@@ -124,9 +126,8 @@ def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
         "state": {"module._orig_mod.b": {"m": torch.ones(1)}},
         "param_groups": [{"params": ["module.a", "module._orig_mod.b"]}],
     }
-    torch.save({"model": weights, "ema": dict(weights), "other": other, "optimizer": named}, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    found = torch.load(tmp_path / "dst.pt", weights_only=True)
+    obj = {"model": weights, "ema": dict(weights), "other": other, "optimizer": named}
+    found, _ = unwrapped_from(tmp_path, obj)
     assert [list(found[key]) for key in ("model", "ema", "other")] == [["a", "b"], ["a", "b"], ["module.c", "d"]]
     assert list(found["optimizer"]["state"]) == ["b"]
     assert found["optimizer"]["param_groups"] == [{"params": ["a", "b"]}]
@@ -141,14 +142,12 @@ def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
     named = {"state": {"module._orig_mod.tied": {}, "module.a": {}}, "param_groups": [{"params": ["module.a"]}]}
     for order in (("ema", "model", "optimizer"), ("optimizer", "model", "ema")):
         obj = {"ema": dict(average), "model": dict(weights), "optimizer": named}
-        torch.save({key: obj[key] for key in order}, tmp_path / "src.pt")
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True, force=True)
-        found = torch.load(tmp_path / "dst.pt", weights_only=True)
+        found, _ = unwrapped_from(tmp_path, {key: obj[key] for key in order})
         assert list(found["model"]) == ["a", "b"]
         assert list(found["ema"]) == ["n_averaged", "module.a", "module.b"]
         assert found["optimizer"] == {"state": {"tied": {}, "a": {}}, "param_groups": [{"params": ["a"]}]}
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", select="optimizer", unwrap=True, force=True)
-    assert torch.load(tmp_path / "dst.pt", weights_only=True) == found["optimizer"]
+    alone, report = unwrapped_from(tmp_path, obj, select="optimizer")
+    assert alone == found["optimizer"]
     assert [(change.old, change.new) for change in report.changes.names] == [
         ("module._orig_mod.tied", "tied"),
         ("module.a", "a"),
@@ -157,37 +156,33 @@ def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
 
 def test_before_prefixes(tmp_path: Path) -> None:
     """Names are unwrapped first, whatever the order of the keywords; then prefixes are taken off and put on."""
-    torch.save({"module._orig_mod.model.w": torch.ones(1)}, tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", add_prefix="net", strip_prefix="model", unwrap=True)
-    assert list(torch.load(tmp_path / "dst.pt", weights_only=True)) == ["net.w"]
+    state = {"module._orig_mod.model.w": torch.ones(1)}
+    found, _ = unwrapped_from(tmp_path, state, add_prefix="net", strip_prefix="model")
+    assert list(found) == ["net.w"]
 
 
 def test_two_names_that_would_be_one(tmp_path: Path) -> None:
     """Refused, both shown."""
-    torch.save({"a.w": torch.ones(1), "a._orig_mod.w": torch.ones(1)}, tmp_path / "src.pt")
     with pytest.raises(CollisionError, match=r"'a\.w'"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
+        unwrapped_from(tmp_path, {"a.w": torch.ones(1), "a._orig_mod.w": torch.ones(1)})
 
 
 def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
     """A pickled wrapper's names come off where its state dict is taken out; alone
     they cannot be changed, which is said.
     """
-    model = net()
-    torch.save(nn.DataParallel(model), tmp_path / "src.pt")
+    model = nn.DataParallel(net())
     with pytest.raises(NoMatchError, match="state_dict=True"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True, state_dict=True)
-    net().load_state_dict(torch.load(tmp_path / "dst.pt", weights_only=True), strict=True)
+        unwrapped_from(tmp_path, model)
+    net().load_state_dict(unwrapped_from(tmp_path, model, state_dict=True)[0], strict=True)
 
 
 def test_activation_checkpointing(tmp_path: Path) -> None:
     """The names that parameters have inside of its wrapper."""
     model = net()
     wrapped = checkpoint_wrapper(model)
-    torch.save(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]), tmp_path / "src.pt")
-    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    assert set(torch.load(tmp_path / "dst.pt", weights_only=True)) == set(model.state_dict())
+    found, _ = unwrapped_from(tmp_path, dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
+    assert set(found) == set(model.state_dict())
 
 
 def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path) -> None:
@@ -199,9 +194,8 @@ def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path
     state = model.state_dict()
     assert list(state) == list(wanted)
     assert state._metadata["1.1.norm"] == {"version": 1} != wanted._metadata["1.1.norm"]
-    torch.save(state, tmp_path / "src.pt")
-    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", unwrap=True)
-    assert_same(torch.load(tmp_path / "dst.pt", weights_only=True), wanted)
+    found, report = unwrapped_from(tmp_path, state)
+    assert_same(found, wanted)
     assert report.notes == ("no wrapper is in the names, so --unwrap changed _metadata alone",)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import zipfile
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ckptconv.inspection.summary import inspect
+from tests.support.hostile_bytes import torch_zip_of
+from tests.support.reduced import Reduced
 
 
 def saved(path: Path, obj: object, **kwargs: Any) -> Path:
@@ -69,30 +72,48 @@ def test_ties_and_views(tmp_path: Path) -> None:
     assert found["storages"] == 3
 
 
-def test_weights_only_is_what_torch_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("obj", "protocol", "reason"),
+    [
+        ({"a": torch.ones(2)}, 2, ""),
+        ({"a": argparse.Namespace(x=1)}, 2, "argparse.Namespace"),
+        ({"a": torch.ones(2)}, 4, "opcode MEMOIZE"),
+        ({"a": frozenset({1})}, 2, "__builtin__.frozenset"),
+    ],
+    ids=["weights", "a class", "an opcode", "a call"],
+)
+def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: int, reason: str) -> None:
     """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
-    cases = [
-        (saved(tmp_path / "a.pt", {"a": torch.ones(2)}), []),
-        (saved(tmp_path / "b.pt", {"a": argparse.Namespace(x=1)}), ["argparse.Namespace"]),
-        (saved(tmp_path / "c.pt", {"a": torch.ones(2)}, pickle_protocol=4), ["opcode MEMOIZE"]),
-        (saved(tmp_path / "d.pt", {"a": frozenset({1})}), ["__builtin__.frozenset"]),
-    ]
-    for path, reasons in cases:
-        found = inspect(path)
-        try:
-            torch.load(path, weights_only=True)
-            loads = True
-        except Exception:
-            loads = False
-        assert found["weights_only"] == loads == (not reasons)
-        for reason in reasons:
-            assert reason in found["obstacles"]
+    path = saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)
+    found = inspect(path)
+    assert found["weights_only"] == (not reason)
+    assert reason in " ".join(found["obstacles"])
+    with pytest.raises(pickle.UnpicklingError) if reason else nullcontext():
+        torch.load(path, weights_only=True)
 
 
 def test_devices_that_are_data(tmp_path: Path) -> None:
     """torch.device objects and strings like 'cuda:0' are listed as the user's data; other words are not."""
     obj = {"a": torch.device("cuda:3"), "b": {"device": "cuda:0"}, "c": "cupboard", "d": torch.ones(1)}
     assert inspect(saved(tmp_path / "x.pt", obj))["user_devices"] == {"a": "cuda:3", "b/device": "cuda:0"}
+
+
+#: What is said of values, by their paths.
+SHORT = {
+    "text": "str of 70,000 bytes",
+    "list": "[0, 1, 2, 3, 4, 5, 6, 7, …] 1,000 items",
+    "tuple": "(1, 'a', None)",
+    "one": "(1,)",
+    "empty": "{}",
+    "set": "{3}",
+    "no set": "set()",
+    "frozen": "{'a'}",
+    "namespace": "object of argparse.Namespace",
+    "namespace/.lr": "0.1",
+    "size": "torch.Size((2, 3))",
+    "class": "collections.OrderedDict",
+    "storage": "storage",
+}
 
 
 def test_values_are_short(tmp_path: Path) -> None:
@@ -117,19 +138,9 @@ def test_values_are_short(tmp_path: Path) -> None:
     }
     for protocol in (2, 3, 4):
         others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol))["others"]
-        assert others["text"] == "str of 70,000 bytes"
-        assert others["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, …] 1,000 items"
-        assert others["tuple"] == "(1, 'a', None)"
-        assert others["one"] == "(1,)"
-        assert others["empty"] == "{}"
-        assert (others["set"], others["no set"], others["frozen"]) == ("{3}", "set()", "{'a'}")
+        assert {path: others[path] for path in SHORT} == SHORT
         assert others["large set"].startswith("{0, 1, 2, 3, 4, 5, 6, 7, …}")
         assert not any("set/" in path for path in others)
-        assert others["namespace"] == "object of argparse.Namespace"
-        assert others["namespace/.lr"] == "0.1"
-        assert others["size"] == "torch.Size((2, 3))"
-        assert others["class"] == "collections.OrderedDict"
-        assert others["storage"] == "storage"
         assert all(len(value) <= 90 for value in others.values())
 
 
@@ -139,9 +150,7 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
     for _ in range(50):
         deep = (deep, deep)
     obj = {"pairs": {(1, 2)}, "size": Reduced(torch.Size, (deep,))}
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
-        archive.writestr("x/data.pkl", pickle.dumps(obj, 2))
-        archive.writestr("x/version", b"3\n")
+    (tmp_path / "x.pt").write_bytes(torch_zip_of(pickle.dumps(obj, 2), {}))
     others = inspect(tmp_path / "x.pt")["others"]
     assert others["pairs"] == "object of __builtin__.set"
     assert others["pairs/(0)[0]"] == "(1, 2)"
@@ -155,20 +164,8 @@ def test_metadata_is_not_listed(fixtures: Path) -> None:
 
 def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
     """An index of 9,000 digits is no index; it is shown without being printed."""
-    pickled = pickle.dumps({"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}, 2)
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
-        archive.writestr("x/data.pkl", pickled)
-        archive.writestr("x/version", b"3\n")
+    obj = {"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}
+    (tmp_path / "x.pt").write_bytes(torch_zip_of(pickle.dumps(obj, 2), {}))
     found = inspect(tmp_path / "x.pt")
     assert found["user_devices"] == {}
     assert found["others"]["d"] == "object of torch.device"
-
-
-class Reduced:
-    """Reduces to a call."""
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.call

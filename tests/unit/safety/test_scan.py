@@ -8,8 +8,6 @@ import csv
 import io
 import pickle
 import pickletools
-import tracemalloc
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptconv
-from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, DangerousError, InputError, UnsupportedError
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
@@ -29,12 +26,16 @@ from ckptconv.pickles.parser import parse
 from ckptconv.safety import nested_pickles, scan
 from ckptconv.safety.scan import Concern, concerns, level_of
 from tests.support import global_calls as ways
-from tests.support.hostile_bytes import dict_of, integer, storage, tensor, text, torch_zip_of, zip_of
-from tests.support.legacy_files import Old
+from tests.support.archives import rezipped
+from tests.support.command import Command
+from tests.support.hostile_bytes import dict_of, integer, saved, storage, tensor, text, torch_zip_of, zip_of
+from tests.support.memory import memory_below
+from tests.support.reduced import Reduced
 
 ARGS = text("x") + b"\x85"
 CALL = ways.NAMINGS["REDUCE"]("os", "system", ARGS)
 INNER = b"\x80\x02" + CALL + b"."
+METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 LOADS, REFUSED = "loads with weights_only=True", "refused by weights_only=True, needs no code"
 
 
@@ -63,6 +64,16 @@ def judged(path: Path) -> tuple[list[Concern], str]:
 
 def names(path: Path) -> list[str]:
     return [f"{concern.name} at {concern.path}" for concern in judged(path)[0]]
+
+
+def nested(data: bytes, nest: str = "BINBYTES") -> bytes:
+    """A checkpoint with the pickle `data` in a byte string."""
+    return ways.checkpoint(ways.NESTS[nest](data))
+
+
+def pushed(*codes: bytes) -> bytes:
+    """A checkpoint with a tuple of what each of `codes` pushes."""
+    return ways.checkpoint(b"(" + b"".join(codes) + b"t")
 
 
 # Where globals are named
@@ -114,32 +125,73 @@ def test_a_global_is_listed_once(write: Write) -> None:
     assert second == Concern("unknown.Thing", "x[0]", "needs code", more=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript(write: Write) -> None:
-    """The constants of a program are a pickle of its own, and both count."""
-    assert "os.system at constants.pkl: [0]" in names(write(ways.program_of(CALL)))
-    assert "os.system at [0]" in names(write(ways.program_of(CALL, "data.pkl")))
+CUT_ARCHIVE = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
+INSIDE = "os.system at x (pickle inside)"
+#: Files, and what is found in them first.
+NAMED: dict[str, tuple[bytes, str]] = {
+    "the constants of a program are a pickle of its own": (ways.program_of(CALL), "os.system at constants.pkl: [0]"),
+    "and both count": (ways.program_of(CALL, "data.pkl"), "os.system at [0]"),
+    "_codecs.encode of a text alone is UTF-8": (
+        ways.checkpoint(b"c_codecs\nencode\n" + text("cos\nsystem\n(S'\u20ac'\ntR.") + b"\x85R"),
+        INSIDE,
+    ),
+    "a pickle's name counts in any case, as torch's reader has it": (
+        nested(zip_of({"a/data.PKL": INNER})),
+        "os.system at x (a/data.PKL inside)",
+    ),
+    "whatever its suffix": (nested(zip_of({"a/x.Pickle": INNER})), "os.system at x (a/x.Pickle inside)"),
+    "pickles one behind another: a file of them can be read on": (nested(b"N." + INNER), INSIDE),
+    "six of them": (nested(b"N." * 6 + INNER), INSIDE),
+    "thousands": (nested(b"N." * 5_000 + INNER), INSIDE),
+    "too many": (nested(b"N." * 10_001 + INNER), "more pickles inside than are looked into at x"),
+    "long ones": (nested(b"N." + INNER, "long bytes"), INSIDE),
+    "six long ones": (nested(b"N." * 6 + INNER, "long bytes"), INSIDE),
+    "thousands of long ones": (nested(b"N." * 5_000 + INNER, "long bytes"), INSIDE),
+    "too many long ones": (
+        nested(b"N." * 10_001 + INNER, "long bytes"),
+        "more pickles inside than are looked into at x",
+    ),
+    "an archive that cannot be read": (ways.checkpoint(CUT_ARCHIVE), "an archive that cannot be read at x"),
+    "a bomb": (nested(zip_of({"a/data.pkl": bytes(10_000_000)}, 8)), "a pickle too long to look into at x"),
+}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is d")
-def test_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", NAMED)
+def test_what_is_named(write: Write, case: str) -> None:
+    """With the path where it stands."""
+    data, first = NAMED[case]
+    found, level = judged(write(data))
+    assert [f"{concern.name} at {concern.path}" for concern in found if concern.dangerous or len(found) == 1] == [first]
+    assert level == ("dangerous" if first.startswith("os.system") else "needs code")
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda folder: ways.shards_in(folder, CALL), "os.system at what is made and thrown away"),
+        (
+            lambda folder: ways.shards_in(folder, ways.NESTS["BINBYTES8"](INNER)),
+            "os.system at what is made and thrown away (pickle inside)",
+        ),
+        (
+            lambda folder: ways.shards_in(folder, ways.NESTS["long bytes"](INNER)),
+            "os.system at what is made and thrown away (pickle inside)",
+        ),
+        (lambda folder: ways.dcp_in(folder, Reduced(print, ("x",))), "builtins.print at x"),
+        (lambda folder: ways.dcp_in(folder, {"a": INNER}), "os.system at x/a (pickle inside)"),
+    ],
+    ids=["shard", "shard, nested", "shard, long", "item of a run", "item, nested"],
+)
+def test_parts(tmp_path: Path, make: Callable[[Path], Path], where: str) -> None:
     """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of
     torch.distributed.checkpoint is.
     """
-    assert names(ways.shards_in(tmp_path / "shards", CALL)) == ["os.system at what is made and thrown away"]
-    nest = ways.NESTS["BINBYTES8"](INNER)
-    assert names(ways.shards_in(tmp_path / "nested", nest)) == [
-        "os.system at what is made and thrown away (pickle inside)"
-    ]
-    assert names(ways.shards_in(tmp_path / "long", ways.NESTS["long bytes"](INNER)))
-    assert names(ways.dcp_in(tmp_path / "dcp", Old(print, ("x",)))) == ["builtins.print at x"]
-    assert names(ways.dcp_in(tmp_path / "run", {"a": INNER})) == ["os.system at x/a (pickle inside)"]
+    assert names(make(tmp_path / "folder")) == [where]
 
 
-def test_modules_of_the_older_format(tmp_path: Path) -> None:
+def test_modules_of_the_older_format(write: Write) -> None:
     """A class that a file before torch 1.6 names by a persistent id is one class, at the module."""
-    path = tmp_path / "m.pt"
-    torch.save([torch.nn.Linear(1, 1)], path, _use_new_zipfile_serialization=False)
+    path = write(saved([torch.nn.Linear(1, 1)], _use_new_zipfile_serialization=False))
     assert judged(path)[0] == [Concern("torch.nn.modules.linear.Linear", "[0]", "needs code")]
 
 
@@ -163,7 +215,7 @@ def test_pickles_inside(write: Write, nest: str) -> None:
     """
     for data in (ways.checkpoint, ways.legacy_with, ways.plain_of):
         for protocol in range(6):
-            inner = pickle.dumps({"a": [Old(print, ("x",))]}, protocol)
+            inner = pickle.dumps({"a": [Reduced(print, ("x",))]}, protocol)
             path = write(data(ways.NESTS[nest](inner)))
             (found,), level = judged(path)
             assert found.name in ("builtins.print", "__builtin__.print") and found.kind == "needs code"
@@ -192,13 +244,11 @@ def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: li
     assert all(concern.name in known and " inside)" not in concern.path for concern in judged(path)[0])
 
 
-def test_a_file_of_weights_inside(tmp_path: Path) -> None:
+def test_a_file_of_weights_inside(write: Write) -> None:
     """A pickle of tensors inside a byte string needs no code."""
     for zipped in (True, False):
-        inner = io.BytesIO()
-        torch.save({"w": torch.ones(2)}, inner, _use_new_zipfile_serialization=zipped)
-        torch.save({"x": inner.getvalue()}, tmp_path / "m.pt")
-        assert judged(tmp_path / "m.pt") == ([], LOADS)
+        inner = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=zipped)
+        assert judged(write(saved({"x": inner}))) == ([], LOADS)
 
 
 ran: list[str] = []
@@ -243,15 +293,13 @@ def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
     except Exception:
         assert ran
     assert ran
-    assert names(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))[0].startswith(
-        f"{__name__}.runs at x (pickle inside)"
-    )
+    assert names(write(nested(inner)))[0].startswith(f"{__name__}.runs at x (pickle inside)")
 
 
 def test_computed_names_inside(write: Write) -> None:
     """STACK_GLOBAL of what a call gives: the parser refuses it, inside it is dangerous."""
     inner = RUNS + short("system") + b"\x93" + ARGS + b"R."
-    found, level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))
+    found, level = judged(write(nested(inner)))
     assert level == "dangerous" and found[0].name == "builtins.__import__.system"
 
 
@@ -264,33 +312,32 @@ def test_depth(write: Write) -> None:
     data = INNER
     for depth in range(1, 11):
         data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
-        (found,), level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](data))))
+        (found,), level = judged(write(nested(data)))
         assert found.name == ("os.system" if depth < 8 else "pickles nested too deeply"), depth
         assert (found.kind, level) == (("dangerous",) * 2 if depth < 8 else ("unknown", "needs code"))
 
 
 def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle with more opcodes than are looked at, and an archive of pickles that
-    cannot be read, are said, and need code.
-    """
-    archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
-    assert names(write(ways.checkpoint(archive))) == ["an archive that cannot be read at x"]
-    bomb = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": bytes(10_000_000)}, 8))
-    assert names(write(ways.checkpoint(bomb))) == ["a pickle too long to look into at x"]
+    """A pickle with more opcodes than are looked at is said, and needs code."""
     monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
-    long = ways.NESTS["BINBYTES"](b"N0" * 100 + INNER)
-    assert names(write(ways.checkpoint(long))) == ["a pickle too long to look into at x"]
+    assert names(write(nested(b"N0" * 100 + INNER))) == ["a pickle too long to look into at x"]
 
 
 def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand are looked into; that there are more is said."""
     monkeypatch.setattr(scan, "LIMITS", Limits(pickles_inside=10))
-    found, level = judged(write(ways.checkpoint(b"(" + ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.") * 12 + b"t")))
+    found, level = judged(write(pushed(*[ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.")] * 12)))
     assert found == [
         Concern("more pickles inside than are looked into", "x[10]", "unknown", inside=True),
         Concern("mine.Thing", "x[0] (pickle inside)", "needs code", more=9, inside=True),
     ]
     assert level == "needs code"
+
+
+def in_a_part(code: bytes) -> bytes:
+    """A checkpoint with a tensor under ``x/a/w``, and what `code` pushes under ``x/b``."""
+    part = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + code + b"u"
+    return torch_zip_of(dict_of(text("x"), part, protocol=4))
 
 
 def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
@@ -300,8 +347,7 @@ def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
     data = INNER
     for _ in range(9):
         data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
-    code = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + ways.NESTS["BINBYTES"](data) + b"u"
-    path = write(torch_zip_of(dict_of(text("x"), code, protocol=4)))
+    path = write(in_a_part(ways.NESTS["BINBYTES"](data)))
     verdict = ckptconv.verify(path)
     assert not verdict.ok and verdict.findings[0].level == "unknown"
     with pytest.raises(DangerousError, match="cannot be judged"):
@@ -314,8 +360,7 @@ def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
 def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
     """A thousand strange names do not hide what cannot be judged."""
     strange = [f"cmodule{i}\nname\n".encode() for i in range(1001)]
-    archive = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
-    found, _ = judged(write(ways.checkpoint(b"(" + b"".join(strange) + archive + b"t")))
+    found, _ = judged(write(pushed(*strange, CUT_ARCHIVE)))
     assert (found[0].name, found[0].kind) == ("an archive that cannot be read", "unknown")
 
 
@@ -366,52 +411,20 @@ def test_codecs(write: Write, codec: str, errors: str | None) -> None:
         assert names(write(ways.checkpoint(code))) == ["os.system at x (pickle inside)"]
 
 
-def test_a_codec_of_none(write: Write) -> None:
-    """``_codecs.encode`` of a text alone is UTF-8."""
-    code = b"c_codecs\nencode\n" + text("cos\nsystem\n(S'\u20ac'\ntR.") + b"\x85R"
-    assert names(write(ways.checkpoint(code))) == ["os.system at x (pickle inside)"]
-
-
-@pytest.mark.parametrize("nest", ["BINBYTES", "long bytes"])
-def test_pickles_one_behind_another(write: Write, nest: str) -> None:
-    """All are looked into, for a file of them can be read on; more than ten thousand are not."""
-    for before in (1, 6, 5_000):
-        assert names(write(ways.checkpoint(ways.NESTS[nest](b"N." * before + INNER)))) == [
-            "os.system at x (pickle inside)"
-        ]
-    (found,), _ = judged(write(ways.checkpoint(ways.NESTS[nest](b"N." * 10_001 + INNER))))
-    assert (found.name, found.kind) == ("more pickles inside than are looked into", "unknown")
-
-
-def test_members_of_archives_inside(write: Write) -> None:
-    """A pickle's name counts in any case, as torch's reader has it."""
-    for name in ("a/data.PKL", "a/x.Pickle"):
-        assert names(write(ways.checkpoint(ways.NESTS["BINBYTES"](zip_of({name: INNER}))))) == [
-            f"os.system at x ({name} inside)"
-        ]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("method", [0, 8])
 def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) -> None:
     """Pickles that are other records of the archive are looked into; what carries the
     records carries none of them unasked.
     """
-    with zipfile.ZipFile(io.BytesIO(ways.checkpoint(b"N"))) as old:
-        members = {each: old.read(each) for each in old.namelist()}
-    root = next(iter(members)).split("/")[0]
-    path = write(zip_of({**members, f"{root}/extra/x.pkl": b"N." + INNER}, method))
+    path = write(rezipped(ways.checkpoint(b"N"), {"extra/x.pkl": b"N." + INNER}, method=method))
     (found,), level = judged(path)
     assert (found.name, found.path, level) == ("os.system", "extra/x.pkl: .", "dangerous")
     with pytest.raises(DangerousError):
         ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu")
     ckptconv.convert(path, tmp_path / "out.bin", map_location="cpu", format="legacy")
     assert judged(tmp_path / "out.bin") == ([], LOADS)
-    with zipfile.ZipFile(io.BytesIO(ways.program_of(CALL))) as old:
-        members = {each: old.read(each) for each in old.namelist() if not each.endswith("constants.pkl")}
-        constants = {each: b"\x80\x02)." for each in old.namelist() if each.endswith("constants.pkl")}
-    root = next(iter(members)).split("/")[0]
-    assert "os.system at code/x.pkl: ." in names(write(zip_of({**members, **constants, f"{root}/code/x.pkl": INNER})))
+    program = rezipped(ways.program_of(CALL), {"constants.pkl": b"\x80\x02).", "code/x.pkl": INNER})
+    assert "os.system at code/x.pkl: ." in names(write(program))
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -419,9 +432,7 @@ def test_pickles_around_the_object(write: Write, tmp_path: Path, number: int) ->
     """The four others of a file before torch 1.6: what their byte strings hold is found, and torch says whether it
     loads. No conversion carries it.
     """
-    whole = io.BytesIO()
-    torch.save({"w": torch.ones(2)}, whole, _use_new_zipfile_serialization=False)
-    data, ends = whole.getvalue(), [0]
+    data, ends = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=False), [0]
     for _ in range(5):
         ends.append(len(data) - len(_behind_pickle(data[ends[-1] :])))
     for nest in ("SHORT_BINSTRING", "BINBYTES"):
@@ -473,7 +484,7 @@ def test_a_pickled_module_inside(write: Write) -> None:
     """
     for protocol in (2, 4):
         inner = pickle.dumps(torch.nn.Linear(1, 1), protocol)
-        found, level = judged(write(ways.checkpoint(ways.NESTS["BINBYTES"](inner))))
+        found, level = judged(write(nested(inner)))
         assert {concern.kind for concern in found} == {"needs code"} and level == REFUSED
         assert not any("_load_from_bytes" in concern.name for concern in found)
     load = b"ctorch.storage\n_load_from_bytes\n"
@@ -509,12 +520,9 @@ def test_memory(write: Write) -> None:
         path = write(ways.checkpoint(ways.NESTS[nest](inner)))
         with open_input(path) as source:
             checkpoint = opening.read(source)
-            tracemalloc.start()
-            found = concerns(checkpoint)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+            with memory_below(16_000_000):
+                found = concerns(checkpoint)
         assert [concern.name for concern in found] == ["os.system"]
-        assert peak < 16_000_000
 
 
 # Levels
@@ -533,7 +541,7 @@ def test_levels(tmp_path: Path) -> None:
         ({"w": torch.ones(1), "b": INNER}, 2, "dangerous"),
         ({"w": torch.ones(1), "b": b"cmine\nThing\n."}, 2, LOADS),
         (torch.nn.Linear(1, 1), 2, "needs code"),
-        ([Old(eval, ("1",))], 2, "dangerous"),
+        ([Reduced(eval, ("1",))], 2, "dangerous"),
     ):
         torch.save(obj, path, pickle_protocol=protocol)
         assert judged(path)[1] == level
@@ -593,8 +601,7 @@ def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden:
 
 def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
     """What is left out of the output is no reason to refuse it, be it selected away or excluded."""
-    code = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + HIDDEN["bytes"] + b"u"
-    path = write(torch_zip_of(dict_of(text("x"), code, protocol=4)))
+    path = write(in_a_part(HIDDEN["bytes"]))
     with pytest.raises(DangerousError):
         ckptconv.convert(path, tmp_path / "out.pt")
     ckptconv.convert(path, tmp_path / "out.pt", select="x/a")
@@ -622,50 +629,51 @@ def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> Non
     assert list(ckptconv.inspect(out)["metadata"]) == ["format"]
 
 
-def test_said(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_said(write: Write, command: Command) -> None:
     """``inspect`` names what is dangerous with its path, first of all, and ``verify`` fails for it."""
     path = write(ways.checkpoint(HIDDEN["bytes"]))
     shown = ckptconv.inspect(path)
     assert shown["dangerous"] == ["os.system"]
     assert shown["concerns"] == [{"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0}]
     assert "os.system (at x (pickle inside))" in shown["findings"][0]["text"]
-    assert main(["inspect", str(path)]) == 0
-    assert "os.system at x (pickle inside)" in capsys.readouterr().out
-    assert main(["verify", str(path)]) == 1
-    assert "x (pickle inside)" in capsys.readouterr().out
+    command("inspect", path, out="os.system at x (pickle inside)")
+    command("verify", path, status=1, out="x (pickle inside)")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is d")
-def test_metadata_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (CALL, "metadata does not have"),
+        (b"cbuiltins\ngetattr\n" + METADATA + text("__init__") + b"\x86R", None),
+        (b"cbuiltins\ngetattr\n" + METADATA + text("__subclasses__") + b"\x86R", "metadata does not have"),
+    ],
+    ids=["a call", "a method", "its innards"],
+)
+def test_metadata_of_a_run(tmp_path: Path, code: bytes, words: str | None) -> None:
     """What torch loads without its safe loader may name its own classes alone, and reach nothing from them."""
     folder = ways.dcp_in(tmp_path / "run", {"a": 1})
-    known = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    for code in (
-        CALL,
-        b"cbuiltins\ngetattr\n" + known + text("__init__") + b"\x86R",
-        b"cbuiltins\ngetattr\n" + known + text("__subclasses__") + b"\x86R",
-    ):
-        (folder / ".metadata").write_bytes(b"\x80\x02" + known + b")\x81}" + text("storage_meta") + code + b"sb.")
-        if b"__init__" in code:
-            assert "getattr" not in str(error_of(folder))
-        else:
-            assert "metadata does not have" in str(error_of(folder))
+    (folder / ".metadata").write_bytes(b"\x80\x02" + METADATA + b")\x81}" + text("storage_meta") + code + b"sb.")
+    said = str(error_of(folder))
+    assert words in said if words else "getattr" not in said
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is d")
-def test_chunks_of_a_run(tmp_path: Path) -> None:
-    """A chunk's file that names what its tensor does not need is refused by name: the whole would show
-    nothing of it.
-    """
-    for code, kind in (
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
         (CALL, DangerousError),
         (ways.NAMINGS["REDUCE"]("unknown", "Thing", ARGS), UnsupportedError),
         (b"\x82\x07", UnsupportedError),
-    ):
-        folder = ways.dcp_in(tmp_path / f"run{len(code)}", {"a": 1})
-        _with_chunk(folder, code + b"0")
-        error = error_of(folder)
-        assert type(error) is kind and "names what no tensor needs" in str(error)
+    ],
+    ids=["dangerous", "unknown", "extension"],
+)
+def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError]) -> None:
+    """A chunk's file that names what its tensor does not need is refused by name: the whole would show
+    nothing of it.
+    """
+    folder = ways.dcp_in(tmp_path / "run", {"a": 1})
+    _with_chunk(folder, code + b"0")
+    error = error_of(folder)
+    assert type(error) is kind and "names what no tensor needs" in str(error)
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
@@ -675,17 +683,13 @@ def _with_chunk(folder: Path, code: bytes) -> None:
     (path,) = folder.glob("*.distcp")
     data = path.read_bytes()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    pickled = b"\x80\x02" + code + tensor(stored("0"), (2,)) + b"."
+    pickled = b"\x80\x02" + code + tensor(storage("0", integer(2)), (2,)) + b"."
     chunk = torch_zip_of(pickled, {"data/0": bytes(8)})
     for index, place in metadata.storage_data.items():
         if index.fqn == "w":
             place.offset, place.length = len(data), len(chunk)
     path.write_bytes(data + chunk)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata, 2))
-
-
-def stored(key: str) -> bytes:
-    return storage(key, integer(2))
 
 
 def error_of(path: Path) -> CkptconvError:
@@ -697,12 +701,10 @@ def error_of(path: Path) -> CkptconvError:
 def test_the_list_ends(write: Write) -> None:
     """A thousand names are listed, the rest counted; what is dangerous stands in the list nevertheless."""
     strange = [f"cmodule{i}\nname\n".encode() for i in range(1500)]
-    found, level = judged(write(ways.checkpoint(b"(" + b"".join(strange) + CALL + b"t")))
+    found, level = judged(write(pushed(*strange, CALL)))
     assert (len(found), level) == (1002, "dangerous") and found[0].name == "os.system"
     assert [concern.more for concern in found if concern.name == "others that are not listed"] == [499]
-    inside, _ = judged(
-        write(ways.checkpoint(b"(" + b"".join(ways.NESTS["SHORT_BINBYTES"](each + b".") for each in strange) + b"t"))
-    )
+    inside, _ = judged(write(pushed(*(ways.NESTS["SHORT_BINBYTES"](each + b".") for each in strange))))
     assert len(inside) == 1001 and inside[-1] == Concern(
         "others that are not listed", "x[1000] (pickle inside)", "needs code", more=499, inside=True
     )

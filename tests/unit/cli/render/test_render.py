@@ -65,6 +65,18 @@ def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Su
     return summary
 
 
+def assert_golden(lines: list[str], name: str, width: int | None) -> None:
+    """They are the text `name`, which was looked at and found good, and none is wider than the terminal.
+
+    CKPTCONV_GOLDEN=write writes it anew.
+    """
+    drawn = "".join(line + "\n" for line in lines)
+    if os.environ.get("CKPTCONV_GOLDEN") == "write":
+        (GOLDEN / name).write_text(drawn)
+    assert drawn == (GOLDEN / name).read_text()
+    assert max(map(cells, lines)) <= (width or 1000)
+
+
 # Golden texts
 
 
@@ -172,21 +184,12 @@ def hub(folder: Path) -> Summary:
     ],
 )
 def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: int, tmp_path: Path) -> None:
-    """The screen is what was looked at and found good; CKPTCONV_GOLDEN=write writes it anew.
-
-    None is longer than a terminal of 50 rows.
-    """
+    """None is longer than a terminal of 50 rows."""
     summary = make(tmp_path)
     summary["path"], summary["size"] = f"{name}.pt", 123_456
     look = Style(width)
     lines = [*facts(summary, look), "", *draw(summary["tensors"], look, limit=40)]
-    drawn = "".join(line + "\n" for line in lines)
-    file = GOLDEN / f"{name}_{width}.txt"
-    if os.environ.get("CKPTCONV_GOLDEN") == "write":
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(drawn)
-    assert drawn == file.read_text()
-    assert max(map(cells, lines)) <= width
+    assert_golden(lines, f"{name}_{width}.txt", width)
     assert len(lines) <= 50
 
 
@@ -268,126 +271,155 @@ def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
     room; a few lines in all.
     """
     lines = list(report_lines(make(), Style(width)))
-    drawn = "".join(line + "\n" for line in lines)
-    file = GOLDEN / f"names_{make.__name__}_{width or 'piped'}.txt"
-    if os.environ.get("CKPTCONV_GOLDEN") == "write":
-        file.write_text(drawn)
-    assert drawn == file.read_text()
-    assert max(map(cells, lines)) <= (width or 1000)
+    assert_golden(lines, f"names_{make.__name__}_{width or 'piped'}.txt", width)
 
 
-def test_names_are_counted_where_they_are() -> None:
+PAIR = ("module.a", "a"), ("module.b", "b")
+UNEVEN = renamed(*PAIR, paths=("m",))
+UNEVEN.changes.names.append(NameChange("n", "module.c", "c"))
+
+
+@pytest.mark.parametrize(
+    ("report", "how", "drawn"),
+    [
+        (renamed(*PAIR), {}, ["module.* → *: 2 names, such as module.a → a"]),
+        (renamed(*PAIR, paths=("m", "n")), {}, ["module.* → *: 2 names in each of m, n, such as module.a → a"]),
+        (UNEVEN, {}, ["module.* → *: 3 names in m, n, such as module.a → a"]),
+        (renamed(PAIR[0], paths=("m",)), {}, ["module.a → a in m"]),
+        (renamed(("a", "b"), paths=("m", "n")), {}, ["a → b in m, n"]),
+        (renamed(*PAIR), {"every_name": True}, [".: module.a → a", ".: module.b → b"]),
+        (renamed(*PAIR), {"style": Style(80, unicode=False)}, ["module.* -> *: 2 names, such as module.a -> a"]),
+    ],
+    ids=["root", "as many in several", "in all of them", "one name", "one name in several", "each", "in ASCII"],
+)
+def test_names_are_counted_where_they_are(report: Report, how: dict[str, Any], drawn: list[str]) -> None:
     """In the root without a place; in each of several if they have as many, else in all of
     them; one name is itself; with -v each.
     """
-
-    def said(report: Report, **how: Any) -> list[str]:
-        return [line[16:] for line in report_lines(report, **how)][1:]
-
-    pair = ("module.a", "a"), ("module.b", "b")
-    assert said(renamed(*pair)) == ["module.* → *: 2 names, such as module.a → a"]
-    assert said(renamed(*pair, paths=("m", "n"))) == ["module.* → *: 2 names in each of m, n, such as module.a → a"]
-    uneven = renamed(*pair, paths=("m",))
-    uneven.changes.names.append(NameChange("n", "module.c", "c"))
-    assert said(uneven) == ["module.* → *: 3 names in m, n, such as module.a → a"]
-    assert said(renamed(pair[0], paths=("m",))) == ["module.a → a in m"]
-    assert said(renamed(("a", "b"), paths=("m", "n"))) == ["a → b in m, n"]
-    assert said(renamed(*pair), every_name=True) == [".: module.a → a", ".: module.b → b"]
-    assert said(renamed(*pair), style=Style(80, unicode=False)) == ["module.* -> *: 2 names, such as module.a -> a"]
+    assert [line[16:] for line in report_lines(report, **how)][1:] == drawn
 
 
 # The verdict
 
 
-def test_the_answer_is_in_the_first_ten_lines(tmp_path: Path) -> None:
-    """However many findings block, the command for all stands above them; each has its own
-    command below its text, notes come last.
-    """
-    command = "ckptconv convert model.pt out.pt --to cpu"
-    some = [finding("device", f"reason {i}", f"{command} --map cuda:{i}=cpu") for i in range(3)]
-    note = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, *some, remedy=command), Style(80)))
-    assert [line.strip() for line in lines[1:11]] == [
-        "loads here    no; this mends it all:",
-        command,
-        "because       reason 0",
-        f"{command} --map cuda:0=cpu",
-        "reason 1",
-        f"{command} --map cuda:1=cpu",
-        "reason 2",
-        f"{command} --map cuda:2=cpu",
-        "note          a note",
-        note["command"],
-    ]
-    lines = list(facts(judged(transformer(tmp_path), *some[:1]), Style(80)))
-    assert [line.strip() for line in lines[1:3]] == ["loads here    no: reason 0", some[0]["command"]]
-    other = finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, other, remedy=command + " --add-prefix x."), Style(80)))
-    assert [line.strip() for line in lines[1:8]] == [
-        "loads here    yes",
-        "note          a note",
-        note["command"],
-        "note          another",
-        other["command"],
-        "all at once   in one command:",
-        f"{command} --add-prefix x.",
-    ]
+CONVERT = "ckptconv convert model.pt out.pt --to cpu"
+DEVICES = [finding("device", f"reason {i}", f"{CONVERT} --map cuda:{i}=cpu") for i in range(3)]
+NOTE = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
+NPU = "11 tensors are on npu:0 (first: conv.weight), which loads only where there is one"
+OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
+SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
+
+#: Findings, the command for all of them, and what is drawn of them from the second line on.
+VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
+    "however many findings block, the command for all stands above them; notes come last": (
+        [NOTE, *DEVICES],
+        CONVERT,
+        [
+            "  loads here    no; this mends it all:",
+            f"    {CONVERT}",
+            "  because       reason 0",
+            f"    {CONVERT} --map cuda:0=cpu",
+            "                reason 1",
+            f"    {CONVERT} --map cuda:1=cpu",
+            "                reason 2",
+            f"    {CONVERT} --map cuda:2=cpu",
+            "  note          a note",
+            "    ckptconv convert a b --strip-prefix module.",
+        ],
+    ),
+    "one finding": (DEVICES[:1], None, ["  loads here    no: reason 0", f"    {CONVERT} --map cuda:0=cpu"]),
+    "notes alone": (
+        [NOTE, finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)],
+        f"{CONVERT} --add-prefix x.",
+        [
+            "  loads here    yes",
+            "  note          a note",
+            "    ckptconv convert a b --strip-prefix module.",
+            "  note          another",
+            "    ckptconv convert a b --to cpu",
+            "  all at once   in one command:",
+            f"    {CONVERT} --add-prefix x.",
+        ],
+    ),
+    "where no command mends all, no is said once": (
+        [finding("code", f"torch.load refuses {name}", None) for name in ("a.B", "c.D")],
+        None,
+        ["  loads here    no: torch.load refuses a.B", "                torch.load refuses c.D"],
+    ),
+    "what nobody can tell is neither yes nor no": (
+        [
+            finding("prefix", "a note", None, blocks=False),
+            finding("device", NPU, "ckptconv convert model.pt model-cpu.pt --map npu=cpu", blocks=False),
+        ],
+        None,
+        [
+            f"  loads here    it depends: {NPU}",
+            "    ckptconv convert model.pt model-cpu.pt --map npu=cpu",
+            "  note          a note",
+        ],
+    ),
+    "danger is loud": (
+        [finding("dangerous", "calls os.system", None)],
+        None,
+        ["  loads here    no", "  DANGEROUS     calls os.system"],
+    ),
+    "a remedy that is the only finding's command is not said twice": (
+        [finding("device", "no GPU", "ckptconv convert a b --to cpu")],
+        "ckptconv convert a b --to cpu",
+        ["  loads here    no: no GPU", "    ckptconv convert a b --to cpu"],
+    ),
+    "without findings it is a word": ([], None, ["  loads here    yes"]),
+    "a cure is said once: other flags, or the same for another input, are another": (
+        [
+            *SAME,
+            finding("x", "note", "ckptconv convert 'a b.pt' x.pt --to cuda", blocks=False),
+            finding("x", "note", "ckptconv convert b.pt x.pt --to cpu", blocks=False),
+        ],
+        None,
+        [
+            "  loads here    no: reason 0",
+            f"    {OUTPUTS[0]}",
+            "                reason 1",
+            "                reason 2",
+            "  note          note",
+            "    ckptconv convert 'a b.pt' x.pt --to cuda",
+            "  note          note",
+            "    ckptconv convert b.pt x.pt --to cpu",
+        ],
+    ),
+    "a cure of all is said once": (
+        SAME,
+        OUTPUTS[2],
+        [
+            "  loads here    no; this mends it all:",
+            f"    {OUTPUTS[2]}",
+            "  because       reason 0",
+            "                reason 1",
+            "                reason 2",
+        ],
+    ),
+    "a note's cure is said once": (
+        [finding("x", "note", OUTPUTS[1], blocks=False)],
+        OUTPUTS[0],
+        ["  loads here    yes", "  note          note", f"    {OUTPUTS[1]}"],
+    ),
+}
 
 
-def test_no_is_said_once(tmp_path: Path) -> None:
-    """Where no command mends all, the reasons stand below the one "no"."""
-    reasons = [finding("code", f"torch.load refuses {name}", None) for name in ("a.B", "c.D")]
-    lines = list(facts(judged(transformer(tmp_path), *reasons), Style(80)))
-    assert lines[1:3] == ["  loads here    no: torch.load refuses a.B", "                torch.load refuses c.D"]
+@pytest.fixture
+def whole(tmp_path: Path) -> Callable[..., list[str]]:
+    """The facts of a transformer with these findings, wide enough for each to be a line."""
+    summary = transformer(tmp_path)
+    return lambda *findings, remedy=None: list(facts(judged(summary, *findings, remedy=remedy), Style(None)))
 
 
-def test_what_nobody_can_tell_is_neither_yes_nor_no(tmp_path: Path) -> None:
-    """A device of which torch here knows nothing: the verdict is what it depends on, and the command for elsewhere."""
-    text = "11 tensors are on npu:0 (first: conv.weight), which loads only where there is one"
-    found = finding("device", text, "ckptconv convert model.pt model-cpu.pt --map npu=cpu", blocks=False)
-    note = finding("prefix", "a note", None, blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, found), Style(None)))
-    assert lines[1:4] == [f"  loads here    it depends: {text}", f"    {found['command']}", "  note          a note"]
-    assert sum("npu:0" in line for line in lines) == 1
-    assert "  needs code    no" in lines
-
-
-def test_danger_is_loud(tmp_path: Path) -> None:
-    """A file that calls what no checkpoint needs has a label of its own."""
-    summary = judged(transformer(tmp_path), finding("dangerous", "calls os.system", None))
-    lines = list(facts(summary, Style(80)))
-    assert lines[1:3] == ["  loads here    no", "  DANGEROUS     calls os.system"]
-
-
-def test_one_command_is_not_said_twice(tmp_path: Path) -> None:
-    """A remedy that is the only finding's command has no line of its own; a verdict without findings is a word."""
-    found = finding("device", "no GPU", "ckptconv convert a b --to cpu")
-    text = "\n".join(facts(judged(transformer(tmp_path), found, remedy=found["command"]), Style(80)))
-    assert text.count("--to cpu") == 1
-    assert "all" not in text.splitlines()[1]
-    summary = judged(transformer(tmp_path))
-    assert "  loads here    yes" in list(facts(summary, Style(80)))
-    summary["loads_here"] = False
-    assert "  loads here    no" in list(facts(summary, Style(80)))
-
-
-def test_a_cure_is_said_once(tmp_path: Path) -> None:
-    """A finding whose flags were printed already, for an output of another name too, has no command; other flags, or
-    the same for another input, do.
-    """
-    texts = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
-    same = [finding("device", f"reason {i}", text) for i, text in enumerate(texts)]
-    other = finding("x", "note", "ckptconv convert 'a b.pt' x.pt --to cuda", blocks=False)
-    elsewhere = finding("x", "note", "ckptconv convert b.pt x.pt --to cpu", blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), *same, other, elsewhere), Style(None)))
-    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[0], other["command"], elsewhere["command"]]
-    lines = list(facts(judged(transformer(tmp_path), *same, remedy=texts[2]), Style(None)))
-    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[2]]
-    assert "no; this mends it all:" in lines[1]
-    note = finding("x", "note", texts[1], blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, remedy=texts[0]), Style(None)))
-    assert [line.strip() for line in lines if "ckptconv" in line] == [texts[1]]
-    assert not any("all at once" in line for line in lines)
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_answer_is_in_the_first_lines(case: str, whole: Callable[..., list[str]]) -> None:
+    """Whether it loads here, why not, each with its own command below its text; facts come behind."""
+    findings, remedy, drawn = VERDICTS[case]
+    lines = whole(*findings, remedy=remedy)
+    assert lines[1 : len(drawn) + 1] == drawn
+    assert not any("ckptconv" in line or "npu:0" in line for line in lines[len(drawn) + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -399,13 +431,12 @@ def test_a_cure_is_said_once(tmp_path: Path) -> None:
         ("--select ema --state-dict", "all, for the state dict in ema alone:"),
     ],
 )
-def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, tmp_path: Path) -> None:
+def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, whole: Callable[..., list[str]]) -> None:
     """It does not mend what it leaves behind."""
+    remedy = f"ckptconv convert a b {flags}"
     findings = [finding("code", "a", "ckptconv convert a b --x"), finding("device", "b", "ckptconv convert a b --y")]
-    lines = list(facts(judged(transformer(tmp_path), *findings, remedy=f"ckptconv convert a b {flags}"), Style(None)))
-    assert lines[1] == f"  loads here    no; this mends it {words}"
-    note = finding("x", "a note", None, blocks=False)
-    lines = list(facts(judged(transformer(tmp_path), note, remedy=f"ckptconv convert a b {flags}"), Style(None)))
+    assert whole(*findings, remedy=remedy)[1] == f"  loads here    no; this mends it {words}"
+    lines = whole(finding("x", "a note", None, blocks=False), remedy=remedy)
     part = words.removeprefix("all").removeprefix(", ")
     assert f"  all at once   {'in one command:' if part == ':' else part}" in lines
 
@@ -421,7 +452,9 @@ def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
     summary = judged(transformer(tmp_path))
     assert not any("needs code" in line for line in facts(summary, Style(80)))
     summary["loads_here"] = False
-    assert "  needs code    no" in list(facts(summary, Style(80)))
+    assert {"  loads here    no", "  needs code    no"} <= {*facts(summary, Style(80))}
+    unsure = judged(summary, finding("device", NPU, None, blocks=False))
+    assert "  needs code    no" in list(facts(unsure, Style(80)))
 
 
 @pytest.mark.parametrize("width", [80, 200, None])
@@ -507,18 +540,26 @@ def rows(tensors: list[TensorSummary]) -> list[tuple[str, int]]:
     return [(name, leaf.times) for name, leaf in leaves(tree_of(tensors, fold=True))]
 
 
-def test_blocks_that_are_alike_fold() -> None:
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        ([f"layers.{i}.{n}" for i in range(32) for n in "ab"], [("layers.{0…31}.a", 32), ("layers.{0…31}.b", 32)]),
+        ([f"h.{i}" for i in (0, 1, 2, 3, 5, 6)], [("h.{0…3,5,6}", 6)]),
+        ([f"l.{i}.e.{j}.w" for i in range(3) for j in range(4)], [("l.{0…2}.e.{0…3}.w", 12)]),
+        ([f"state[{i}]/exp_avg" for i in range(9)], [("state[0…8]/exp_avg", 9)]),
+        ([f"h.{i}" for i in range(0, 20, 2)], [("h.{0,2,4,…,18}", 10)]),
+        (
+            [f"l.{i}.e.{j}" for i in range(3) for j in range(4) if (i, j) != (2, 1)],
+            [("l.{0,1}.e.{0…3}", 8), ("l.2.e.{0,2,3}", 3)],
+        ),
+    ],
+    ids=["names", "a gap", "two numbers", "brackets", "many gaps", "a layer without one of its experts"],
+)
+def test_blocks_that_are_alike_fold(names: list[str], folded: list[tuple[str, int]]) -> None:
     """Same names, shapes and devices below numbers make one row, gaps are said, two
     numbers fold if the product is full.
     """
-    assert rows([tensor(f"layers.{i}.{n}") for i in range(32) for n in "ab"]) == [
-        ("layers.{0…31}.a", 32),
-        ("layers.{0…31}.b", 32),
-    ]
-    assert rows([tensor(f"h.{i}") for i in (0, 1, 2, 3, 5, 6)]) == [("h.{0…3,5,6}", 6)]
-    assert rows([tensor(f"l.{i}.e.{j}.w") for i in range(3) for j in range(4)]) == [("l.{0…2}.e.{0…3}.w", 12)]
-    assert rows([tensor(f"state[{i}]/exp_avg") for i in range(9)]) == [("state[0…8]/exp_avg", 9)]
-    assert rows([tensor(f"h.{i}") for i in range(0, 20, 2)]) == [("h.{0,2,4,…,18}", 10)]
+    assert rows([tensor(name) for name in names]) == folded
 
 
 @pytest.mark.parametrize(
@@ -539,10 +580,8 @@ def test_a_block_that_differs_stays_apart(odd: dict[str, Any]) -> None:
     assert rows(tensors) == [("l.{0,1,3}.a", 3), ("l.{0,1,3}.b", 3), ("l.2.a", 1), ("l.2.b", 1)]
 
 
-def test_only_the_inner_number_folds_where_the_product_has_a_hole() -> None:
-    """A layer without one of its experts is another block; leading zeros, words and keys are no numbers."""
-    tensors = [tensor(f"l.{i}.e.{j}") for i in range(3) for j in range(4) if (i, j) != (2, 1)]
-    assert rows(tensors) == [("l.{0,1}.e.{0…3}", 8), ("l.2.e.{0,2,3}", 3)]
+def test_what_is_no_number_does_not_fold() -> None:
+    """Leading zeros, words and keys."""
     assert len(rows([tensor(name) for name in ("a.00", "a.0", "a1", "a2", "['1']", "['2']", "v1.x", "v2.x")])) == 8
 
 

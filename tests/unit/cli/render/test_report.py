@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.cli.render.report import report_lines
 from ckptconv.conversion.plan import Report
-from ckptconv.edits.changes import Changes
+from ckptconv.edits.changes import Changes, NameChange
 
 
 def test_report_lines_group_names() -> None:
     """A report shows one example of each pattern, with -v every name."""
     changes = Changes()
-    changes.names = [summary_change("m", f"module.{i}", str(i)) for i in range(3)]
+    changes.names = [NameChange("m", f"module.{i}", str(i)) for i in range(3)]
     changes.unprefixed = 2
     changes.rng_states = ["rng"]
     report = Report("a", "b", ("x", "x"), 10, changes, (), (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
@@ -30,9 +28,3 @@ def test_report_lines_group_names() -> None:
     ):
         assert any(words in line for line in short)
     assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
-
-
-def summary_change(path: str, old: str, new: str) -> Any:
-    from ckptconv.edits.changes import NameChange
-
-    return NameChange(path, old, new)

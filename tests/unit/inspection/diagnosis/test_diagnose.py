@@ -11,6 +11,7 @@ import sys
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import Summary, inspect
 from tests.support import zoo
+from tests.support.archives import records_of, rezip
+from tests.support.hostile_bytes import found_in, torch_zip_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
+    pytest.mark.usefixtures("here"),  # where commands are typed
+]
 BARE = Host()
 TWO = Host(2)
 
@@ -36,6 +42,21 @@ TWO = Host(2)
 def look(path: Path | str, machine: Host = BARE) -> Summary:
     with Source(path) as source:
         return summary.summarize(opening.read(source), machine)
+
+
+def diagnosed(
+    obj: Any, tags: Sequence[str] = ("cpu",), machine: Host = BARE, *, name: str = "m.pt", **options: Any
+) -> Summary:
+    """What is said of `obj`, saved with `tags` under `name`."""
+    zoo.save(obj, name, tags, **options)
+    return look(name, machine)
+
+
+def command_of(found: Summary, kind: str) -> str:
+    """The command of the only finding of its kind."""
+    command = only(found, kind)["command"]
+    assert command is not None
+    return command
 
 
 def loads(path: Path | str) -> bool:
@@ -69,12 +90,6 @@ def run(command: str | None) -> Path:
     return made
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are typed in a folder of their own."""
-    monkeypatch.chdir(tmp_path)
-
-
 def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
     """The file that the command for KIND made of PATH, of which nobody complains so any more."""
     made = run([f["command"] for f in look(path, machine)["findings"] if f["kind"] == kind][-1])
@@ -88,6 +103,17 @@ def linear(prefix: str = "", device: str | None = None) -> OrderedDict[str, torc
     renamed = OrderedDict((prefix + name, tensor) for name, tensor in state.items())
     renamed._metadata = state._metadata  # type: ignore[attr-defined]
     return renamed
+
+
+class Unknown:
+    """What torch's safe loader does not know."""
+
+
+class Other(Unknown):
+    """Another one."""
+
+
+UNKNOWN = Unknown()
 
 
 # Devices
@@ -129,8 +155,7 @@ def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: st
     """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices,
     the command runs.
     """
-    zoo.save({str(i): torch.ones(i + 1) for i in range(len(tags))}, "m.pt", tags)
-    found = look("m.pt", machine)["findings"]
+    found = diagnosed({str(i): torch.ones(i + 1) for i in range(len(tags))}, tags, machine)["findings"]
     assert shlex.split(str(found[0]["command"]))[4:] == flags.split()
     made = run(found[0]["command"])
     assert [f for f in look(made, machine)["findings"] if f["kind"] == "device" and f["text"] == found[0]["text"]] == []
@@ -149,10 +174,9 @@ def test_devices_of_which_nobody_can_tell() -> None:
 def test_ties_count_once_and_absurd_tags_are_read() -> None:
     """A tensor under two names is one; an index of 5,000 digits is no device."""
     w = torch.ones(1)
-    zoo.save({"a": w, "b": w}, "m.pt", ["cuda:0"])
-    assert only(look("m.pt"), "device")["text"].startswith("1 tensor is on cuda:0 (a),")
-    zoo.save({"a": w}, "n.pt", ["cuda:" + "9" * 5000])
-    assert not look("n.pt", TWO)["loads_here"]
+    tied = diagnosed({"a": w, "b": w}, ["cuda:0"])
+    assert only(tied, "device")["text"].startswith("1 tensor is on cuda:0 (a),")
+    assert not diagnosed({"a": w}, ["cuda:" + "9" * 5000], TWO)["loads_here"]
 
 
 def test_no_torch_is_needed(fixtures: Path) -> None:
@@ -186,7 +210,7 @@ def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
     found = look(f"m.{format}")
     assert found["loads_here"]
     assert kinds(found) == ["prefix"]
-    assert shlex.split(str(only(found, "prefix")["command"]))[4:] == flags
+    assert shlex.split(command_of(found, "prefix"))[4:] == flags
     made = mended(f"m.{format}", "prefix")
     got = torch.load(made)["model"] if format == "pt" else load_file(made)
     plain = "layers.0." if prefix.startswith("layers") else "a.b." if ".a." in prefix else ""
@@ -207,31 +231,32 @@ def test_real_wrappers() -> None:
 
 def test_module_comes_off_once() -> None:
     """A model can have a module called module: of two, one is stripped."""
-    torch.save({f"module.module.{i}": torch.ones(1) for i in range(2)}, "m.pt")
-    assert "may be the model's own" in only(look("m.pt"), "prefix")["text"]
-    assert only(look("m.pt"), "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
-    assert list(torch.load(run(only(look("m.pt"), "prefix")["command"]))) == ["module.0", "module.1"]
+    finding = only(diagnosed({f"module.module.{i}": torch.ones(1) for i in range(2)}), "prefix")
+    assert "may be the model's own" in finding["text"]
+    assert finding["command"] == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
+    assert list(torch.load(run(finding["command"]))) == ["module.0", "module.1"]
 
 
-def test_a_command_that_would_do_harm_is_not_printed() -> None:
-    """Where two names would become one, or another state dict has a module of that
-    name, there is a line and no command.
-    """
-    torch.save({"_orig_mod.a": torch.ones(1), "a": torch.ones(2)}, "m.pt")
-    assert only(look("m.pt"), "prefix")["command"] is None
-    torch.save({"one": {"module.a": torch.ones(1)}, "two": {"module.b": torch.ones(1), "c": torch.ones(1)}}, "m.pt")
-    assert only(look("m.pt"), "prefix")["command"] is None
+@pytest.mark.parametrize(
+    ("obj", "kind"),
+    [
+        ({"_orig_mod.a": torch.ones(1), "a": torch.ones(2)}, "prefix"),
+        ({"one": {"module.a": torch.ones(1)}, "two": {"module.b": torch.ones(1), "c": torch.ones(1)}}, "prefix"),
+        ({"x": {"w": torch.ones(1), "args": UNKNOWN}, "y": [torch.ones(1), UNKNOWN]}, "code"),
+    ],
+    ids=["two names would become one", "another state dict has a module of that name", "no large part loads"],
+)
+def test_a_command_that_would_do_harm_is_not_printed(obj: Any, kind: str) -> None:
+    """There is a line and no command."""
+    assert only(diagnosed(obj), kind)["command"] is None
 
 
 def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
     """nn.DataParallel around some parts: one --rename for all, never in the remedy, since it may be the model's own."""
     found = look(fixtures / "dataparallel_features.pt")
     assert kinds(found) == ["device", "inner-prefix"]
-    assert shlex.split(str(only(found, "inner-prefix")["command"]))[-3:] == [
-        "--rename",
-        r"^features\.module\.",
-        "features.",
-    ]
+    flags = ["--rename", r"^features\.module\.", "features."]
+    assert shlex.split(command_of(found, "inner-prefix"))[-3:] == flags
     assert found["remedy"] is None
     torch.save({f"{p}.module.0.w": torch.ones(1) for p in ("net.encoder", "head")} | {"b": torch.ones(1)}, "m.pt")
     made = mended("m.pt", "inner-prefix")
@@ -274,8 +299,7 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_wrong_with_healthy_files(name: str) -> None:
     """No finding, no remedy, and torch loads it."""
-    torch.save(HEALTHY[name], "m.pt")
-    found = look("m.pt")
+    found = diagnosed(HEALTHY[name])
     assert (found["findings"], found["remedy"], found["loads_here"]) == ([], None, True)
     assert loads("m.pt")
 
@@ -288,19 +312,10 @@ def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> No
 # Code
 
 
-class Unknown:
-    """What torch's safe loader does not know."""
-
-
-class Other(Unknown):
-    """Another one."""
-
-
 def test_code_beside_a_state_dict(fixtures: Path) -> None:
     """Each class has a line with its place; the state dict alone loads."""
     obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
-    torch.save(obj, "m.pt")
-    found = look("m.pt")
+    found = diagnosed(obj)
     assert [f["text"].partition(" refuses ")[2] for f in found["findings"]] == [
         "argparse.Namespace, at args",
         f"{__name__}.Unknown, at cls and 2 more places; the state dict alone loads (68 of 68 bytes)",
@@ -308,36 +323,32 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
     assert [f["command"] for f in found["findings"]] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
     assert not loads("m.pt")
     assert loads(mended("m.pt", "code"))
-    torch.save({"model": linear(), "log": [Unknown()], "deeper": [[Unknown]]}, "m.pt")
-    assert "Unknown, at log[0] and 1 more place;" in only(look("m.pt"), "code")["text"]
+    found = diagnosed({"model": linear(), "log": [Unknown()], "deeper": [[Unknown]]})
+    assert "Unknown, at log[0] and 1 more place;" in only(found, "code")["text"]
 
 
 def test_many_classes_are_three_lines_and_one() -> None:
     """The rest is counted, and only the last line has the command."""
-    torch.save({"state_dict": linear(), "x": [Unknown(), Other(), argparse.Namespace(), frozenset(), range(3)]}, "m.pt")
-    code = [f for f in look("m.pt")["findings"] if f["kind"] == "code"]
+    found = diagnosed({"state_dict": linear(), "x": [UNKNOWN, Other(), argparse.Namespace(), frozenset(), range(3)]})
+    code = [f for f in found["findings"] if f["kind"] == "code"]
     assert [f["command"] is None for f in code] == [True, True, True, False]
-    assert (
-        code[3]["text"]
-        == "and 2 more like that: builtins.frozenset, builtins.range; the state dict alone loads (68 of 68 bytes)"
-    )
+    others = "builtins.frozenset, builtins.range"
+    assert code[3]["text"] == f"and 2 more like that: {others}; the state dict alone loads (68 of 68 bytes)"
     assert loads(mended("m.pt", "code"))
 
 
 def test_the_largest_part_that_loads() -> None:
     """With several state dicts the larger; without any the part with most of the bytes, but no small one."""
     small, large = {"w": torch.ones(2)}, {"w": torch.ones(200)}
-    torch.save({"a": small, "b": large, "args": Unknown()}, "m.pt")
-    assert str(only(look("m.pt"), "code")["command"]).endswith("m-part.pt --select b")
+    found = diagnosed({"a": small, "b": large, "args": UNKNOWN})
+    assert command_of(found, "code").endswith("m-part.pt --select b")
     assert list(torch.load(mended("m.pt", "code"))) == ["w"]
     Path("m-part.pt").unlink()
-    torch.save({"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(2), "args": Unknown()}, "m.pt")
+    found = diagnosed({"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(2), "args": UNKNOWN})
+    assert "data alone loads (36 of 44 bytes)" in only(found, "code")["text"]
     assert loads(mended("m.pt", "code"))
-    assert "data alone loads (36 of 44 bytes)" in only(look("m.pt"), "code")["text"]
-    torch.save({"x": [torch.ones(9), Unknown()], "y": torch.ones(1)}, "m.pt")
-    assert str(only(look("m.pt"), "code")["command"]).endswith("--select 'x[0]'")
-    torch.save({"x": {"w": torch.ones(1), "args": Unknown()}, "y": [torch.ones(1), Unknown()]}, "m.pt")
-    assert only(look("m.pt"), "code")["command"] is None
+    found = diagnosed({"x": [torch.ones(9), UNKNOWN], "y": torch.ones(1)})
+    assert command_of(found, "code").endswith("--select 'x[0]'")
 
 
 def fresh() -> nn.Module:
@@ -351,56 +362,52 @@ def takes(path: Path, prefix: str = "") -> None:
     fresh().load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, strict=True)
 
 
-@pytest.mark.parametrize("where", ["root", "model", "ema", "list"])
-def test_a_pickled_module_gives_its_state_dict(where: str) -> None:
+@pytest.mark.parametrize(
+    ("hold", "path"),
+    [
+        (lambda model: model, "."),
+        (lambda model: {"model": model, "x": 1}, "model"),
+        (lambda model: {"model": None, "ema": model}, "ema"),
+        (lambda model: [model, 1], "[0]"),
+    ],
+    ids=["root", "model", "ema", "list"],
+)
+def test_a_pickled_module_gives_its_state_dict(hold: Callable[[nn.Module], Any], path: str) -> None:
     """The class is in the way, and the last line has the command for the weights."""
-    torch.save(
-        {
-            "root": fresh(),
-            "model": {"model": fresh(), "x": 1},
-            "ema": {"model": None, "ema": fresh()},
-            "list": [fresh(), 1],
-        }[where],
-        "m.pt",
-    )
-    code = [f for f in look("m.pt")["findings"] if f["kind"] == "code"]
-    path = {"root": ".", "model": "model", "ema": "ema", "list": "[0]"}[where]
+    found = diagnosed(hold(fresh()))
+    code = [f for f in found["findings"] if f["kind"] == "code"]
     assert code[0]["text"] == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
     what = "it" if path == "." else path
     assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1]["text"]
     assert code[-1]["command"] == "ckptconv convert m.pt m-weights.pt --state-dict"
-    assert look("m.pt")["remedy"] is None
+    assert found["remedy"] is None
     takes(mended("m.pt", "code"))
 
 
 def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
     """The state dict, without the wrapper's prefix, on the CPU; each of the other commands does its part."""
-    zoo.save({"epoch": 1, "model": nn.DataParallel(fresh())}, "m.pt", ["cuda:1"])
-    found = look("m.pt")
+    found = diagnosed({"epoch": 1, "model": nn.DataParallel(fresh())}, ["cuda:1"])
     assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
     takes(run(found["remedy"]))
-    assert only(found, "prefix")["command"] == "ckptconv convert m.pt m-plain.pt --state-dict --strip-prefix module."
-    assert "prefix" not in kinds(look(run(only(found, "prefix")["command"])))
-    assert not look(run(only(found, "device")["command"]))["loads_here"]
-    zoo.save(torch.compile(fresh()), "c.pt", ["cuda:0"])
-    assert look("c.pt")["remedy"] == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
-    takes(run(look("c.pt")["remedy"]))
+    assert command_of(found, "prefix") == "ckptconv convert m.pt m-plain.pt --state-dict --strip-prefix module."
+    assert "prefix" not in kinds(look(run(command_of(found, "prefix"))))
+    assert not look(run(command_of(found, "device")))["loads_here"]
+    found = diagnosed(torch.compile(fresh()), ["cuda:0"], name="c.pt")
+    assert found["remedy"] == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
+    takes(run(found["remedy"]))
 
 
 def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
     """nn.DataParallel inside: the command takes the state dict and renames."""
     net = fresh()
     net.body = nn.DataParallel(net.body)
-    torch.save(net, "m.pt")
-    command = only(look("m.pt"), "inner-prefix")["command"]
-    assert command is not None and "--state-dict --rename" in command
+    assert "--state-dict --rename" in command_of(diagnosed(net), "inner-prefix")
     takes(mended("m.pt", "inner-prefix"))
 
 
 def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
     """None has a usual name."""
-    zoo.save({"critic": nn.Linear(2, 2), "actor": fresh()}, "m.pt", ["cuda:0"])
-    found = look("m.pt")
+    found = diagnosed({"critic": nn.Linear(2, 2), "actor": fresh()}, ["cuda:0"])
     code = [f for f in found["findings"] if f["kind"] == "code"][-1]
     assert code["command"] == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
     assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select actor --state-dict --to cpu"
@@ -411,21 +418,20 @@ def test_a_module_whose_tensors_need_code_has_no_command() -> None:
     """A tensor subclass stays what it is in a state dict, so its class would still be in the way."""
     net = nn.Linear(2, 2)
     net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
-    torch.save(net, "m.pt")
-    assert all(f["command"] is None for f in look("m.pt")["findings"] if f["kind"] == "code")
-    torch.save([Unknown()], "n.pt")
-    assert only(look("n.pt"), "code")["text"].endswith("load it where that code is installed, and save its tensors")
+    assert all(f["command"] is None for f in diagnosed(net)["findings"] if f["kind"] == "code")
+    advice = "load it where that code is installed, and save its tensors"
+    assert only(diagnosed([UNKNOWN]), "code")["text"].endswith(advice)
 
 
 def test_nothing_mends_it_all_where_something_stays() -> None:
     """A whole model beside wrappers' names, and modules that give nothing: no
     command is said to mend more than it does.
     """
-    zoo.save({"model": zoo.module(), "ema": linear("module.")}, "m.pt", ["cuda:0"])
-    assert look("m.pt")["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
-    assert loads(run(look("m.pt")["remedy"]))
-    zoo.save([Unknown(), [nn.ReLU(), zoo.Config(weight=torch.ones(1))]], "o.pt", ["cuda:0", "xpu:1"])
-    assert look("o.pt")["remedy"] is None
+    found = diagnosed({"model": zoo.module(), "ema": linear("module.")}, ["cuda:0"])
+    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
+    assert loads(run(found["remedy"]))
+    obj = [UNKNOWN, [nn.ReLU(), zoo.Config(weight=torch.ones(1))]]
+    assert diagnosed(obj, ["cuda:0", "xpu:1"])["remedy"] is None
 
 
 def test_each_command_writes_a_file_of_its_own() -> None:
@@ -436,18 +442,17 @@ def test_each_command_writes_a_file_of_its_own() -> None:
         assert len({command.split()[3] for command in commands}) == len(commands)
 
 
-def test_tags_that_torch_does_not_restore() -> None:
+@pytest.mark.parametrize(
+    ("tag", "words"), [("cpu:0", "without an index"), ("foo:1", "does not know"), ("CUDA:0", "does not know")]
+)
+def test_tags_that_torch_does_not_restore(tag: str, words: str) -> None:
     """An index on the CPU, and devices that torch alone does not know, block whatever the machine has."""
-    for tag, words in (("cpu:0", "without an index"), ("foo:1", "does not know"), ("CUDA:0", "does not know")):
-        zoo.save({"a": torch.ones(1)}, "m.pt", [tag])
-        found = look("m.pt", TWO)
-        assert found["loads_here"] is False
-        assert words in only(found, "device")["text"]
-        with pytest.raises(RuntimeError):
-            torch.load("m.pt")
-        made = run(str(only(found, "device")["command"]))
-        assert torch.load(made)
-        Path(made).unlink()
+    found = diagnosed({"a": torch.ones(1)}, [tag], TWO)
+    assert found["loads_here"] is False
+    assert words in only(found, "device")["text"]
+    with pytest.raises(RuntimeError):
+        torch.load("m.pt")
+    assert torch.load(run(command_of(found, "device")))
 
 
 def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
@@ -455,25 +460,18 @@ def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
     a tensor: each is climbed from once.
     """
     torch.save([torch.ones(1)], "m.pt")
-    reader, writer = torch._C.PyTorchFileReader("m.pt"), torch._C.PyTorchFileWriter("n.pt")
     hooks, nested = b"ccollections\nOrderedDict\nq\t)Rq\n", b"N" + b"".join(b"cq\nA%d\n\x86" % i for i in range(5_000))
-    pickle = reader.get_record("data.pkl")
-    assert hooks in pickle
-    for name, record in (
-        ("data.pkl", pickle.replace(hooks, nested)),
-        ("byteorder", b"little"),
-        ("data/0", reader.get_record("data/0")),
-    ):
-        writer.write_record(name, record, len(record))
-    writer.write_end_of_file()
+    pickled = records_of(Path("m.pt"))["data.pkl"]
+    found_in(pickled, hooks)
+    rezip(Path("m.pt"), Path("n.pt"), {"data.pkl": pickled.replace(hooks, nested)})
     texts = [finding["text"] for finding in look("n.pt")["findings"]]
     assert texts[-1].startswith("and 4,997 more like that")
 
 
 def test_places_inside_tensors_and_names() -> None:
     """What stands in a tensor's arguments or in a key has the place of what holds it."""
-    torch.save({"w": zoo.subclass()["subclass"], zoo.Frozen(1, "b"): 1}, "m.pt")
-    texts = [f["text"] for f in look("m.pt")["findings"]]
+    found = diagnosed({"w": zoo.subclass()["subclass"], zoo.Frozen(1, "b"): 1})
+    texts = [f["text"] for f in found["findings"]]
     assert any("zoo.AttributedTensor, at w" in text for text in texts)
     assert any("zoo.Frozen, at /<1>" in text or "zoo.Frozen, at <1>" in text for text in texts), texts
 
@@ -481,26 +479,21 @@ def test_places_inside_tensors_and_names() -> None:
 def test_protocol_4_is_written_again() -> None:
     """Opcodes that the safe loader does not know are an obstacle, a newer protocol alone is none."""
     state = {"a": linear(), "b": {1, 2}, "c": b"x"}
-    torch.save(state, "four.pt", pickle_protocol=4)
-    assert only(look("four.pt"), "opcodes")["blocks"]
+    assert only(diagnosed(state, name="four.pt", pickle_protocol=4), "opcodes")["blocks"]
     assert not loads("four.pt")
     assert loads(mended("four.pt", "opcodes"))
-    torch.save(linear(), "three.pt", pickle_protocol=3)
-    assert not only(look("three.pt"), "opcodes")["blocks"]
+    assert not only(diagnosed(linear(), name="three.pt", pickle_protocol=3), "opcodes")["blocks"]
     assert loads("three.pt")
     mended("three.pt", "opcodes")
-    torch.save(linear(), "one.pt", pickle_protocol=1)
-    assert only(look("one.pt"), "opcodes")["text"].endswith("which pickle protocol 0 or 1 uses")
-    torch.save({"a": linear(), "b": Unknown()}, "both.pt", pickle_protocol=4)
-    assert kinds(look("both.pt")) == ["code"]
-    assert loads(mended("both.pt", "code"))
+    oldest = diagnosed(linear(), pickle_protocol=1)
+    assert only(oldest, "opcodes")["text"].endswith("which pickle protocol 0 or 1 uses")
+    assert kinds(diagnosed({"a": linear(), "b": UNKNOWN}, pickle_protocol=4)) == ["code"]
+    assert loads(mended("m.pt", "code"))
 
 
 def test_a_dangerous_file_has_no_command() -> None:
     """Whatever else is wrong with it: do not load it."""
-    with zipfile.ZipFile("m.pt", "w") as archive:
-        archive.writestr("m/data.pkl", pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2))
-        archive.writestr("m/version", b"3\n")
+    Path("m.pt").write_bytes(torch_zip_of(pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2), {}))
     found = look("m.pt")
     assert kinds(found) == ["dangerous"]
     assert "builtins.eval" in found["findings"][0]["text"]
@@ -513,62 +506,55 @@ def test_a_dangerous_file_has_no_command() -> None:
 def test_views_of_large_storages() -> None:
     """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
     large = torch.zeros(1_000_000)
-    torch.save({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1}, "m.pt")
-    assert "3,999,960 of 4,000,012 stored bytes" in only(look("m.pt"), "views")["text"]
+    found = diagnosed({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1})
+    assert "3,999,960 of 4,000,012 stored bytes" in only(found, "views")["text"]
     assert mended("m.pt", "views").stat().st_size < 5000
     torch.save({"model": {"b": torch.ones(3)}, "batch": [large[:10]]}, "n.pt")
     assert mended("n.pt", "views").stat().st_size < 5000
-    deflated = zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED)
-    with deflated, zipfile.ZipFile("n.pt") as stored:
-        for name in stored.namelist():
-            deflated.writestr(name, stored.read(name))
-    assert only(look("d.pt"), "views")["command"] is None
-    torch.save({"model": {"a": large[:10]}, "all": large}, "o.pt")
-    assert "views" not in kinds(look("o.pt"))
-    torch.save({"model": {"a": large[:10]}, "all": large._typed_storage()}, "p.pt")
-    assert "views" not in kinds(look("p.pt"))
+    deflated = rezip(Path("n.pt"), Path("d.pt"), method=zipfile.ZIP_DEFLATED)
+    assert only(look(deflated), "views")["command"] is None
+    for everything in (large, large._typed_storage()):
+        assert "views" not in kinds(diagnosed({"model": {"a": large[:10]}, "all": everything}))
 
 
 def test_ties_that_safetensors_refuses(fixtures: Path) -> None:
     """The library refuses the state dict, the command's output has it; what shares a storage and no byte is no tie."""
-    torch.save({"a": (w := torch.ones(4)), "b": w, "c": torch.ones(8)[2:6], "d": w.view(2, 2)[1]}, "m.pt")
-    assert "(a and b, a and d)" in only(look("m.pt"), "ties")["text"]
+    w, z = torch.ones(4), torch.ones(4, dtype=torch.complex128)
+    found = diagnosed({"a": w, "b": w, "c": torch.ones(8)[2:6], "d": w.view(2, 2)[1]})
+    assert "(a and b, a and d)" in only(found, "ties")["text"]
     with pytest.raises(RuntimeError, match="share memory"):
         save_file(torch.load("m.pt"), "x.safetensors")
     assert set(load_file(mended("m.pt", "ties"))) == {"a", "c", "d"}
     mended(fixtures / "tied.pt", "ties")
-    torch.save(dict(zip("ab", torch.ones(4).chunk(2), strict=True)), "n.pt")
-    assert look("n.pt")["findings"] == []
-    torch.save({"a": (z := torch.ones(4, dtype=torch.complex128)), "b": z}, "o.pt")
-    assert look("o.pt")["findings"] == []  # safetensors could not hold it anyway
+    assert diagnosed(dict(zip("ab", torch.ones(4).chunk(2), strict=True)))["findings"] == []
+    assert diagnosed({"a": z, "b": z})["findings"] == []  # safetensors could not hold it anyway
 
 
-def training(tag: str, **more: Any) -> None:
+def training(tag: str, machine: Host = BARE, **more: Any) -> Summary:
+    """What is said of a training run on the device `tag`."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    zoo.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, "m.pt", [tag])
+    return diagnosed({"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, [tag], machine)
 
 
 def test_an_optimizer_on_one_gpu() -> None:
     """Every process would load it there; on the CPU, or spread over two GPUs, it is well."""
-    training("cuda:0")
-    finding = only(look("m.pt", TWO), "optimizer")
+    finding = only(training("cuda:0", TWO), "optimizer")
     assert not finding["blocks"]
     assert "the state of optimizer is on cuda:0" in finding["text"]
     assert finding["command"] == "ckptconv convert m.pt m-resume.pt --map cuda:0=cpu"
     mended("m.pt", "optimizer", TWO)
-    training("cpu")
-    assert look("m.pt")["findings"] == []
-    zoo.save({"state": {0: torch.ones(1), 1: torch.ones(2)}, "param_groups": []}, "n.pt", ["cuda:0", "cuda:1"])
-    assert look("n.pt", TWO)["findings"] == []
+    assert training("cpu")["findings"] == []
+    spread = {"state": {0: torch.ones(1), 1: torch.ones(2)}, "param_groups": []}
+    assert diagnosed(spread, ["cuda:0", "cuda:1"], TWO)["findings"] == []
 
 
 def test_states_of_generators_on_a_gpu() -> None:
     """torch.set_rng_state refuses them; the command brings them to the CPU."""
-    zoo.save({"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, "m.pt", ["cuda:0"])
-    assert "(rng_state)" in only(look("m.pt", TWO), "rng")["text"]
+    found = diagnosed({"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, ["cuda:0"], TWO)
+    assert "(rng_state)" in only(found, "rng")["text"]
     torch.set_rng_state(torch.load(mended("m.pt", "rng", TWO))["rng_state"])
 
 
@@ -578,28 +564,27 @@ def test_states_of_generators_on_a_gpu() -> None:
 def test_one_remedy_for_several_complaints() -> None:
     """What each of several commands does, in one; what the part that is taken has not is not asked for."""
     net = {f"module.{name}": tensor for name, tensor in linear().items()}
-    training("cuda:0", args=Unknown(), state_dict=net, rng_state=torch.get_rng_state())
-    found = look("m.pt")
+    found = training("cuda:0", args=UNKNOWN, state_dict=net, rng_state=torch.get_rng_state())
     assert kinds(found) == ["device", "code", "prefix", "optimizer", "rng"]
     assert found["findings"][1]["command"] == "ckptconv convert m.pt m-part.pt --select state_dict"
     assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select state_dict --strip-prefix module. --to cpu"
     made = run(found["remedy"])
     assert look(made)["findings"] == []
     assert loads(made)
-    training("cuda:3", rng_state=torch.get_rng_state())
-    assert look("m.pt", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --to cpu"
-    training("cuda:3")
-    assert look("m.pt", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --map cuda:3=cpu"
-    torch.save({"model": linear(), "ema": net, "args": Unknown()}, "o.pt")
-    assert kinds(look("o.pt")) == ["code", "prefix"]
-    assert look("o.pt")["remedy"] is None
-    torch.save(linear("module."), "n.pt", pickle_protocol=4)
-    assert look(run(look("n.pt")["remedy"]))["findings"] == []
+    with_rng = training("cuda:3", TWO, rng_state=torch.get_rng_state())
+    assert with_rng["remedy"] == "ckptconv convert m.pt m-fixed.pt --to cpu"
+    assert training("cuda:3", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --map cuda:3=cpu"
+    found = diagnosed({"model": linear(), "ema": net, "args": UNKNOWN})
+    assert (kinds(found), found["remedy"]) == (["code", "prefix"], None)
+    remedy = diagnosed(linear("module."), name="n.pt", pickle_protocol=4)["remedy"]
+    assert look(run(remedy))["findings"] == []
 
 
-def pickled(obj: Any, tag: str) -> None:
+def pickled(obj: Any, tag: str) -> Summary:
+    """What is said of `obj` in a plain pickle."""
     with zoo.tagging([tag]), Path("m.pkl").open("wb") as file:
         pickle.dump(obj, file)
+    return look("m.pkl")
 
 
 def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
@@ -619,20 +604,19 @@ def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
         assert kind not in kinds(look(made := mended(name, "device")))
         assert loads(made)
         assert only(look(name, TWO), kind)["command"].split()[4:] == []  # type: ignore[union-attr]
-    pickled(linear("module."), "cpu")
-    found = look("m.pkl")
+    found = pickled(linear("module."), "cpu")
     assert only(found, "pickle")["command"] is None
     assert look(run(found["remedy"]))["findings"] == []
-    pickled(linear(), "xpu:1")
-    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    to_torch = "ckptconv convert m.pkl m-torch.pt"
+    assert command_of(pickled(linear(), "xpu:1"), "pickle") == to_torch
     net = fresh()
     net.body = nn.DataParallel(net.body)
-    pickled(net.state_dict(), "cpu")
-    assert kinds(look("m.pkl")) == ["pickle", "inner-prefix"]
-    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
-    pickled({"model": linear(), "args": Unknown()}, "cpu")
-    assert only(look("m.pkl"), "code")["command"] == "ckptconv convert m.pkl m-weights.pt --state-dict"
-    assert only(look("m.pkl"), "pickle")["command"] == "ckptconv convert m.pkl m-torch.pt"
+    found = pickled(net.state_dict(), "cpu")
+    assert kinds(found) == ["pickle", "inner-prefix"]
+    assert command_of(found, "pickle") == to_torch
+    found = pickled({"model": linear(), "args": UNKNOWN}, "cpu")
+    assert command_of(found, "code") == "ckptconv convert m.pkl m-weights.pt --state-dict"
+    assert command_of(found, "pickle") == to_torch
 
 
 def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
@@ -664,8 +648,7 @@ def test_commands_run_as_typed(name: str, target: str) -> None:
 
 def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
     """In the shell's own escapes: bash gives the words back."""
-    zoo.save({"a": torch.ones(1)}, Path("a\nb.pt"), ["cuda:0"])
-    command = str(look("a\nb.pt")["findings"][0]["command"])
+    command = command_of(diagnosed({"a": torch.ones(1)}, ["cuda:0"], name="a\nb.pt"), "device")
     assert command.isprintable()
     out = subprocess.run(["bash", "-c", f'printf "%s\\0" {command}'], capture_output=True, text=True, check=True).stdout
     words = out.split("\0")[:-1]

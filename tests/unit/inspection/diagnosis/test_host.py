@@ -45,14 +45,19 @@ def cuda(root: Path, **environ: str) -> int | None:
     return this_host(root, environ, "linux").cuda
 
 
-def test_driver_files_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "dev", "seen"),
+    [(2, None, 2), (2, 1, 1), (2, 0, 2), (0, None, 0), (12, None, 12)],
+    ids=["two", "container", "unused", "driver alone", "many"],
+)
+def test_driver_files_are_counted(tmp_path: Path, count: int, dev: int | None, seen: int) -> None:
     """/dev first, which has what a container was given; else /proc; the driver's other files are no GPUs."""
-    assert cuda(nvidia(tmp_path / "two", 2)) == 2
-    assert cuda(nvidia(tmp_path / "container", 2, dev=1)) == 1
-    assert cuda(nvidia(tmp_path / "unused", 2, dev=0)) == 2
-    assert cuda(nvidia(tmp_path / "driver", 0)) == 0
-    assert cuda(tmp_path / "nothing") == 0
-    assert cuda(nvidia(tmp_path / "many", 12)) == 12
+    assert cuda(nvidia(tmp_path, count, dev=dev)) == seen
+
+
+def test_without_driver_files(tmp_path: Path) -> None:
+    """There is no GPU."""
+    assert cuda(tmp_path) == 0
 
 
 def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""``ckptconv`` as its users type it, in this process: its exit status, and what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ckptconv.cli.main import main
+
+__all__ = ["Command"]
+
+
+class Command:
+    """Runs command lines that begin with the same words. The fixture `command` is one, of none."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *first: str) -> None:
+        self._capsys = capsys
+        self._first = first
+
+    def of(self, *first: str) -> Command:
+        """The command that begins with these words."""
+        return Command(self._capsys, *first)
+
+    def __call__(
+        self, *words: object, status: int = 0, out: str | tuple[str, ...] = (), err: str | tuple[str, ...] = ()
+    ) -> pytest.CaptureResult[str]:
+        """Type `words`; what it wrote.
+
+        It must end with `status`, and have `out` and `err`, a text or several, in its standard output and error.
+        """
+        self._capsys.readouterr()
+        ended = main([*self._first, *map(str, words)])
+        said = self._capsys.readouterr()
+        assert ended == status, (words, ended, said.err)
+        for stream, texts in ((said.out, out), (said.err, err)):
+            for text in (texts,) if isinstance(texts, str) else texts:
+                assert text in stream, (words, text, stream)
+        return said
+
+    def json(self, *words: object, status: int = 0) -> Any:
+        """Type `words` and ``--json``; what it prints, parsed. ``NaN`` and ``Infinity`` are no JSON."""
+        return json.loads(self(*words, "--json", status=status).out, parse_constant=_no_json)
+
+
+def _no_json(literal: str) -> None:
+    raise AssertionError(literal)

@@ -1,0 +1,38 @@
+"""What is not one file of torch.save: TorchScript archives, folders of torch.distributed.checkpoint, sets of shards."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+__all__ = ["distributed", "scripted", "sharded"]
+
+
+def scripted(module: torch.nn.Module) -> bytes:
+    """The TorchScript archive of `module`."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        torch.jit.save(torch.jit.script(module), file)
+    return file.getvalue()
+
+
+def distributed(state: dict[str, Any], folder: Path) -> Path:
+    """What one process saves of `state` with torch.distributed.checkpoint: `folder`, which must not exist."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no process group
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def sharded(folder: Path, *shards: Any, **options: Any) -> Path:
+    """`shards` as files of torch.save in `folder`, which must not exist, without an index."""
+    folder.mkdir()
+    for i, shard in enumerate(shards, 1):
+        torch.save(shard, folder / f"pytorch_model-{i:05d}-of-{len(shards):05d}.bin", **options)
+    return folder
