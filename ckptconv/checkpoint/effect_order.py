@@ -6,33 +6,23 @@ order, it would need opcodes that torch's ``weights_only`` unpickler refuses.
 
 from __future__ import annotations
 
-from ckptconv.checkpoint.safe_globals import obstacles
-from ckptconv.pickles.graph import (
-    Call,
-    FrozenSet,
-    Graph,
-    Node,
-    Object,
-    PersistentId,
-    Value,
-    children,
-    walk,
-)
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.pickles.graph import Call, FrozenSet, Node, Object, PersistentId, Value, children
 
 __all__ = ["drop_effect_order"]
 
 
-def drop_effect_order(graph: Graph) -> None:
-    """Forget the order of GRAPH's effects if no reader can tell: each call and each state is complete before it is
-    used, and torch's safe loader knows every call.
+def drop_effect_order(checkpoint: Checkpoint) -> None:
+    """Forget the order of the effects in `checkpoint` if no reader can tell: each call and each state is complete
+    before it is used, and torch's safe loader knows every call. Nothing in an index depends on the order.
     """
-    if graph.discarded or next(obstacles(graph), None) is not None:
+    index = checkpoint.index
+    if index.graph.discarded or index.obstacles:
         return
-    latest = _latest(graph.root)
-    nodes = list(walk([graph.root]))
-    if latest is None or not all(_is_settled(node, latest) for node in nodes):
+    latest = _latest(index.graph.root)
+    if latest is None or not all(_is_settled(node, latest) for node in index.nodes):
         return
-    for node in nodes:
+    for node in index.nodes:
         if isinstance(node, (Call, PersistentId, FrozenSet)):
             node.order = None
         if isinstance(node, Object):

@@ -1,135 +1,164 @@
-"""Index a graph: its storages, and the tensors at their paths.
+"""Index one state of a graph: its nodes, what uses them, where they stand, and the tensors among them.
 
-Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. Knows no container: what a storage's key stands
-for is asked of the caller.
+Each part is computed when it is first asked for, and once. When the graph is edited its checkpoint makes a new index
+(``Checkpoint.changed``); an old one keeps what it has, and computes nothing more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import cached_property
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
-from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word, partial_notes
-from ckptconv.checkpoint.storage_ids import checked_storage_id
-from ckptconv.dtypes import DType
-from ckptconv.errors import InputError, MalformedError
+from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word
+from ckptconv.checkpoint.safe_globals import obstacles
+from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
 from ckptconv.pickles.graph import Call, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
+from ckptconv.pickles.referrers import Referrers
 
-__all__ = ["attribute_places", "checkpoint_of", "every_place", "index_again", "leaf_of", "places_in", "restrict"]
+__all__ = ["Index", "leaf_of"]
 
 
-def checkpoint_of(
-    name: str,
-    source: Readable,
-    graph: Graph,
-    container: object,
-    record: Callable[[str], Data | None],
-    where: str,
-    faults: FaultSink | None = None,
-) -> Checkpoint:
-    """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places.
+class Index:
+    """What is derived from a graph that nobody edits meanwhile.
 
-    Raises MalformedError, LimitError.
-
-    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what
-    is wrong, instead of the source's own sink.
+    Args:
+        graph: The graph.
+        root: Where its root stands.
+        references: What its persistent ids stand for.
+        where: For errors, the file.
+        faults: Takes what is wrong with tensors.
     """
-    faults = faults or source.faults
-    for call in graph.calls:
-        if isinstance(call.callable, PersistentId):
-            faults.found(MalformedError("a storage is called as if it were a class", where=where))
-    storages: dict[str, Storage] = {}
-    classes: dict[str, DType] = {}
-    references = []
-    for node in graph.references:
-        try:
-            references.append(Reference(node, _storage(node, storages, classes, record, where)))
-        except InputError as error:
-            faults.found(error)
-    arguments = [argument for call in graph.calls for argument in device_arguments(call)]
-    places, tensors, nodes = _index(Place(None, "", graph.root, 0), references, where, graph.opcodes, faults)
-    notes = partial_notes(tensors)
-    return Checkpoint(
-        name, source, graph, container, storages, references, arguments, places, tensors, nodes, notes=notes
-    )
 
+    def __init__(
+        self, graph: Graph, root: Place, references: list[Reference], where: str, faults: FaultSink = RAISED
+    ) -> None:
+        self._graph: Graph | None = graph
+        #: Where the root stands.
+        self.root = root
+        self._references = references
+        self._where = where
+        self._faults = faults
+        self._before: Index | None = None  # one whose tensors are still right
 
-def restrict(checkpoint: Checkpoint, root: Place) -> None:
-    """Make what stands at ROOT the whole checkpoint. Paths, and the order of effects, stay those of the source."""
-    graph = checkpoint.graph
-    graph.root = root.node
-    reached = {id(node) for node in walk([*graph.discarded, root.node])}
-    graph.globals = [node for node in graph.globals if id(node) in reached]
-    graph.calls = [node for node in graph.calls if id(node) in reached]
-    graph.references = [node for node in graph.references if id(node) in reached]
-    checkpoint.references = [each for each in checkpoint.references if id(each.node) in reached]
-    checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
-    checkpoint.device_arguments = [each for each in checkpoint.device_arguments if id(each.call) in reached]
-    checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
-        root, checkpoint.references, str(checkpoint.source.path), graph.opcodes
-    )
+    def replace(self, old: Index, *, same_tensors: bool) -> None:
+        """Take the place of `old`, which is of the graph as it was, and must compute nothing more.
 
+        `same_tensors`: calls that made tensors then make the same ones now.
+        """
+        if same_tensors:
+            self._before = old if "_found" in vars(old) else old._before
+        old._graph = old._before = None
 
-def index_again(checkpoint: Checkpoint) -> None:
-    """Give what is in CHECKPOINT the paths that edits left it: from its own root on, with its new names."""
-    checkpoint.places, checkpoint.tensors, checkpoint.tensor_nodes = _index(
-        Place(None, "", checkpoint.graph.root, 0),
-        checkpoint.references,
-        str(checkpoint.source.path),
-        checkpoint.graph.opcodes,
-    )
+    @property
+    def graph(self) -> Graph:
+        """The graph, while it is what it was."""
+        assert self._graph is not None, "the graph has changed since this index was made of it"
+        return self._graph
 
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes, those that are thrown away first, in the order in which the pickle says them."""
+        return list(walk([*self.graph.discarded, self.graph.root]))
 
-def _index(
-    root: Place, references: list[Reference], where: str, opcodes: int, faults: FaultSink = RAISED
-) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
-    """The places from ROOT on, and the tensors by path and by node."""
-    reader = TensorReader({id(each.node): each.storage for each in references}, where, faults)
-    places = []
-    for place in find_places(root, leaf_of(reader.nodes), where, opcodes):
-        if isinstance(place.node, Node):  # atoms are many, and only the summary asks for them
+    @cached_property
+    def referrers(self) -> Referrers:
+        """What each node is used by, and paths for nodes that have no place."""
+        graph = self.graph
+        return Referrers(graph, self.every_place, None if graph.discarded else self.nodes)
+
+    @cached_property
+    def obstacles(self) -> list[tuple[str, Value]]:
+        """What torch's safe loader refuses, however it is written, and where."""
+        return list(obstacles(self.graph, self.nodes))
+
+    # Storages
+
+    @cached_property
+    def storage_of(self) -> dict[int, Storage]:
+        """What each persistent id stands for, by the id of its node."""
+        return {id(each.node): each.storage for each in self._references}
+
+    @cached_property
+    def storages(self) -> dict[str, Storage]:
+        """The storages by key, in the order of first use."""
+        return {each.storage.key: each.storage for each in self._references}
+
+    @cached_property
+    def device_arguments(self) -> list[DeviceArgument]:
+        """The devices that are no storage's tag."""
+        return [argument for call in self.graph.calls for argument in device_arguments(call)]
+
+    def storages_below(self, *roots: Value, seen: set[int] | None = None) -> list[Storage]:
+        """The storages that `roots` lead to, each once; nodes whose id is in `seen` are left out and added."""
+        found = (self.storage_of[id(node)] for node in walk([*roots], seen) if isinstance(node, PersistentId))
+        return list(dict.fromkeys(found))
+
+    # Places and tensors
+
+    @cached_property
+    def _found(self) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
+        before = self._before.tensor_nodes if self._before else {}
+        known = {node: info for node, info in before.items() if info.storage}  # others say where they are themselves
+        reader = TensorReader(self.storage_of, self._where, self._faults, known)
+        places = []
+        for place in find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes):
             places.append(place)
             reader.visit(place)
-    return places, reader.tensors, reader.nodes
+        self._before = None
+        return places, reader.tensors, reader.nodes
 
+    @property
+    def every_place(self) -> list[Place]:
+        """Where everything stands, each place behind the one that it is in."""
+        return self._found[0]
 
-def every_place(checkpoint: Checkpoint) -> list[Place]:
-    """The places of CHECKPOINT, those of atoms too."""
-    return list(_walk(checkpoint, leaf_of(checkpoint.tensor_nodes)))
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where nodes stand, that is, no atoms."""
+        return [place for place in self.every_place if isinstance(place.node, Node)]
 
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensors by path."""
+        return self._found[1]
 
-def attribute_places(checkpoint: Checkpoint, tensors: Iterable[Value]) -> list[Place]:
-    """What stands in TENSORS as their attributes."""
-    having = {id(node) for node in tensors if isinstance(node, Call) and leaf_of(checkpoint.tensor_nodes)(node)}
-    if not having:
-        return []
-    return [each for each in every_place(checkpoint) if each.parent is not None and id(each.parent.node) in having]
+    @cached_property
+    def tensor_counts(self) -> Counter[Storage]:
+        """How many tensors are on each storage, counted wherever they stand."""
+        return Counter(info.storage for info in self.tensors.values() if info.storage)
 
+    @property
+    def tensor_nodes(self) -> dict[int, TensorInfo]:
+        """The tensors by the id of their node, as they stand first."""
+        return self._found[2]
 
-def places_in(checkpoint: Checkpoint, opened: Container[int]) -> Iterator[Place]:
-    """The places right inside the nodes OPENED (by id), from the root on; the opened
-    nodes themselves are not among them.
-    """
+    def attribute_places(self, tensors: Iterable[Value]) -> list[Place]:
+        """What stands in `tensors` as their attributes."""
+        leaf = leaf_of(self.tensor_nodes)
+        having = {id(node) for node in tensors if isinstance(node, Call) and leaf(node)}
+        return [each for each in self.every_place if each.parent is not None and id(each.parent.node) in having]
 
-    def leaf(node: Node) -> list[Value] | None:
-        return None if id(node) in opened else []
+    def places_in_root(self) -> list[Place]:
+        """The places right inside the root, the root itself left out."""
+        return [each for each in self.every_place if each.parent is self.root and each.node is not self.root.node]
 
-    for place in _walk(checkpoint, leaf):
-        if id(place.node) not in opened:
-            yield place
+    def places_in(self, opened: Container[int]) -> Iterator[Place]:
+        """The places right inside the nodes `opened` (by id), from the root on; these nodes themselves are left out."""
 
+        def leaf(node: Node) -> list[Value] | None:
+            return None if id(node) in opened else []
 
-def _walk(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[Place]:
-    return find_places(checkpoint.root, leaf, str(checkpoint.source.path), checkpoint.graph.opcodes)
+        for place in find_places(self.root, leaf, self._where, self.graph.opcodes):
+            if id(place.node) not in opened:
+                yield place
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For a walk: TENSORS (by the id of their node) and torch's small words are
-    leaves; a tensor's attributes stand in it.
+    """For a walk: `tensors` (by the id of their node) and torch's small words are leaves; a tensor's attributes stand
+    in it.
     """
 
     def leaf(node: Node) -> list[Value] | None:
@@ -141,44 +170,3 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
         return args[3:4] + built if has_state else built
 
     return leaf
-
-
-# Storages
-
-
-def _storage(
-    node: PersistentId,
-    storages: dict[str, Storage],
-    classes: dict[str, DType],
-    record: Callable[[str], Data | None],
-    where: str,
-) -> Storage:
-    """The storage that NODE names; STORAGES gains it, and CLASSES what its class says."""
-    cls, key, tag, numel = said = checked_storage_id(node, where)
-    nbytes = numel * said.dtype.itemsize
-    first = classes.setdefault(key, said.dtype)
-    if first.name != said.dtype.name and nbytes:  # torch has one for each storage: that of the first reference
-        raise MalformedError(
-            f"storage {key} is described in two ways", where=where, expected=first.storage_class, got=cls.name
-        )
-    known = storages.get(key)
-    if known is None:
-        data = record(key)
-        if data is None:
-            raise MalformedError("the file has no such storage", where=where, expected=f"a record data/{key}")
-        if data.length != nbytes:
-            raise MalformedError(
-                f"storage {key} has another size than its record",
-                where=where,
-                expected=f"{nbytes} bytes",
-                got=data.length,
-            )
-        known = storages[key] = Storage(key, tag, nbytes, data)
-    elif (known.nbytes, known.device) != (nbytes, tag):
-        raise MalformedError(
-            f"storage {key} is described in two ways",
-            where=where,
-            expected=f"{known.nbytes} bytes on {known.device}",
-            got=f"{nbytes} bytes on {tag}",
-        )
-    return known

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.effect_order import drop_effect_order
-from ckptconv.checkpoint.index import checkpoint_of, index_again
 from ckptconv.checkpoint.model import Checkpoint, Reference
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.errors import UnsupportedError
 from ckptconv.pickles.graph import (
@@ -23,6 +23,7 @@ from ckptconv.pickles.graph import (
     subgraph,
     walk,
 )
+from ckptconv.pickles.paths import Place
 
 __all__ = ["Merger", "split"]
 
@@ -56,10 +57,11 @@ class Merger:
         self._parts.append(part)
         for reference in part.references:
             reference.node.id = changed_id(reference.node, key=prefix + reference.storage.key)
+        part.changed(same_tensors=True)
         self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
             if not in_order:
-                drop_effect_order(part.graph)
+                drop_effect_order(part)
             self._move(part)
         graph = self._graph
         graph.globals += part.graph.globals
@@ -113,28 +115,20 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
 
     Beside a root stands the one that :class:`Merger` took there, if it is to stay in the container that it came in.
     """
-    storages = {id(each.node): each.storage for each in checkpoint.references}
     for root, like in parts:
-        graph = subgraph(checkpoint.graph, root)
-        references = [Reference(node, storages[id(node)]) for node in graph.references]
+        part = checkpoint.part(Place(None, "", root, 0))
         if like is not None:
-            _own_keys(references)
-        part = replace(
-            checkpoint,
-            graph=graph,
-            references=references,
+            _own_keys(part.references)
+        yield replace(
+            part,
             container=like.container if like else None,
             source=like.source if like else checkpoint.source,
             blobs=checkpoint.blobs or checkpoint.source,
-            storages={each.storage.key: each.storage for each in references},
-            device_arguments=[],
             unused=[],
             notes=[],
             format=like.format if like else checkpoint.format,
             is_state_dict=True,
         )
-        index_again(part)
-        yield part
 
 
 def _own_keys(references: list[Reference]) -> None:

@@ -1,108 +1,23 @@
-"""A checkpoint as data: its graph, and the storages, references and tensors that index it."""
+"""A checkpoint as data: its graph, and what is derived from that."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Data
-from ckptconv.pickles.graph import Call, Global, Graph, PersistentId
+from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.state_dicts import Detected, detect
+from ckptconv.checkpoint.tensor_info import DeviceArgument, LeftBehind, Reference, Storage, TensorInfo
+from ckptconv.pickles.graph import Global, Graph, PersistentId, subgraph, walk
 from ckptconv.pickles.paths import Place
 
 __all__ = ["Checkpoint", "DeviceArgument", "LeftBehind", "Reference", "Storage", "TensorInfo"]
 
 
 @dataclass(eq=False)
-class Storage:
-    """The bytes that one or more tensors are views of. Identity is sharing.
-
-    ``device`` is the location tag, as the file has it until an edit changes it.
-    """
-
-    key: str
-    device: str
-    nbytes: int
-    data: Data
-
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """One mention of a storage in the pickle."""
-
-    node: PersistentId
-    storage: Storage
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceArgument:
-    """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
-
-    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
-    the argument is one of ``arguments``.
-    """
-
-    call: Call
-    nested: bool
-    index: int
-    device: str
-
-
-@dataclass(eq=False, slots=True)
-class TensorInfo:
-    """A tensor as the pickle describes it.
-
-    Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
-
-    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
-    ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around
-    other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
-    ``storage`` is None where the tensor has none of its own; only then ``own_device`` says where it is, if that is
-    known. ``name`` is its key where it stands in a mapping. ``tied_to`` is the path of an earlier tensor that is the
-    same.
-    """
-
-    path: str
-    name: str | None
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    own_device: str | None
-    nbytes: int
-    storage: Storage | None
-    requires_grad: bool
-    is_parameter: bool
-    contiguous: bool
-    tied_to: str | None = None
-    conj: bool = False
-    neg: bool = False
-
-    @property
-    def device(self) -> str:
-        """Where it is: where its storage is, also when an edit has moved that."""
-        return self.storage.device if self.storage else self.own_device or "unknown"
-
-    @property
-    def view(self) -> tuple[object, ...]:
-        """What it shows of which storage: two tensors are tied if this is equal."""
-        return id(self.storage), self.offset, self.shape, self.stride, self.dtype, self.conj, self.neg
-
-
-@dataclass(frozen=True)
-class LeftBehind:
-    """Something that the source has and the target will not: its path, the bytes of storage that go
-    with it, and why.
-    """
-
-    path: str
-    nbytes: int
-    why: str
-
-
-@dataclass(eq=False)
 class Checkpoint:
-    """One checkpoint, parsed. The graph is the only truth and is edited in place; the rest is an index of it.
+    """One checkpoint, parsed. The graph is the only truth and is edited in place, and so is what ``references`` to
+    storages stand for; the ``index`` is derived from them. Whoever edits the graph calls :meth:`changed`.
 
     ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text
     (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the
@@ -111,19 +26,15 @@ class Checkpoint:
     stand the classes. ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None:
     the source. ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its
     parameters and of its buffers; None for everything else. ``beside``: what other pickles of the file say, by their
-    names in it; no conversion writes these.
+    names in it; no conversion writes these. ``root``: where the checkpoint itself stands, which is below the source's
+    root where it is a part. ``before_renaming``: the index from before names were edited, if they were.
     """
 
     format: str
     source: Readable
     graph: Graph
     container: object
-    storages: dict[str, Storage]
     references: list[Reference]
-    device_arguments: list[DeviceArgument]
-    places: list[Place]
-    tensors: dict[str, TensorInfo]
-    tensor_nodes: dict[int, TensorInfo]
     blobs: Readable | None = None
     byteorder: str = "little"
     is_state_dict: bool = False
@@ -134,8 +45,91 @@ class Checkpoint:
     script_classes: dict[str, tuple[list[str], list[str]]] | None = None
     beside: dict[str, Checkpoint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    root: Place = field(init=False)
+    index: Index = field(init=False)
+    before_renaming: Index | None = field(init=False, default=None)
+    _detected: Detected | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.root = Place(None, "", self.graph.root, 0)
+        self.index = Index(self.graph, self.root, self.references, str(self.source.path))
+
+    def changed(self, *, same_tensors: bool = False) -> None:
+        """Forget what is derived from the graph, which an edit has changed.
+
+        `same_tensors`: no call that makes a tensor says anything else than before, so none has to be read again.
+        """
+        self.root = replace(self.root, node=self.graph.root)
+        old = self.index
+        self.index = Index(self.graph, self.root, self.references, str(self.source.path))
+        self.index.replace(old, same_tensors=same_tensors)
+        self._detected = None
+
+    def renamed(self) -> None:
+        """Forget what is derived from the names of tensors, which an edit has changed."""
+        self.before_renaming, counts = self.index, self.index.tensor_counts
+        self.changed(same_tensors=True)
+        self.index.tensor_counts = counts
+
+    def restrict(self, root: Place) -> None:
+        """Make what stands at `root` the whole. Paths, and the order of effects, stay those of the source."""
+        graph = self.graph
+        graph.root, self.root = root.node, root
+        nodes = list(walk([*graph.discarded, graph.root]))
+        reached = set(map(id, nodes))
+        graph.globals = [node for node in graph.globals if id(node) in reached]
+        graph.calls = [node for node in graph.calls if id(node) in reached]
+        graph.references = [node for node in graph.references if id(node) in reached]
+        self.references = [each for each in self.references if id(each.node) in reached]
+        self.changed(same_tensors=True)
+        self.index.nodes = nodes
+
+    def part(self, root: Place) -> Checkpoint:
+        """What stands at `root` as a checkpoint of its own, on the same nodes."""
+        graph = subgraph(self.graph, root.node)
+        storage_of = self.index.storage_of
+        part = replace(
+            self, graph=graph, references=[Reference(each, storage_of[id(each)]) for each in graph.references]
+        )
+        part.root = root
+        part.changed()
+        return part
+
+    def restart_paths(self) -> None:
+        """Let paths begin where the checkpoint itself stands, not at the root of the source that it is a part of."""
+        self.root = Place(None, "", self.graph.root, 0)
+        self.changed(same_tensors=True)
 
     @property
-    def root(self) -> Place:
-        """Where the checkpoint itself stands: in a selected part, below the source's root."""
-        return self.places[0] if self.places else Place(None, "", self.graph.root, 0)
+    def detected(self) -> Detected:
+        """Its state dicts, optimizers, modules and RNG states."""
+        if self._detected is None:
+            self._detected = detect(self.index, is_state_dict=self.is_state_dict, scripts=self.script_classes)
+        return self._detected
+
+    @property
+    def source_places(self) -> list[Place]:
+        """:attr:`places` under the names that the source has, which ``--include`` and ``--exclude`` take."""
+        return (self.before_renaming or self.index).places
+
+    # What is asked for most of the index
+
+    @property
+    def places(self) -> list[Place]:
+        """Where nodes stand, as :attr:`Index.places` has it."""
+        return self.index.places
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensors by path."""
+        return self.index.tensors
+
+    @property
+    def tensor_nodes(self) -> dict[int, TensorInfo]:
+        """The tensors by the id of their node."""
+        return self.index.tensor_nodes
+
+    @property
+    def storages(self) -> dict[str, Storage]:
+        """The storages by key, in the order of first use."""
+        return self.index.storages

@@ -18,10 +18,10 @@ which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, STRIDED
 from ckptconv.pickles.graph import (
     SET_CLASSES,
@@ -107,13 +107,13 @@ class PickledModule:
         return place.key == _NOT_PERSISTENT or _is_empty(place.node)
 
 
-def read_modules(checkpoint: Checkpoint) -> list[PickledModule]:
-    """The modules of CHECKPOINT that stand in no other module, each where it stands in the fewest things.
+def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]] | None) -> list[PickledModule]:
+    """The modules of INDEX that stand in no other module, each where it stands in the fewest things.
 
-    A TorchScript archive is its root or none.
+    A TorchScript archive, of whose classes SCRIPTS tells, is its root or none.
     """
-    reader = _Reader(checkpoint)
-    places = checkpoint.places if checkpoint.script_classes is None else checkpoint.places[:1]
+    reader = _Reader(index, scripts or {})
+    places = index.places if scripts is None else index.places[:1]
     nodes = {id(place.node) for place in places if reader.is_module(place.node)}
     outermost: dict[int, Place] = {}
     for place in places if nodes else ():
@@ -145,11 +145,11 @@ class _Level:
 class _Reader:
     """Reads each module once, however often it stands in others."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.tensors = checkpoint.tensor_nodes
-        self.scripts = checkpoint.script_classes or {}
-        self.room = _ROOM + _ROOM_EACH * checkpoint.graph.opcodes
+    def __init__(self, index: Index, scripts: Mapping[str, tuple[list[str], list[str]]]) -> None:
+        self.index = index
+        self.tensors = index.tensor_nodes
+        self.scripts = scripts
+        self.room = _ROOM + _ROOM_EACH * index.graph.opcodes
         self.modules: dict[int, bool] = {}
         self.items: dict[int, dict[str, Value]] = {}
         self.sets: dict[int, frozenset[str]] = {}
@@ -159,7 +159,7 @@ class _Reader:
 
     def find_tensors(self) -> None:
         """Remember where each tensor stands, by what it stands in and its key there."""
-        for place in self.checkpoint.places:
+        for place in self.index.places:
             if id(place.node) in self.tensors and place.parent is not None:
                 self.standing.setdefault((id(place.parent.node), place.key, id(place.node)), place)
 

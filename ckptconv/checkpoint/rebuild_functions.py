@@ -12,8 +12,8 @@ from itertools import islice
 from math import prod
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.checkpoint.model import DeviceArgument, Storage, TensorInfo
 from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
 from ckptconv.limits import LIMITS
@@ -153,12 +153,22 @@ class _Bad(Exception):
 
 
 class TensorReader:
-    """Reads rebuild calls; remembers the tensors, each under every path at which it stands."""
+    """Reads rebuild calls; remembers the tensors, each under every path at which it stands.
 
-    def __init__(self, storages: dict[int, Storage], where: str, faults: FaultSink = RAISED) -> None:
+    KNOWN are tensors, by the id of their node, that need not be read.
+    """
+
+    def __init__(
+        self,
+        storages: Mapping[int, Storage],
+        where: str,
+        faults: FaultSink = RAISED,
+        known: Mapping[int, TensorInfo] | None = None,
+    ) -> None:
         self.storages = storages
         self.where = where
         self.faults = faults
+        self.known = known or {}
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
@@ -168,15 +178,18 @@ class TensorReader:
     def visit(self, place: Place) -> None:
         """Remember the tensor at PLACE, if there is one."""
         node = place.node
-        function = _rebuilder(node)
-        if not isinstance(node, Call) or (function is None and not _is_partial(node.callable)):
+        if not isinstance(node, Call):
             return
-        info = self.nodes.get(id(node))
+        known = self.nodes.get(id(node)) or self.known.get(id(node))
+        function = None if known else _rebuilder(node)
+        if not known and function is None and not _is_partial(node.callable):
+            return
+        info = known and replace(known)
         try:
             if info is None:
                 info = self.read(function, args_of(node)) if function else self.sharded_object(node)
-                if any(effect.opcode != "BUILD" for effect in node.effects):
-                    raise _Bad("items are set on a tensor")
+            if any(effect.opcode != "BUILD" for effect in node.effects):
+                raise _Bad("items are set on a tensor")
         except LimitError as error:
             error.where = f"{self.where}: at {place.path}"
             self.faults.found(error)
@@ -186,8 +199,6 @@ class TensorReader:
             self.faults.found(fault)
         if info is None:
             return
-        if id(node) in self.nodes:
-            info = replace(info)  # the same tensor in another place
         info.path, info.name = place.path, place.key
         info.tied_to = self.first_of(info, node, info.path)
         self.nodes.setdefault(id(node), info)

@@ -10,10 +10,12 @@ A state is a contiguous 1-D ``uint8`` tensor that has its storage to itself and
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container
 
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Tuple, is_global, strings_of
+from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.pickles.graph import Call, Dict, List, Object, Tuple, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
 __all__ = ["CPU_RNG_BYTES", "RngStates", "has_rng_word"]
@@ -24,11 +26,11 @@ _RNG_WORDS = {"rng", "seed", "random", "generator"}
 
 
 class RngStates:
-    """The tensors of CHECKPOINT that could be RNG states, and how sure that is without knowing its state dicts."""
+    """The tensors of INDEX that could be RNG states, and how sure that is without knowing its state dicts."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensor_nodes = checkpoint.tensor_nodes
-        self._candidates = _rng_candidates(checkpoint)
+    def __init__(self, index: Index) -> None:
+        self._tensor_nodes = index.tensor_nodes
+        self._candidates = _rng_candidates(index)
         self._possible = {id(p.node) for p in self._candidates}
         self._certain = {
             id(p.node) for p in self._candidates if self._info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
@@ -72,14 +74,12 @@ def has_rng_word(key: str | None) -> bool:
     return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
 
 
-def _rng_candidates(checkpoint: Checkpoint) -> list[Place]:
+def _rng_candidates(index: Index) -> list[Place]:
     """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
-    users: dict[Storage, int] = {}
-    for reference in checkpoint.references:
-        users[reference.storage] = users.get(reference.storage, 0) + 1
+    users: Counter[Storage] = Counter(index.storage_of.values())
     found: dict[int, Place] = {}
-    for place in checkpoint.places:
-        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+    for place in index.places:
+        info = index.tensor_nodes.get(id(place.node))
         if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
             continue
         if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:

@@ -6,7 +6,7 @@ take less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` since 2.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
 from ckptconv.pickles.graph import (
@@ -122,11 +122,14 @@ def can_be_made_loadable(graph: Graph) -> bool:
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
 
-def obstacles(graph: Graph) -> Iterator[tuple[str, Value]]:
-    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and where it stands."""
+def obstacles(graph: Graph, nodes: Iterable[Node] | None = None) -> Iterator[tuple[str, Value]]:
+    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and where it stands.
+
+    NODES are all of GRAPH, where they are known.
+    """
     if _is_long(graph.root):
         yield _LONG, graph.root
-    for node in walk([*graph.discarded, graph.root]):
+    for node in walk([*graph.discarded, graph.root]) if nodes is None else nodes:
         yield from ((reason, node) for reason in _node_obstacles(node))
     for value in graph.discarded:
         if isinstance(value, Node):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.checkpoint.rng_states import RngStates
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
@@ -68,9 +69,13 @@ class Detected:
     optimizers: list[NamedOptimizer]
     optimizer_nodes: set[int]
     rng_states: list[TensorInfo]
-    rng_storages: set[Storage]
     root: str
     modules: list[PickledModule]
+
+    @property
+    def rng_storages(self) -> set[Storage]:
+        """What the states of random generators are in."""
+        return {info.storage for info in self.rng_states if info.storage}
 
     def main(self) -> list[StateDict] | list[PickledModule]:
         """The state dict that is meant when nobody says which, or the module that would give it, alone in a list;
@@ -103,16 +108,20 @@ class Detected:
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
 
-def detect(checkpoint: Checkpoint) -> Detected:
-    """The state dicts, optimizers and generator states of CHECKPOINT."""
-    reader = _Reader(checkpoint)
+def detect(
+    index: Index, *, is_state_dict: bool = False, scripts: Mapping[str, tuple[list[str], list[str]]] | None = None
+) -> Detected:
+    """The state dicts, optimizers, modules and generator states that INDEX has.
+
+    IS_STATE_DICT: its root is one, by its format. SCRIPTS: of a TorchScript archive the classes of modules.
+    """
+    reader = _Reader(index, is_state_dict, read_modules(index, scripts))
     return Detected(
         reader.state_dicts,
         reader.optimizers,
         reader.optimizer_nodes,
-        reader.rng_states,
-        reader.rng_storages,
-        checkpoint.root.path,
+        reader.rng.outside({id(found.node) for found in reader.state_dicts}),
+        index.root.path,
         reader.modules,
     )
 
@@ -120,27 +129,25 @@ def detect(checkpoint: Checkpoint) -> Detected:
 class _Reader:
     """Looks at each mapping once, outermost first."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.tensor_nodes = checkpoint.tensor_nodes
-        self.tensors = checkpoint.tensors
-        self.places = checkpoint.places
-        self.root_is_state_dict = checkpoint.is_state_dict
-        self.first = {id(place.node): place for place in reversed(checkpoint.places) if isinstance(place.node, Node)}
-        self.mappings = [(place, node) for place in checkpoint.places if (node := self.mapping(place))]
-        self.rng = RngStates(checkpoint)
+    def __init__(self, index: Index, is_state_dict: bool, modules: list[PickledModule]) -> None:
+        self.tensor_nodes = index.tensor_nodes
+        self.root_is_state_dict = is_state_dict
+        self.modules = modules
+        self.rng = RngStates(index)
         self.state_dicts: list[StateDict] = []
         self.optimizers: list[NamedOptimizer] = []
         self.optimizer_nodes: set[int] = set()
-        self.modules = read_modules(checkpoint)
-        self.closed = {id(found.place.node) for found in self.modules}  # nodes inside which there is no state dict
-        for place, node in self.mappings:
-            self.classify(place, node)
-        self.rng_states = self.rng.outside({id(found.node) for found in self.state_dicts})
-        self.rng_storages = {info.storage for info in self.rng_states if info.storage}
+        self.closed = {id(found.place.node) for found in modules}  # nodes inside which there is no state dict
+        first: set[int] = set()
+        for place in index.places:
+            if id(place.node) not in first:
+                first.add(id(place.node))
+                if node := self.mapping(place):
+                    self.classify(place, node)
 
     def mapping(self, place: Place) -> Object | None:
         node = place.node
-        if not isinstance(node, (Dict, Call)) or id(node) in self.tensor_nodes or self.first[id(node)] is not place:
+        if not isinstance(node, (Dict, Call)) or id(node) in self.tensor_nodes:
             return None
         if isinstance(node, Call) and not is_global(node.callable, "collections.OrderedDict") and not any(node.pairs()):
             return None

@@ -6,7 +6,6 @@ Order: selection, unwrap, strip, rename, add, dtypes, devices, compaction.
 from __future__ import annotations
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.options import Edits
@@ -33,7 +32,7 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or none here.
     """
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
-    detected = detect(checkpoint)
+    detected = checkpoint.detected
     NameEditor(checkpoint, detected, changes).run(edits)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ckptconv.checkpoint.globs import glob_of
-from ckptconv.checkpoint.index import every_place
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.dtypes import BY_NAME
@@ -190,7 +189,7 @@ class _Chooser:
     def choose(self) -> list[_Tie]:
         """All tensors, each with its rule."""
         ties: dict[tuple[object, ...], _Tie] = {}
-        places = [place for place in every_place(self.checkpoint) if id(place.node) in self.nodes]
+        places = [place for place in self.checkpoint.places if id(place.node) in self.nodes]
         has_weights = any(self.names_at(place) for place in places)
         others: list[tuple[_Tie, str]] = []
         for place in places:

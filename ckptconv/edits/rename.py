@@ -25,6 +25,7 @@ class NameEditor:
     """Changes names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
 
     def __init__(self, checkpoint: Checkpoint, detected: Detected, changes: Changes) -> None:
+        self.checkpoint = checkpoint
         self.where = checkpoint.source.path
         self.detected = detected
         self.changes = changes
@@ -32,12 +33,10 @@ class NameEditor:
         self.before = [(found, found.names()) for found in named]
 
     def run(self, edits: Edits) -> None:
+        if not (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix):
+            return
         hint = self.detected.hint_of_modules()
-        if (
-            hint
-            and not self.detected.state_dicts
-            and (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix)
-        ):
+        if hint and not self.detected.state_dicts:
             raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
         if edits.unwrap:
             self.unwrap()
@@ -49,6 +48,7 @@ class NameEditor:
             self.add(said)
         for found, names in self.before:
             self.conclude(found, names)
+        self.checkpoint.renamed()
 
     def names(self) -> list[str]:
         """Every name in the state dicts; in a file of optimizers alone, theirs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
@@ -21,7 +20,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     """
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}
-    counts: Counter[Storage] = Counter(info.storage for info in checkpoint.tensors.values() if info.storage)
+    counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
     seen_tags = {storage.device for storage in checkpoint.storages.values()}
     for storage in checkpoint.storages.values():
         new = devices.new_tag(storage.device, rng=storage in rng_storages)
@@ -33,12 +32,13 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             reference.node.id = changed_id(reference.node, tag=new_tags[reference.storage])
     for storage, new in new_tags.items():
         storage.device = new
-    for argument in checkpoint.device_arguments:
+    for argument in arguments:
         seen_tags.add(argument.device)
         new = devices.new_tag(argument.device)
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             _count(changes, argument.device, new, 1, 0)
+    checkpoint.changed(same_tensors=True)
     for rule in devices.rules:
         if not any(rule.matches(tag) for tag in seen_tags):
             changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")

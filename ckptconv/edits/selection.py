@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.globs import matches
-from ckptconv.checkpoint.index import attribute_places, places_in, restrict
-from ckptconv.checkpoint.left_behind import left_behind_at, storages_below
+from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
-from ckptconv.checkpoint.state_dicts import StateDict, detect
+from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import shell
@@ -44,7 +44,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
         NoMatchError: A path or glob matches nothing.
         RefusedError: Several state dicts could be meant.
     """
-    before = checkpoint.places
+    before = checkpoint.index
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
     if edits.select is not None:
@@ -58,8 +58,8 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude, paths)
-    if is_emitted and checkpoint.places is not before:
-        drop_effect_order(checkpoint.graph)
+    if is_emitted and checkpoint.index is not before:
+        drop_effect_order(checkpoint)
     return left
 
 
@@ -72,7 +72,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
             if written(place.path) == path:
                 return place
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
-    if not meant and [each.path for each in detect(checkpoint).state_dicts] == ["."]:
+    if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
         look = _look_for(checkpoint, "--tree")
         known, meant = "", "the checkpoint is a state dict itself" + (f"; {look}" if look else "")
     raise NoMatchError(
@@ -87,7 +87,7 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
     """What to type for NAME if it is one in a whole module, or a path without the
     attributes in which modules keep their parts.
     """
-    modules = detect(checkpoint).modules
+    modules = checkpoint.detected.modules
     words = _words(name)
     meant = {words, *(_words(module.path) + words for module in modules)} if words else set()
     found = next((place for place in checkpoint.places if _words(place.path) in meant), None)
@@ -112,7 +112,7 @@ def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
     """The state dict that is meant when nobody says which, or the module that would give it."""
-    found = detect(checkpoint).main()
+    found = checkpoint.detected.main()
     if len(found) == 1:
         return found[0]
     if not found:
@@ -146,28 +146,33 @@ def _named_tensors(checkpoint: Checkpoint) -> int:
 
 def _candidates(checkpoint: Checkpoint) -> str:
     """The state dicts and whole modules that there are, with their sizes."""
-    detected = detect(checkpoint)
+    detected = checkpoint.detected
     found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in detected.state_dicts]
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in detected.modules if each.tensors]
-    sizes = [sum(s.nbytes for s in storages_below(checkpoint, *nodes)) for _, nodes in found[:_LISTED]]
+    sizes = [sum(s.nbytes for s in checkpoint.index.storages_below(*nodes)) for _, nodes in found[:_LISTED]]
     listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
     return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
+
+
+def _restrict(
+    checkpoint: Checkpoint, root: Place, left: Mapping[str, Iterable[Place]], before: Index
+) -> list[LeftBehind]:
+    """Make what stands at ROOT the whole checkpoint, of which BEFORE is the index so far. What is LEFT behind is given
+    by why it is.
+    """
+    checkpoint.restrict(root)
+    kept = checkpoint.storages.values()
+    return [each for why, places in left.items() for each in left_behind_at(places, before.storage_of, kept, why)]
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     """Make what stands at PLACE the whole checkpoint."""
     if place.node is checkpoint.graph.root:
         return []
-    others = list(places_in(checkpoint, _above(place) - {id(place.node)}))
-    left = left_behind_at(
-        checkpoint,
-        [other for other in others if other.node is not place.node],
-        storages_below(checkpoint, place.node),
-        f"not in {place.path}",
-    )
+    index = checkpoint.index
+    others = [each for each in index.places_in(_above(place) - {id(place.node)}) if each.node is not place.node]
     checkpoint.graph.discarded = []
-    restrict(checkpoint, place)
-    return left
+    return _restrict(checkpoint, place, {f"not in {place.path}": others}, index)
 
 
 def _above(place: Place) -> set[int]:
@@ -188,9 +193,10 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
     whys: dict[str, list[Place]] = {}
     of_torch: list[Place] = []
+    index = checkpoint.index
     for place in (
-        *places_in(checkpoint, module.opened | _above(module.place)),
-        *attribute_places(checkpoint, module.tensors.values()),
+        *index.places_in(module.opened | _above(module.place)),
+        *index.attribute_places(module.tensors.values()),
     ):
         if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
             continue
@@ -200,12 +206,6 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
             of_torch.append(place)
         else:
             whys.setdefault(f"not in the state dict of {module.path}", []).append(place)
-    kept = storages_below(checkpoint, *module.tensors.values())
-    left = [each for why, places in whys.items() for each in left_behind_at(checkpoint, places, kept, why)]
-    if of_torch:  # a line for all: there are more of them than of everything else
-        numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
-        why = f"what every module has for torch's own use (hooks, training; {numbers})"
-        left.append(LeftBehind(module.path, 0, why))
     state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
     items: list[Value] = []
     named: set[int] = set()
@@ -218,7 +218,11 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     set_items(state_dict, items)
     place = module.place
     checkpoint.graph.discarded = []
-    restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key))
+    left = _restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key), whys, index)
+    if of_torch:  # a line for all: there are more of them than of everything else
+        numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
+        why = f"what every module has for torch's own use (hooks, training; {numbers})"
+        left.append(LeftBehind(module.path, 0, why))
     return left
 
 
@@ -234,7 +238,7 @@ def _filter(
 
     PATHS say where in the source the names of a module's state dict stood.
     """
-    detected = detect(checkpoint)
+    detected = checkpoint.detected
     state_dicts = {id(found.node) for found in detected.state_dicts}
     places = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes]
     named = [place for place in places if place.parent is not None and id(place.parent.node) in state_dicts]
@@ -283,16 +287,15 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
                 by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
                 continue
         raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
-    again = [place for place in checkpoint.places if id(place.node) in by_mapping]
+    index = checkpoint.index
+    again = [place for place in index.places if id(place.node) in by_mapping]
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
-    root = checkpoint.root
-    left = left_behind_at(checkpoint, unwanted, storages_below(checkpoint, root.node), "left out as asked")
+    left = _restrict(checkpoint, checkpoint.root, {"left out as asked": unwanted}, index)
     named = {place.path for place in unwanted}
     for place in again:  # a mapping that stands in two places loses its items in both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
-    restrict(checkpoint, root)
     if not checkpoint.tensors:
         raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
     return left

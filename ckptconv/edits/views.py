@@ -17,7 +17,7 @@ from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, Tensor
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
-from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
+from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
 
 __all__ = ["Group", "View", "Views", "compact", "extent"]
 
@@ -69,14 +69,12 @@ class Views:
         self._read()
 
     def _read(self) -> None:
-        storages = {id(each.node): each.storage for each in self._checkpoint.references}
-        reader = TensorReader(storages, str(self._checkpoint.source.path))
-        roots = [*self._checkpoint.graph.discarded, self._checkpoint.graph.root]
-        nodes = list(walk(roots))
+        index = self._checkpoint.index
+        reader = TensorReader(index.storage_of, str(self._checkpoint.source.path))
         parts: dict[int, StridedPart] = {}  # by the id of the call
-        for node in nodes:
+        for node in index.nodes:
             part = strided_part(node) if isinstance(node, Call) else None
-            info = self._checkpoint.tensor_nodes.get(id(node)) if part else None  # read already
+            info = index.tensor_nodes.get(id(node)) if part else None  # read already
             if part and info is None:
                 info = reader.strided_or_none(part.function, part.args.items)
             if part is None or info is None or info.storage is None or not isinstance(node, Call):
@@ -87,7 +85,10 @@ class Views:
             view = self._of_call[id(node)] = View(node, part.nested, reference, info, info.storage)
             self.of_storage.setdefault(info.storage, []).append(view)
             self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
-        self.used_otherwise = {storages[id(node)] for node in _others(roots, nodes, parts) if id(node) in storages}
+        roots = [*index.graph.discarded, index.graph.root]
+        self.used_otherwise = {
+            index.storage_of[id(node)] for node in _others(roots, index.nodes, parts) if id(node) in index.storage_of
+        }
 
     def at(self, node: Node) -> View | None:
         """The view that the tensor NODE is, or is a parameter of."""
@@ -175,7 +176,7 @@ class Views:
         return self._words[name]
 
     def conclude(self) -> None:
-        """Let the checkpoint's tables say what its graph says now."""
+        """Let the checkpoint's references say what its graph says now."""
         checkpoint = self._checkpoint
         for nodes in self._nodes.values():
             for node in nodes.values() if len(nodes) > 1 else ():  # each is made where it is needed first
@@ -185,19 +186,7 @@ class Views:
             for each in checkpoint.references
             for storage, node in self._nodes.get(id(each.node), {each.storage: each.node}).items()
         ]
-        checkpoint.storages = {each.storage.key: each.storage for each in checkpoint.references}
-        for place in checkpoint.places:
-            known = checkpoint.tensor_nodes.get(id(place.node))
-            view = self.at(place.node) if known and isinstance(place.node, Node) else None
-            if known is None or view is None:
-                continue
-            for info in (known, checkpoint.tensors[place.path]):
-                info.dtype, info.offset, info.nbytes, info.storage = (
-                    view.info.dtype,
-                    view.info.offset,
-                    view.info.nbytes,
-                    view.storage,
-                )
+        checkpoint.changed()
 
 
 def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:

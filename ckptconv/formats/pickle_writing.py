@@ -43,6 +43,7 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         reference.node.id = changed_id(reference.node, key=keys[reference.storage.key])
+    checkpoint.changed(same_tensors=True)
     return keys
 
 
@@ -64,6 +65,7 @@ def say_for_older_loaders(checkpoint: Checkpoint) -> None:
     for node in checkpoint.graph.globals:
         if node.module == "torch.tensor":
             node.module = "torch._tensor"
+    checkpoint.changed(same_tensors=True)
 
 
 def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
@@ -91,7 +93,9 @@ def sources_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
 
 
 def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where a tensor has a dtype that torch has not."""
+    """Raise RefusedError where a tensor has a dtype that torch has not, of which it can have no storages."""
+    if not any(storage_id(each.node).dtype is UNTYPED for each in checkpoint.references):
+        return
     troubles = _dtypes(checkpoint, lambda info: info.dtype not in BY_NAME)
     if troubles:
         raise cannot_hold(checkpoint, "torch", troubles)

@@ -28,9 +28,9 @@ from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_globals import dangerous_globals
-from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
@@ -436,4 +436,5 @@ def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
             call = calls[storage.key, cls.name] = Call("REDUCE", loader, Tuple([blob]), order=reference.node.order)
         new[reference.node] = call
     replace_nodes(checkpoint.graph, new)
+    checkpoint.changed()
     return files

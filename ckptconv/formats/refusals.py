@@ -6,7 +6,6 @@ import shlex
 
 from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.errors import RefusedError
 from ckptconv.pickles.graph import Call, Dict
 from ckptconv.pickles.paths import Place, is_item, is_repeated
@@ -20,8 +19,8 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     """The error for a target, WHAT, that cannot hold some tensors: where each stands, its
     trouble, and how to leave all of them out.
     """
-    of_source: dict[int, list[Place]] = {}  # names may have been edited since
-    for place in checkpoint.places:
+    of_source: dict[int, list[Place]] = {}
+    for place in checkpoint.source_places:
         of_source.setdefault(id(place.node), []).append(place)
     listed = ", ".join(f"{of_source.get(id(place.node), [place])[0].path} ({trouble})" for place, trouble in troubles)
     once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
@@ -38,7 +37,7 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
     """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
-    named = {id(found.node) for found in detect(checkpoint).state_dicts} if places else set()
+    named = {id(found.node) for found in checkpoint.detected.state_dicts} if places else set()
     return [
         glob_of(place.path, place.key)
         if place.parent and id(place.parent.node) in named

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
-from ckptconv.checkpoint.index import attribute_places, checkpoint_of, places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError
@@ -29,7 +29,7 @@ from ckptconv.formats.layout import HubName, Layout, Writer, file_of
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Dict, Graph, Node, Object, PersistentId, Value, set_items, walk
+from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
 __all__ = ["NAME", "WRITER", "layout", "looks_like", "read"]
@@ -182,8 +182,9 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     others: list[Place] = []
     tensors: list[Place] = []
     troubles: list[tuple[Place, str]] = []
-    for place in places_in(checkpoint, {id(checkpoint.graph.root)}):
-        info = checkpoint.tensor_nodes.get(id(place.node)) if isinstance(place.node, Node) else None
+    index = checkpoint.index
+    for place in index.places_in_root():
+        info = index.tensor_nodes.get(id(place.node))
         if is_item(place) and is_repeated(place):
             troubles.append((place, "a second value of that name"))
         elif info is None or not is_item(place):
@@ -198,15 +199,15 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
         if any(trouble == _PART for _, trouble in troubles):
             error.hint = f"{_MERGE}; {error.hint}" if error.hint else _MERGE
         raise error
-    others += attribute_places(checkpoint, [place.node for place in tensors])
+    others += index.attribute_places(place.node for place in tensors)
     kept = [info.storage for info in taken.values()]
     if not taken and any(isinstance(node, PersistentId) for node in walk([place.node for place in others])):
         raise RefusedError("none of its tensors stands under a name", where=checkpoint.source.path)
     versions = [place for place in others if place.segment == "/._metadata"]
     rest = [place for place in others if place.segment != "/._metadata"]
     return taken, [
-        *left_behind_at(checkpoint, rest, kept, "no tensor with a name"),
-        *left_behind_at(checkpoint, versions, kept, "the modules' versions"),
+        *left_behind_at(rest, index.storage_of, kept, "no tensor with a name"),
+        *left_behind_at(versions, index.storage_of, kept, "the modules' versions"),
     ]
 
 

@@ -31,9 +31,9 @@ from typing import NamedTuple, cast
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable, SliceSource, Source
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
-from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
@@ -527,7 +527,7 @@ def _early_readers(checkpoint: Checkpoint) -> set[int]:
 
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
     early = _early_readers(checkpoint)
-    found = [place.path for place in checkpoint.places if id(place.node) in early]
+    found = [place.path for place in checkpoint.source_places if id(place.node) in early]
     if early:
         raise RefusedError(
             f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights"
@@ -544,6 +544,7 @@ def _respell(checkpoint: Checkpoint) -> None:
         reference.node.id = _as_a_whole(reference.node.id)
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
+    checkpoint.changed()
 
 
 @cache

@@ -40,9 +40,9 @@ from ckptconv.byteranges.spans import (
     OutFile,
     Piece,
 )
-from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import Layout, Writer, joined

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Inflate
-from ckptconv.checkpoint.index import checkpoint_of
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
-from ckptconv.checkpoint.pickled_modules import read_modules
+from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
@@ -236,7 +235,7 @@ def _constants(source: Source, archive: Archive) -> Checkpoint:
 
 def _has_weights(checkpoint: Checkpoint) -> bool:
     """Whether there is a module with a state dict, or one that cannot be known."""
-    return any(module.tensors or module.trouble for module in read_modules(checkpoint))
+    return any(module.tensors or module.trouble for module in checkpoint.detected.modules)
 
 
 def _why_none(archive: Archive) -> str:

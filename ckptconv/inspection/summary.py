@@ -10,12 +10,11 @@ from math import prod
 from typing import TypedDict
 
 from ckptconv.checkpoint.describe import describe, is_flat
-from ckptconv.checkpoint.index import every_place
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.rebuild_functions import torch_device
-from ckptconv.checkpoint.safe_globals import obstacles, refused_opcodes
-from ckptconv.checkpoint.state_dicts import StateDict, detect
+from ckptconv.checkpoint.safe_globals import refused_opcodes
+from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
@@ -23,7 +22,7 @@ from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, gc_paused, is_global
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Set, Tuple, gc_paused, is_global
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 
@@ -167,12 +166,12 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
 def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     """The summary of CHECKPOINT, to be loaded on HOST."""
-    detected = detect(checkpoint)
+    detected = checkpoint.detected
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
-    refused = list(obstacles(graph)) if has_pickle else []
+    refused = checkpoint.index.obstacles if has_pickle else []
     concerned = concerns(checkpoint)
     diagnosis = diagnose(checkpoint, detected, host, refused, concerned)
     refusals = Counter(reason for reason, _ in refused)
@@ -181,8 +180,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     in_modules = {
         place.path: (name, found.path) for found in detected.modules for name, place in reversed(found.places.items())
     }
-    # not before: there are as many of them as of opcodes, and the concerns need some too
-    places = every_place(checkpoint)
+    places = checkpoint.index.every_place
     others = dict(_others(checkpoint, places))
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -207,7 +205,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         rng_states=[info.path for info in detected.rng_states],
         weights_only=not refusals,
         obstacles=dict(refusals),
-        safety=level_of(checkpoint, concerned, refused=bool(refusals)),
+        safety=level_of(checkpoint, concerned),
         concerns=[
             ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
             for each in concerned
@@ -314,7 +312,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
         if place.parent is not None and id(place.parent) in hidden:
             hidden.add(id(place))
             continue
-        if isinstance(node, Node) and id(node) in checkpoint.tensor_nodes:
+        if id(node) in checkpoint.tensor_nodes:
             continue
         if place.segment.startswith("/._metadata"):
             hidden.add(id(place))

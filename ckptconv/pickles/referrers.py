@@ -13,14 +13,15 @@ __all__ = ["Referrers"]
 class Referrers:
     """The users of each node of GRAPH, whose nodes stand at PLACES.
 
-    Byte strings count as nodes: one that holds something is one object.
+    Byte strings count as nodes: one that holds something is one object. NODES are those of GRAPH in the order in which
+    the pickle says them, where they are known.
     """
 
-    def __init__(self, graph: Graph, places: Iterable[Place]) -> None:
+    def __init__(self, graph: Graph, places: Iterable[Place], nodes: Iterable[Node] | None = None) -> None:
         self.root = graph.root
         self.discarded = {id(node) for node in graph.discarded}
         self.users: dict[int, list[Node]] = {}
-        for node in walk([graph.root, *graph.discarded]):
+        for node in walk([graph.root, *graph.discarded]) if nodes is None else nodes:
             for child in children(node):
                 if isinstance(child, (Node, bytes)):
                     self.users.setdefault(id(child), []).append(node)

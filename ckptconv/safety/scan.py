@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
-from ckptconv.checkpoint.index import every_place
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_allowed, obstacles, refused_opcodes
@@ -131,21 +130,18 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
     return search.listed()
 
 
-def level_of(checkpoint: Checkpoint, found: Iterable[Concern], *, refused: bool | None = None) -> Level:
-    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing.
-
-    REFUSED: whether torch's safe loader refuses something in its graph, where that was asked before.
-    """
+def level_of(checkpoint: Checkpoint, found: Iterable[Concern]) -> Level:
+    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing."""
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
         return "dangerous" if "dangerous" in met else "needs code"
     if not checkpoint.graph.opcodes:
         return "holds no code"
-    graphs = _around(checkpoint) if refused is not None else [checkpoint.graph, *_around(checkpoint)]
     refused = (
-        refused
-        or checkpoint.format == plain_pickle.NAME
-        or any(refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in graphs)
+        checkpoint.format == plain_pickle.NAME
+        or refused_opcodes(checkpoint.graph)
+        or checkpoint.index.obstacles
+        or any(refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in _around(checkpoint))
     )
     return "refused by weights_only=True, needs no code" if refused else "loads with weights_only=True"
 
@@ -184,9 +180,7 @@ class _Where:
     def uses(self) -> Referrers:
         if self._uses is None:
             of = self.of
-            self._uses = (
-                Referrers(of.graph, every_place(of)) if isinstance(of, Checkpoint) else Referrers(of, _places(of))
-            )
+            self._uses = of.index.referrers if isinstance(of, Checkpoint) else Referrers(of, _places(of))
         return self._uses
 
     def path(self, value: Value) -> str:

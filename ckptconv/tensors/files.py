@@ -27,7 +27,7 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python
 from ckptconv.output import files as output_files
-from ckptconv.pickles.graph import gc_paused, subgraph
+from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,6 @@ class CheckpointFile:
             self._source.close()
             raise
         tensors = self._checkpoint.tensor_nodes
-        self._references = {id(reference.node): reference for reference in self._checkpoint.references}
         self._places = {place.path: place for place in self._checkpoint.places if id(place.node) in tensors}
 
     @property
@@ -109,17 +108,9 @@ class CheckpointFile:
             )
         if path not in self._places:
             raise NoMatchError(f"no tensor stands at {path}", where=self.path, expected=_near(path, self._places))
-        node = self._places[path].node
-        graph = subgraph(self._checkpoint.graph, node)
-        references = [self._references[id(each)] for each in graph.references]
-        drop_effect_order(graph)
-        return replace(
-            self._checkpoint,
-            graph=graph,
-            storages={reference.storage.key: reference.storage for reference in references},
-            references=references,
-            device_arguments=[],  # they go where map_location says
-        )
+        part = self._checkpoint.part(self._places[path])
+        drop_effect_order(part)
+        return part
 
     def close(self) -> None:
         """Let the file go."""

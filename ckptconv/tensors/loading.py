@@ -17,8 +17,6 @@ import torch
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
-from ckptconv.checkpoint.safe_globals import obstacles
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.edits.retag import retag
@@ -84,12 +82,12 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     trusted = set(_told())
     refused = [
         (reason, node)
-        for reason, node in obstacles(checkpoint.graph)
+        for reason, node in checkpoint.index.obstacles
         if not (isinstance(node, Global) and imported_name(node, 2) in trusted)
     ]
     if refused:
         found = Refused(checkpoint, refused)
-        part = found.loadable_part(detect(checkpoint)) if whole else None
+        part = found.loadable_part(checkpoint.detected) if whole else None
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
         )
@@ -147,4 +145,4 @@ def _device(word: object) -> str:
 
 def _tags(checkpoint: Checkpoint) -> Iterable[str]:
     yield from (storage.device for storage in checkpoint.storages.values())
-    yield from (argument.device for argument in checkpoint.device_arguments)
+    yield from (argument.device for argument in checkpoint.index.device_arguments)

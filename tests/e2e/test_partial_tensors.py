@@ -103,7 +103,7 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
     checkpoint = read(tmp_path / "gpu.pt")
     assert {storage.device for storage in checkpoint.storages.values()} == {"cuda:1"}
-    assert [argument.device for argument in checkpoint.device_arguments] == ["cuda:1"] * 4
+    assert [argument.device for argument in checkpoint.index.device_arguments] == ["cuda:1"] * 4
     ((path, device),) = ckptconv.inspect(tmp_path / "gpu.pt")["user_devices"].items()
     assert path.endswith(".mesh/._device_type") and device == "cuda"
 

@@ -140,7 +140,7 @@ class _Groups:
     def __init__(self, checkpoint: Checkpoint, items: Mapping[str, Value]) -> None:
         self.above = {name: name for name in items}
         self.owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
-        storages = {id(each.node): each.storage for each in checkpoint.references}
+        storages = checkpoint.index.storage_of
         for name, value in items.items():
             todo = [value]
             while todo:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.spans import Literal, OutFile
-from ckptconv.checkpoint.index import places_in
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
@@ -175,7 +174,7 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     """
     root = checkpoint.graph.root
     assert isinstance(root, Object)  # a state dict was taken
-    places = list(places_in(checkpoint, {id(root)}))
+    places = checkpoint.index.places_in_root()
     odd = [
         place.path
         for place in places
@@ -188,7 +187,7 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     others = [place for place in places if not is_item(place)]
     kept = [info.storage for info in checkpoint.tensors.values()]
     items = {place.key: place.node for place in places if is_item(place) and place.key is not None}
-    return items, left_behind_at(checkpoint, others, kept, "shards have no place for attributes")
+    return items, left_behind_at(others, checkpoint.index.storage_of, kept, "shards have no place for attributes")
 
 
 class _SetWriter:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.checkpoint.globs import matches
-from ckptconv.checkpoint.index import index_again
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
@@ -165,14 +163,14 @@ class _Comparison:
             self.ask_for_other_order(error, edits)
             raise
         if edits != Edits():
-            index_again(self.a)
+            self.a.restart_paths()
         self.notes += left.notes
         if self.edits.unwrap and not left.names:
             self.edits = replace(self.edits, unwrap=False)
         root, left_in_b = self.b.graph.root, self.take_part_of_b(alone=alone)
         left_out = self.filter_b()
         if left_in_b or left_out or self.b.graph.root is not root:
-            index_again(self.b)
+            self.b.restart_paths()
         if alone and self.edits.select is None and not self.edits.state_dict:
             self.rest[0].extend(each.path for each in left.left_behind if each.why != _ASKED)
             self.rest[1].extend(each.path for each in left_in_b)
@@ -199,7 +197,7 @@ class _Comparison:
         try:
             return select(self.b, Edits(state_dict=alone or self.edits.state_dict), is_emitted=False)
         except RefusedError as error:
-            if not alone and not detect(self.b).main():
+            if not alone and not self.b.detected.main():
                 self.notes.append("B has no state dict: compared whole")
                 return []
             if "--select" in (error.hint or ""):
@@ -310,7 +308,7 @@ class _Comparison:
 
     def rng_states(self) -> set[str]:
         """The paths of the states of random generators on either side."""
-        return {info.path for side in (self.a, self.b) for info in detect(side).rng_states}
+        return {info.path for side in (self.a, self.b) for info in side.detected.rng_states}
 
     def suggestion(self) -> str | None:
         """The command that compares what is alike, where no name is in both."""
@@ -381,7 +379,7 @@ def _holds_weights_alone(checkpoint: Checkpoint) -> bool:
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
     """Those of GLOBS that mean a tensor of CHECKPOINT."""
-    state_dicts = {id(found.node) for found in detect(checkpoint).state_dicts} if globs else set()
+    state_dicts = {id(found.node) for found in checkpoint.detected.state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
     return tuple(

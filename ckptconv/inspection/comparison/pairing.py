@@ -18,7 +18,7 @@ from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
     TensorReader,
     device_arguments,
@@ -70,7 +70,7 @@ class Side:
         self.checkpoint = checkpoint
         self.protocol = checkpoint.graph.protocol
         self.leaf = leaf_of(checkpoint.tensor_nodes)
-        self.storages: dict[int, Storage] = {id(each.node): each.storage for each in checkpoint.references}
+        self.storages = checkpoint.index.storage_of
         self.reader = TensorReader(self.storages, str(checkpoint.source.path))
         self.root = Place(None, "", checkpoint.graph.root, 0)
         self.only: list[OnlyIn] = []

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import shell
@@ -60,7 +59,7 @@ def flags_of(edits: Edits) -> tuple[str, ...]:
 
 
 def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
-    detected = detect(checkpoint)
+    detected = checkpoint.detected
     taken = edits.select is not None or edits.state_dict
     parts = [
         _Part(found.path, found.names(), ("--select", found.path) if found.path != "." else ())

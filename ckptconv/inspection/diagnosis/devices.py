@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.errors import count
-from ckptconv.inspection.diagnosis.findings import Fix, Issue, ReachableStorages, Scope, first_few
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 
 __all__ = ["missing_devices", "optimizers", "rng_states"]
@@ -19,7 +19,7 @@ _TAG = re.compile(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
 def missing_devices(scope: Scope) -> Iterator[Issue]:
     """Tags that torch cannot restore on the machine, and those of which nobody can tell."""
     arguments = [
-        each for each in scope.checkpoint.device_arguments if scope.reach is None or id(each.call) in scope.reach
+        each for each in scope.checkpoint.index.device_arguments if scope.reach is None or id(each.call) in scope.reach
     ]
     tags = sorted({*(storage.device for storage in scope.storages), *(each.device for each in arguments)})
     shown = {tag: scope.host.shows(tag) for tag in tags}
@@ -86,7 +86,7 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
     """Optimizers whose state is on one GPU, where all processes of a run would load it."""
     if all(storage.device in _NO_GPU for storage in scope.storages):
         return
-    below = ReachableStorages(scope.checkpoint)
+    seen: set[int] = set()  # what is in two optimizers counts for the first: looking again and again could take forever
     found = {
         id(place.parent.node): (place.parent.path, place.parent.node)
         for place in scope.checkpoint.places
@@ -96,7 +96,7 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
         state = strings_of(node).get("state")
         if not isinstance(state, Node) or (scope.reach is not None and id(state) not in scope.reach):
             continue
-        storages = below.storages(state)
+        storages = scope.checkpoint.index.storages_below(state, seen=seen)
         tag, *others = {storage.device for storage in storages} - _NO_GPU or {""}
         if others or not tag.startswith("cuda") or not _can_be_mapped([tag]):
             continue

@@ -19,7 +19,6 @@ from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
 from ckptconv.hints import shell
 from ckptconv.inspection.diagnosis.host import Host
-from ckptconv.pickles.graph import Node, PersistentId, walk
 
 __all__ = [
     "SHOWN",
@@ -27,7 +26,6 @@ __all__ = [
     "Diagnosis",
     "Fix",
     "Issue",
-    "ReachableStorages",
     "Scope",
     "advice",
     "first_few",
@@ -131,24 +129,6 @@ class Scope:
         if self.reach is None:
             return self.detected.state_dicts or self.detected.optimizers
         return [found for found in self.detected.state_dicts if id(found.node) in self.reach]
-
-
-class ReachableStorages:
-    """Which storages parts lead to.
-
-    What stands in two parts counts for the first, because looking again and again could take forever.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.by_node = {id(each.node): each.storage for each in checkpoint.references}
-        self.seen: set[int] = set()
-
-    def storages(self, *nodes: Node) -> list[Storage]:
-        reached = walk([*nodes], self.seen)
-        return list(dict.fromkeys(self.by_node[id(each)] for each in reached if isinstance(each, PersistentId)))
-
-    def nbytes(self, *nodes: Node) -> int:
-        return sum(storage.nbytes for storage in self.storages(*nodes))
 
 
 def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:

@@ -12,11 +12,10 @@ from ckptconv.checkpoint.state_dicts import Detected, StateDict
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, ReachableStorages, Scope, first_few
+from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
 from ckptconv.pickles.paths import is_item
 from ckptconv.pickles.python2_names import imported_name
-from ckptconv.pickles.referrers import Referrers
 
 __all__ = ["LoadablePart", "Refused", "containers", "opcodes", "refusals"]
 
@@ -79,7 +78,7 @@ class Refused:
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
-        self.uses = Referrers(checkpoint.graph, checkpoint.places)
+        self.uses = checkpoint.index.referrers
         #: Each global's name or reason, the path where it stands first, and the number of places.
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
@@ -94,20 +93,27 @@ class Refused:
         """
         tainted = self.uses.above(self.nodes)
         meant = next(iter(detected.main()), None) if len(detected.main()) == 1 else None
-        below = ReachableStorages(self.checkpoint)
+        seen: set[int] = set()
+
+        def sized(part: LoadablePart) -> LoadablePart:
+            """PART with its bytes; what stands in two parts counts for the first, for looking again and again could
+            take forever.
+            """
+            found = self.checkpoint.index.storages_below(*part.nodes, seen=seen)
+            return replace(part, nbytes=sum(storage.nbytes for storage in found))
+
         modules = [
             LoadablePart([*map(detached, found.tensors.values())], found.path, 0, found) for found in detected.modules
         ]
         loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, walk([*part.nodes])))]
         for part in loadable:
             if part.module is meant:
-                return replace(part, path=None, nbytes=below.nbytes(*part.nodes))
+                return sized(replace(part, path=None))
         if isinstance(meant, StateDict) and id(meant.node) not in tainted:
-            return LoadablePart([meant.node], None, below.nbytes(meant.node))
+            return sized(LoadablePart([meant.node], None, 0))
         state_dicts = [LoadablePart([f.node], f.path, 0) for f in detected.state_dicts if id(f.node) not in tainted]
         others = state_dicts or loadable or _other_parts(self.checkpoint, tainted)
-        sized = [replace(part, nbytes=below.nbytes(*part.nodes)) for part in others]
-        largest = max(sized, key=lambda part: part.nbytes, default=None)
+        largest = max(map(sized, others), key=lambda part: part.nbytes, default=None)
         enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
         return largest if largest and largest.nbytes > enough else None
 

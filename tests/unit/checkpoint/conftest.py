@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.state_dicts import Detected, detect
+from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.formats import opening
 
 
@@ -20,6 +20,6 @@ def read(tmp_path: Path) -> Any:
     def detected_in(obj: object) -> Detected:
         torch.save(obj, tmp_path / "x.pt")
         with Source(tmp_path / "x.pt") as source:
-            return detect(opening.read(source))
+            return opening.read(source).detected
 
     return detected_in

@@ -22,7 +22,6 @@ from torch import nn
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
 from ckptconv.formats import opening
@@ -269,7 +268,7 @@ def _opened(path: Path) -> set[str]:
     """The paths of what the state dict was made from."""
     with Source(path) as source:
         checkpoint = opening.read(source)
-        (module,) = detect(checkpoint).modules
+        (module,) = checkpoint.detected.modules
         return {place.path for place in checkpoint.places if id(place.node) in module.opened}
 
 

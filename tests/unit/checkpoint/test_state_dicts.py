@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.checkpoint.state_dicts import detect
 from ckptconv.formats import opening
 from tests.support.detection import numbers, rng_states, state_dicts
 
@@ -162,7 +161,7 @@ def test_an_optimizer_without_names(read: Any, obj: object) -> None:
 def test_the_training_fixture(fixtures: Path) -> None:
     """One model, an optimizer keyed by integers, two generator states."""
     with Source(fixtures / "training.pt") as source:
-        detected = detect(opening.read(source))
+        detected = opening.read(source).detected
     assert state_dicts(detected) == ["model"]
     assert detected.optimizers == []
     assert rng_states(detected) == ["rng_state/cpu", "rng_state/cuda"]

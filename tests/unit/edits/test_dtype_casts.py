@@ -997,6 +997,7 @@ def test_arguments_that_are_shared(tmp_path: Path) -> None:
         other = Call("REDUCE", Global("unknown", "function"), call.args)
         (holder,) = (node for node in walk([checkpoint.graph.root]) if isinstance(node, List) and children(node) == [1])
         holder.effects[0].values.append(other)
+        checkpoint.changed()
         assert Views(checkpoint).used_otherwise == set(checkpoint.storages.values())
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ckptconv
-from ckptconv.byteranges.sources import Readable
+from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.cli.main import main
@@ -140,7 +140,7 @@ def state_dict_of(path: Path) -> dict[str, Tensor]:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
     assert checkpoint.script_classes is not None
-    return next((found.tensors for found in read_modules(checkpoint)), {})
+    return next((found.tensors for found in checkpoint.detected.modules), {})
 
 
 def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -508,13 +508,10 @@ CLASSES = {"__torch__.M": (["w"], ["b"])}
 
 def module_of(root: Call, *tensors: Call) -> PickledModule:
     """What is found in an archive whose module is ROOT and in which these are the TENSORS."""
-    source = Readable()
-    source.path = Path("m.pt")
     info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
-    places, nodes = [Place(None, "", root, 0)], {id(each): info for each in tensors}
-    graph = Graph(root, 2, 0, frozenset(), [], [], [], [], set())
-    checkpoint = Checkpoint("", source, graph, None, {}, [], [], places, {}, nodes, script_classes=CLASSES)
-    return read_modules(checkpoint)[0]
+    index = Index(Graph(root, 2, 0, frozenset(), [], [], [], [], set()), Place(None, "", root, 0), [], "m.pt")
+    vars(index)["_found"] = [index.root], {}, {id(each): info for each in tensors}  # more than could be found
+    return read_modules(index, CLASSES)[0]
 
 
 def tensor() -> Call:

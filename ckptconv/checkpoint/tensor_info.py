@@ -1,0 +1,98 @@
+"""Storages, tensors and what is left behind, as a checkpoint describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptconv.byteranges.spans import Data
+from ckptconv.pickles.graph import Call, PersistentId
+
+__all__ = ["DeviceArgument", "LeftBehind", "Reference", "Storage", "TensorInfo"]
+
+
+@dataclass(eq=False)
+class Storage:
+    """The bytes that one or more tensors are views of. Identity is sharing.
+
+    ``device`` is the location tag, as the file has it until an edit changes it.
+    """
+
+    key: str
+    device: str
+    nbytes: int
+    data: Data
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """One mention of a storage in the pickle."""
+
+    node: PersistentId
+    storage: Storage
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceArgument:
+    """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
+
+    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
+    the argument is one of ``arguments``.
+    """
+
+    call: Call
+    nested: bool
+    index: int
+    device: str
+
+
+@dataclass(eq=False, slots=True)
+class TensorInfo:
+    """A tensor as the pickle describes it.
+
+    Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
+
+    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
+    ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around
+    other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
+    ``storage`` is None where the tensor has none of its own; only then ``own_device`` says where it is, if that is
+    known. ``name`` is its key where it stands in a mapping. ``tied_to`` is the path of an earlier tensor that is the
+    same.
+    """
+
+    path: str
+    name: str | None
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    own_device: str | None
+    nbytes: int
+    storage: Storage | None
+    requires_grad: bool
+    is_parameter: bool
+    contiguous: bool
+    tied_to: str | None = None
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def device(self) -> str:
+        """Where it is: where its storage is, also when an edit has moved that."""
+        return self.storage.device if self.storage else self.own_device or "unknown"
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        """What it shows of which storage: two tensors are tied if this is equal."""
+        return id(self.storage), self.offset, self.shape, self.stride, self.dtype, self.conj, self.neg
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """Something that the source has and the target will not: its path, the bytes of storage that go
+    with it, and why.
+    """
+
+    path: str
+    nbytes: int
+    why: str

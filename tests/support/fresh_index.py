@@ -1,0 +1,81 @@
+"""A check that what a checkpoint has derived from its graph is right whenever somebody asks for it.
+
+An edit that forgets to call ``Checkpoint.changed`` leaves places, tensors or users of nodes behind that are not so any
+more, and nothing fails until a flag needs them. So tests ask after each edit.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, TensorInfo
+from ckptconv.checkpoint.state_dicts import Detected, detect
+from ckptconv.pickles.paths import Place
+from ckptconv.pickles.referrers import Referrers
+
+__all__ = ["assert_fresh", "check_each_access"]
+
+_PARTS = {"_found", "device_arguments", "nodes", "obstacles", "places", "referrers"}
+_PARTS |= {"storage_of", "storages", "tensor_counts"}
+
+
+def assert_fresh(checkpoint: Checkpoint) -> None:
+    """What CHECKPOINT has of its index is what an index of its graph, made now, has."""
+    index = vars(checkpoint)["index"]
+    now = Index(checkpoint.graph, checkpoint.root, checkpoint.references, "")
+    for part in vars(index).keys() & _PARTS:
+        assert _plain(vars(index)[part]) == _plain(getattr(now, part)), f"{part} of the index is not so any more"
+    detected = checkpoint._detected
+    again = detect(now, is_state_dict=checkpoint.is_state_dict, scripts=checkpoint.script_classes)
+    assert detected is None or _plain(detected) == _plain(again), "what was detected is not so any more"
+
+
+def check_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call :func:`assert_fresh` wherever a line of the package asks for an index, once for each line and index."""
+    asked: set[tuple[object, ...]] = set()
+    kept: list[Index] = []  # whose ids must stay theirs
+
+    def get(checkpoint: Checkpoint) -> Index:
+        index: Index = vars(checkpoint)["index"]
+        caller = sys._getframe(1)
+        if caller.f_code in (Checkpoint.changed.__code__, Checkpoint.renamed.__code__):
+            return index
+        if isinstance(vars(Checkpoint).get(caller.f_code.co_name), property) and caller.f_back:
+            caller = caller.f_back
+        at = id(index), caller.f_code, caller.f_lineno
+        if at not in asked:
+            asked.add(at)
+            kept.append(index)
+            assert_fresh(checkpoint)
+        return index
+
+    def set_(checkpoint: Checkpoint, index: Index) -> None:
+        vars(checkpoint)["index"] = index
+
+    monkeypatch.setattr(Checkpoint, "index", property(get, set_), raising=False)
+
+
+def _plain(value: Any) -> Any:
+    """VALUE so that two of it compare by what they are, and nodes and storages by identity."""
+    if isinstance(value, Place):
+        return value.path, id(value.node), value.key, value.depth
+    if isinstance(value, TensorInfo):
+        return id(value.storage), [getattr(value, name) for name in TensorInfo.__slots__ if name != "storage"]
+    if isinstance(value, DeviceArgument):
+        return id(value.call), value.nested, value.index, value.device
+    if isinstance(value, Referrers):
+        return {key: [*map(id, users)] for key, users in value.users.items()}, id(value.root), value.discarded
+    if isinstance(value, Detected):
+        modules = [(each.path, each.cls, _plain(each.tensors), each.trouble) for each in value.modules]
+        state_dicts = [(each.path, id(each.node), id(each.metadata)) for each in value.state_dicts]
+        optimizers = [(each.path, [(id(effect), i) for effect, i in each.places]) for each in value.optimizers]
+        return modules, state_dicts, optimizers, value.optimizer_nodes, _plain(value.rng_states), value.root
+    if isinstance(value, dict):
+        return [(key, _plain(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str) else id(value)

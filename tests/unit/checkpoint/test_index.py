@@ -1,0 +1,184 @@
+"""The index of a checkpoint: each part right after each edit, and made as seldom as can be."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.byteranges.sources import Source
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.cli.main import main
+from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.plan import make_plan
+from ckptconv.edits.options import edits_from
+from ckptconv.errors import CkptconvError
+from ckptconv.formats import opening
+from ckptconv.pickles.graph import Dict, Effect, FrozenSet, gc_paused
+from tests.support import zoo
+from tests.support.fresh_index import assert_fresh, check_each_access
+from tests.support.walks import Walks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+
+#: Options of conversions that edit, alone and one after another.
+EDITS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "devices": {"map_location": {"any": "cuda:1", "cpu": "mps"}},
+    "state dict": {"state_dict": True},
+    "part": {"select": "model"},
+    "globs": {"exclude": ["*0*", "*/*1*"]},
+    "part and globs": {"state_dict": True, "include": ["*"], "exclude": ["*bias*"]},
+    "names": {"unwrap": True, "rename": [("^", "net.")]},
+    "dtypes": {"dtype": ["float16", "*/*=float64"]},
+    "compaction": {"compact": True},
+    "all": {
+        "state_dict": True, "exclude": ["*2*"], "add_prefix": ["module"], "dtype": ["bfloat16"],
+        "map_location": "cuda:0", "compact": True,
+    },
+}  # a table  # fmt: skip
+
+
+def read(path: Path) -> Checkpoint:
+    with Source(path) as source, gc_paused():
+        return opening.read(source)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in ("sets", "long_values")])  # which are large
+def test_every_part_is_right_whenever_it_is_used(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every edit of every kind of object, on the way to every format."""
+    zoo.save(zoo.ZOO[name](), tmp_path / "src.pt", pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
+    sources = [tmp_path / "src.pt"]
+    with suppress(CkptconvError):
+        ckptconv.convert(sources[0], tmp_path / "src.safetensors")
+        sources.append(tmp_path / "src.safetensors")
+    check_each_access(monkeypatch)
+    for source in sources:
+        for edits, options in EDITS.items():
+            for format in ("pt", "safetensors", *(("legacy", "pickle") if edits in ("nothing", "all") else ())):
+                checkpoint = read(source)
+                with suppress(CkptconvError):
+                    make_plan(checkpoint, tmp_path / "out", edits_from(**options), OutputOptions(format=format))
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_every_part_is_right_in_sets_of_shards(edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged, split again as they were, and dealt anew."""
+    zoo.save({f"model.{i}.weight": torch.ones(100, 4) * i for i in range(6)}, tmp_path / "src.pt")
+    for format in ("pt", "safetensors"):
+        folder = tmp_path / format
+        ckptconv.convert(tmp_path / "src.pt", folder, format=format, max_shard_size="4KB")
+        with monkeypatch.context() as watched:
+            check_each_access(watched)
+            for again in ({}, {"max_shard_size": "6KB"}):
+                for target in ("again", "file.pt"):
+                    with suppress(CkptconvError):
+                        ckptconv.convert(folder, tmp_path / target, dry_run=True, **again, **EDITS[edits])
+
+
+@pytest.mark.parametrize("name", ["training", "module", "state_dict", "subclass", "objects", "cycles"])
+def test_every_part_is_right_where_files_are_looked_at(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
+    zoo.save({"model": zoo.state_dict()}, tmp_path / "other.pt")
+    check_each_access(monkeypatch)
+    ckptconv.inspect(tmp_path / "src.pt")
+    ckptconv.verify(tmp_path / "src.pt")
+    for pair in (("src.pt", "other.pt"), ("other.pt", "src.pt")):
+        for options in ({}, {"state_dict": True, "add_prefix": "module"}, {"exclude": ["*weight*"]}):
+            with suppress(CkptconvError):
+                ckptconv.diff(*(tmp_path / each for each in pair), **options)  # type: ignore[arg-type]
+    with suppress(CkptconvError):
+        ckptconv.load(tmp_path / "src.pt", "cpu")
+    with ckptconv.open(tmp_path / "src.pt") as file:
+        for path in file.tensors:
+            with suppress(CkptconvError):
+                file.load(path)
+
+
+def test_an_edit_that_says_nothing_is_noticed(tmp_path: Path) -> None:
+    """By the check that the tests above rest on: in places, in users of nodes, in what was detected."""
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "src.pt")
+    for part in ("places", "referrers", "nodes", "obstacles"):
+        checkpoint = read(tmp_path / "src.pt")
+        getattr(checkpoint.index, part)
+        root = checkpoint.graph.root
+        assert isinstance(root, Dict)
+        root.add(Effect("SETITEM", ["more", FrozenSet([])], None))
+        with pytest.raises(AssertionError, match="is not so any more"):
+            assert_fresh(checkpoint)
+        checkpoint.changed()
+        getattr(checkpoint.index, part)
+        assert_fresh(checkpoint)
+
+
+def test_an_outdated_index_computes_nothing_more(tmp_path: Path) -> None:
+    """What it has it keeps."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "src.pt")
+    checkpoint = read(tmp_path / "src.pt")
+    before = checkpoint.index
+    assert [place.path for place in before.places] == [".", "w"]
+    checkpoint.changed()
+    assert [place.path for place in before.places] == [".", "w"]
+    with pytest.raises(AssertionError, match="has changed since"):
+        _ = before.nodes
+    assert checkpoint.index.nodes
+
+
+def test_tensors_are_not_read_again_where_no_call_has_changed(tmp_path: Path) -> None:
+    """They are copies, with the paths that they have now."""
+    torch.save({"model": {"module.w": torch.ones(2), "module.b": torch.ones(3)}}, tmp_path / "src.pt")
+    checkpoint = read(tmp_path / "src.pt")
+    (w, b), shape = checkpoint.tensors.values(), (4, 5)
+    w.shape = b.shape = shape  # by which what was read before is known
+    checkpoint.changed(same_tensors=True)
+    checkpoint.changed(same_tensors=True)
+    assert [info.shape for info in checkpoint.tensors.values()] == [shape, shape]
+    assert all(new is not old for new, old in zip(checkpoint.tensors.values(), (w, b), strict=True))
+    checkpoint.changed()
+    checkpoint.changed(same_tensors=True)
+    assert [info.shape for info in checkpoint.tensors.values()] == [(2,), (3,)]
+
+
+# How often the graph is walked
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """A model, its optimizer with twice as many tensors, and a class that needs code."""
+    model = {f"module.layers.{i}.weight": torch.ones(2, 2) for i in range(50)}
+    state = {i: {"exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)} for i in range(50)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [*range(50)]}]}
+    zoo.save({"model": model, "optimizer": optimizer, "args": argparse.Namespace(lr=0.1)}, tmp_path / "src.pt")
+    return tmp_path / "src.pt"
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "places"),
+    [
+        # the part, what is beside it, and what is left of the part; the whole, the part, what is left of it
+        (["convert", "-q", "{src}", "{dst}.safetensors", "--exclude", "*.1.*"], 1.4, 1.8),
+        (["convert", "-q", "{src}", "{dst}.pt", "--state-dict", "--exclude", "*.1.*"], 1.4, 1.8),
+        (["convert", "-q", "{src}", "{dst}.pt", "--exclude", "*.1.*"], 1.1, 2.1),
+        (["convert", "-q", "{src}", "{dst}.pt", "--to", "cpu"], 0, 1),
+        (["convert", "-q", "{src}", "{dst}.pt", "--to", "cpu", "--strip-prefix", "module"], 0, 1),
+        # the whole, and the part that loads, twice, beside that of the optimizer
+        (["inspect", "{src}"], 2.4, 1),
+    ],
+)
+def test_how_often_the_graph_is_walked(
+    words: list[str], nodes: float, places: float, training: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NODES and PLACES: at most so often as many as the whole has."""
+    index = read(training).index
+    whole = len(index.nodes), len(index.every_place)
+    walks = Walks(monkeypatch)
+    assert main([word.format(src=training, dst=training.with_name("dst")) for word in words]) == 0
+    assert walks.of("walk", whole[0]) <= nodes
+    assert 1 <= walks.of("find_places", whole[1]) <= places
