@@ -1,123 +1,244 @@
-"""Commands and keywords that errors and notes suggest, quoted for a shell or for Python."""
+"""What messages suggest, as data: options and commands of ours, in the words of a shell or of Python."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import re
 import shlex
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ckptconv.errors import CkptconvError, printable
 
-__all__ = ["edit_flag", "for_python", "in_python", "literal", "saved_by_torch", "shell", "shell_escape"]
+__all__ = [
+    "Command",
+    "Message",
+    "Option",
+    "Placeholder",
+    "command",
+    "command_in",
+    "for_python",
+    "in_python",
+    "joined",
+    "literal",
+    "option",
+    "options_in",
+    "quoted",
+    "saved_by_torch",
+    "shell",
+]
 
 _P = ParamSpec("_P")
-
 _R = TypeVar("_R")
 
-_WORD = r"((?:'[^']*'|\"[^\"]*\"|\\.|[^\s;,)'\"\\])+)"
-
-_SWITCHES = (
-    "force",
-    "state-dict",
-    "allow-unsafe",
-    "copy-tied",
-    "copy-others",
-    "skip-existing",
-    "verify",
-    "dry-run",
-    "unwrap",
-)
-
-_VALUES = ("select", "include", "exclude", "strip-prefix", "add-prefix", "format")
+_TERMINAL_ONLY = ("tree",)  # options of commands that no function has
 
 
-def shell(*words: str | os.PathLike[str]) -> str:
-    """A command of these WORDS.
+class Placeholder(str):
+    """A word for what the reader puts in its place, such as OUT."""
 
-    A path that starts with a dash gets a folder, so that no program takes it for an option.
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option, called as the keyword is, and its value.
+
+    The value is a text or number, or a tuple of texts or pairs for what can be given several times; True for a switch;
+    None where the option is only named. The devices of ``map_location`` are a text or pairs.
     """
-    return " ".join(_quoted(word if isinstance(word, str) else _no_option(os.fspath(word))) for word in words)
+
+    keyword: str
+    value: Any = True
+
+    def words(self) -> list[tuple[str, ...]]:
+        """What is typed for it: each flag with its value."""
+        flag = f"--{self.keyword.replace('_', '-')}"
+        if self.value is None or self.value is True:
+            return [(flag,)]
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        if self.keyword == "map_location":
+            return [("--map", "=".join(each)) if isinstance(each, tuple) else ("--to", each) for each in values]
+        return [(flag, *each) if isinstance(each, tuple) else (flag, str(each)) for each in values]
+
+    def in_python(self) -> str:
+        """The keyword with its value."""
+        value = self.value
+        if isinstance(value, tuple):
+            of_pairs: Any = dict if self.keyword == "map_location" else list
+            one = len(value) == 1 and isinstance(value[0], str)
+            value = value[0] if one else of_pairs(value)
+        return self.keyword if value is None else f"{self.keyword}={value!r}"
 
 
-def saved_by_torch(expression: str, *modules: str) -> str:
-    """A command that saves what the Python EXPRESSION gives, which needs MODULES beside torch."""
-    program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
-    return f"python -c {shlex.quote(program)}"
+@dataclass(frozen=True)
+class Command:
+    """A command of ours: its name, ``convert_many`` for a batch, and its paths and options."""
+
+    name: str
+    arguments: tuple[str | os.PathLike[str] | Option, ...]
+
+    def words(self) -> list[tuple[str, ...]]:
+        """What is typed: each flag with its value, every other word by itself."""
+        words: list[tuple[str, ...]] = [("ckptconv",), (self.name.removesuffix("_many"),)]
+        for each in self.arguments:
+            words += each.words() if isinstance(each, Option) else [(_no_option(each),)]
+        return words
+
+    def in_python(self) -> str:
+        """The call that does the same."""
+        arguments = ", ".join(
+            each.in_python() if isinstance(each, Option) else repr(os.fspath(each))
+            for each in self.arguments
+            if not (isinstance(each, Option) and each.keyword in _TERMINAL_ONLY)
+        )
+        if self.name == "convert_many":
+            return f"ckptconv.convert_many(ckptconv.jobs_in({arguments}))"
+        return f"ckptconv.{self.name}({arguments})"
 
 
-def literal(path: str | os.PathLike[str]) -> str:
-    """PATH as Python writes it, in the quotation marks that leave a shell's alone."""
-    return json.dumps(os.fspath(path), ensure_ascii=False)
+class Message(str):
+    """A text of parts, some of them options and commands: the text is what the command line says.
+
+    What is added to it is another part. An f-string or ``join`` would make a text of it, in which the parts are lost:
+    outside of :mod:`ckptconv.cli` the tests let none pass.
+    """
+
+    parts: tuple[str | Option | Command, ...]
+
+    def __new__(cls, *parts: str | Option | Command) -> Message:
+        typed = (part if isinstance(part, str) else shell(*chain(*part.words())) for part in parts)
+        self = super().__new__(cls, "".join(typed))
+        self.parts = parts
+        return self
+
+    def __add__(self, other: str) -> Message:
+        return Message(*self.parts, *_parts(other))
+
+    def __radd__(self, other: str) -> Message:
+        return Message(*_parts(other), *self.parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Message, self.parts
 
 
-def edit_flag(field: str, value: object) -> str:
-    """The flag that says VALUE in a FIELD of :class:`~ckptconv.edits.options.Edits`."""
-    flag = "dtype" if field == "dtypes" else field.replace("_", "-")
-    words = value if isinstance(value, tuple) else (value,)
-    return f"--{flag} {shell(*map(str, words))}"
+def _parts(text: str) -> tuple[str | Option | Command, ...]:
+    return text.parts if isinstance(text, Message) else (text,)
 
 
-def _no_option(path: str) -> str:
-    return f"./{path}" if path.startswith("-") else path
+def option(keyword: str, value: object = True) -> Message:
+    """An option as a message: ``"..., or " + option("select", path)``."""
+    return Message(Option(keyword, value))
 
 
-def _quoted(word: str) -> str:
-    """WORD for a shell; with what cannot be shown in the shell's own escapes, for a message would show it in others."""
-    return shlex.quote(word) if printable(word) == word else f"$'{''.join(map(shell_escape, word))}'"
+def command(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
+    """A command of ours as a message. A path that starts with a dash, and is no text, gets a folder."""
+    return Message(Command(name, arguments))
 
 
-def shell_escape(character: str, *, ascii_only: bool = False) -> str:
-    """CHARACTER as it stands between ``$'`` and ``'`` in a shell."""
-    if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
-        return character
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))
+def joined(*messages: str | None, separator: str = "; ") -> str:
+    """Those of `messages` that there are, as one."""
+    there = [each for each in messages if each]
+    return functools.reduce(lambda text, each: text + separator + each, there)
+
+
+def options_in(message: str | None) -> dict[str, Any]:
+    """The values of the options that `message` names outside of commands, by keyword."""
+    return {each.keyword: each.value for each in _parts(message or "") if isinstance(each, Option)}
+
+
+def command_in(message: str | None) -> Command | None:
+    """The first command of ours in `message`."""
+    return next((each for each in _parts(message or "") if isinstance(each, Command)), None)
+
+
+def in_python(said: _R) -> _R:
+    """`said`, a message or what holds some, in the words of Python; an error is changed in place."""
+    found: Any = said
+    if isinstance(said, Message):
+        found = "".join(part if isinstance(part, str) else part.in_python() for part in said.parts)
+    elif isinstance(said, (list, tuple)):
+        found = type(said)(map(in_python, said))
+    elif isinstance(said, CkptconvError):
+        said.what, said.hint = in_python(said.what), in_python(said.hint)
+        said.args = (said.what,)
+    elif isinstance(said, dict):
+        found = {**said, **_messages_in(said)}
+    elif is_dataclass(said) and not isinstance(said, type):
+        found = replace(said, **_messages_in(vars(said)))
+    return cast("_R", found)
+
+
+def _messages_in(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: translate(held[name]) for name, translate in _MESSAGES.items() if name in held}
+
+
+#: Where results hold messages, and what becomes of them; a command to be typed stays one.
+_MESSAGES: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("what", "hint", "text", "notes", "findings", "failed", "changes", "error", "report"), in_python),
+    **dict.fromkeys(("command", "remedy", "suggestion"), lambda line: line and str(line)),
+}
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """FUNCTION, whose errors speak of keywords."""
+    """`function`, whose errors speak of keywords. Its result, if it holds messages, goes through :func:`in_python`."""
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except CkptconvError as error:
-            error.what = in_python(error.what)
-            error.hint = error.hint and in_python(error.hint)
+            in_python(error)
             raise
 
     return called
 
 
-def in_python(text: str) -> str:
-    """TEXT with keywords of :func:`ckptconv.convert` in place of flags."""
-    text = re.sub(rf"--({'|'.join(_SWITCHES)})(?![\w-])", lambda m: f"{_keyword(m[1])}=True", text)
-    text = re.sub(rf"--({'|'.join(_VALUES)}) {_WORD}(?: --\1 {_WORD})*", _with_values, text)
-    text = re.sub(r"--max-shard-size (\d\w*)", r"max_shard_size='\1'", text).replace(
-        "--max-shard-size", "max_shard_size"
-    )
-    text = re.sub(rf"--rename {_WORD} {_WORD}", lambda m: f"rename=[({_literal(m[1])}, {_literal(m[2])})]", text)
-    return re.sub(rf"--to {_WORD}", lambda m: f"map_location={_literal(m[1])}", text)
+# Words of a shell, and of other programs
 
 
-def _with_values(match: re.Match[str]) -> str:
-    """One flag with its value, or the same flag several times."""
-    values = [_literal(word) for word in re.findall(f"--{match[1]} {_WORD}", match[0])]
-    return f"{_keyword(match[1])}={values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}"
+def shell(*words: str | os.PathLike[str]) -> str:
+    """A command of these `words`.
+
+    A path that starts with a dash gets a folder, so that no program takes it for an option.
+    """
+    return " ".join(quoted(_no_option(word)) for word in words)
 
 
-def _keyword(flag: str) -> str:
-    return flag.replace("-", "_")
+def saved_by_torch(expression: str, *modules: str) -> str:
+    """A command that saves what the Python `expression` gives, which needs `modules` beside torch."""
+    program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
+    return f"python -c {shlex.quote(program)}"
 
 
-def _literal(word: str) -> str:
-    """WORD, quoted for a shell, as Python quotes it; a placeholder in capitals as it is."""
-    if re.fullmatch("[A-Z]+", word):
+def literal(path: str | os.PathLike[str]) -> str:
+    """`path` as Python writes it, in the quotation marks that leave a shell's alone."""
+    return json.dumps(os.fspath(path), ensure_ascii=False)
+
+
+def _no_option(word: str | os.PathLike[str]) -> str:
+    if isinstance(word, str):
         return word
-    return repr("".join(shlex.split(word)))
+    path = os.fspath(word)
+    return f"./{path}" if path.startswith("-") else path
+
+
+def quoted(word: str, *, ascii_only: bool = False) -> str:
+    """`word` for a shell; what cannot be shown is in the shell's own escapes, for a message would show it in others."""
+    if printable(word) == word and (word.isascii() or not ascii_only):
+        return shlex.quote(word)
+    return f"$'{''.join(_escaped(each, ascii_only=ascii_only) for each in word)}'"
+
+
+def _escaped(character: str, *, ascii_only: bool = False) -> str:
+    """`character` as it stands between ``$'`` and ``'`` in a shell."""
+    if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
+        return character
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))

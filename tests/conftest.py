@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckptconv.hints import Message
 from tests.support.command import Command
 from tests.support.paths import FIXTURES, SUPPORT
 
@@ -24,6 +27,21 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # so a shell without job control starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keeping_parts(method: Any) -> Any:
+    """`method` of a message, which makes a plain text of it, for those alone who print."""
+
+    def called(self: Message, *args: object) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        assert not caller.startswith("ckptconv.") or caller.startswith("ckptconv.cli"), "a message loses its parts"
+        return method(self, *args)
+
+    return called
+
+
+for _name in ("__format__", "__mod__", "format", "partition", "removeprefix", "replace", "split", "strip"):
+    setattr(Message, _name, _keeping_parts(getattr(str, _name)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +59,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """A function that runs a command line, expects its exit status, and gives what it said."""
     return Command(capsys)
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A function that writes bytes to a file of a name, in a folder of its own."""
+
+    def write(data: bytes, name: str = "m.pt") -> Path:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all examples of a generated test have in common."""
+    return tmp_path_factory.mktemp("folder")
 
 
 @pytest.fixture

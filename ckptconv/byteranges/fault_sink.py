@@ -123,7 +123,7 @@ class _About(FaultSink):
         self.part = part
 
     def found(self, error: CkptconvError) -> None:
-        error.what = f"{self.part}: {error.what}"
+        error.what = f"{self.part}: " + error.what
         self.of.found(error)
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:

@@ -9,6 +9,7 @@ from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.checkpoint.rng_states import RngStates
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
@@ -98,8 +99,9 @@ class Detected:
             return None
         first = f"{modules[0].cls} at {modules[0].path}"
         return (
-            f"there are names in a whole module ({first}): --state-dict takes its state dict out, to which this then"
-            " applies"
+            f"there are names in a whole module ({first}): "
+            + option("state_dict")
+            + " takes its state dict out, to which this then applies"
         )
 
     def is_usual(self, path: str) -> bool:

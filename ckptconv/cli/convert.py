@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError
 from ckptconv.formats.writers import WRITERS
+from ckptconv.hints import Option, Placeholder, command, option, shell
 
 __all__ = ["convert_command"]
 
@@ -133,8 +133,9 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     if len(paths) > 1:
         return paths[:-1], paths[-1]
     if len(paths) == 1:
-        src = shlex.quote(paths[0])
-        raise UsageError(f"no output given: ckptconv convert {src} OUT --to cpu (in place: {src} {src} --force)")
+        to_cpu = command("convert", paths[0], Placeholder("OUT"), Option("map_location", "cpu"))
+        in_place = f"{shell(paths[0], paths[0])} {option('force')}"
+        raise UsageError(f"no output given: {to_cpu} (in place: {in_place})")
     raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
 
 
@@ -142,11 +143,11 @@ def _devices(flags: dict[str, Any]) -> Any:
     for rule in flags["maps"]:
         if "=" not in rule:
             raise UsageError(
-                f"--map {rule} has no new device",
+                f"{option('map', rule)} has no new device",
                 expected="OLD=NEW, like cuda:0=cuda:1",
-                hint=f"for all tensors: --to {rule}",
+                hint=f"for all tensors: {option('to', rule)}",
             )
     if flags["to"] is not None and "=" in flags["to"]:
-        raise UsageError(f"--to {flags['to']} is a rule", expected="a device", hint=f"--map {flags['to']}")
+        raise UsageError(f"{option('to', flags['to'])} is a rule", expected="a device", hint=option("map", flags["to"]))
     to = (flags["to"],) if flags["to"] is not None else ()
     return to_devices(*to, *flags["maps"], *flags["map_location"])

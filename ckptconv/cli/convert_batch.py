@@ -25,6 +25,7 @@ from ckptconv.conversion.jobs import Outcome
 from ckptconv.conversion.options import JobOptions
 from ckptconv.conversion.targets import Listing, size_of
 from ckptconv.edits.changes import Changes
+from ckptconv.hints import option
 from ckptconv.inspection.summary import SCHEMA_VERSION
 
 __all__ = ["convert_batch"]
@@ -82,7 +83,7 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
-        go_on = "" if in_place else "; the same command with --skip-existing goes on from here"
+        go_on = "" if in_place else f"; the same command with {option('skip_existing')} goes on from here"
         click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
         raise
 

@@ -18,7 +18,7 @@ from ckptconv.cli.render.text import Style, cells, natural
 from ckptconv.cli.render.tree import tree_lines
 from ckptconv.cli.terminal import screen_size, show_error, style_of
 from ckptconv.errors import CkptconvError, NoMatchError
-from ckptconv.inspection.summary import Summary, TensorSummary, inspect
+from ckptconv.inspection.summary import Summary, TensorSummary, summary_of
 
 __all__ = ["inspect_command"]
 _ROWS = 40  # of the tensor table on a terminal, at most
@@ -49,7 +49,7 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
     status = 0
     for i, path in enumerate(paths):
         try:
-            summary = inspect(path)
+            summary = summary_of(path)
             selected = _selected(summary, view["include"], view["exclude"], view["sort"])
         except CkptconvError as error:
             if debug:

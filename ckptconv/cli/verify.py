@@ -15,8 +15,9 @@ from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.render.verdict import verdict_lines
 from ckptconv.cli.terminal import progress_bar, show_error
 from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.hints import option
 from ckptconv.inspection.summary import SCHEMA_VERSION
-from ckptconv.inspection.verification import checkpoints_in, verify
+from ckptconv.inspection.verification import checkpoints_in, verdict_on
 
 __all__ = ["verify_command"]
 
@@ -48,10 +49,13 @@ def verify_command(
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
-        raise UsageError("--expect-sha256 is for one file", got=f"{len(paths)} paths" if len(paths) > 1 else paths[0])
+        raise UsageError(
+            option("expect_sha256", None) + " is for one file",
+            got=f"{len(paths)} paths" if len(paths) > 1 else paths[0],
+        )
     for path in chain.from_iterable(map(checkpoints_in, paths)):
         try:
-            verdict = verify(
+            verdict = verdict_on(
                 path, strict=strict, expect_sha256=expect_sha256, progress=partial(progress_bar, quiet=quiet)
             )
         except UsageError:

@@ -58,7 +58,7 @@ def convert_many(
     """
 
     def tell(outcome: Outcome) -> Outcome:
-        _say_in_python(outcome)
+        outcome = in_python(outcome)
         if done is not None:
             done(outcome)
         return outcome
@@ -128,13 +128,6 @@ def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
     if item.kind != "shards":  # a set's own folder can have others in it
         edits = {name: value for name, value in edits.items() if name != "copy_others"}
     return Job(str(item.src), dst, edits)
-
-
-def _say_in_python(outcome: Outcome) -> None:
-    error = outcome.error
-    if error is not None:
-        error.what = in_python(error.what)
-        error.hint = error.hint and in_python(error.hint)
 
 
 # All jobs

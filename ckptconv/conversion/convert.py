@@ -22,7 +22,7 @@ from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.writers import usual_format, writer_for
-from ckptconv.hints import for_python
+from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import files as output_files
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.pickles.graph import gc_paused
@@ -52,7 +52,7 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], **options:
         CkptconvError: One of its subclasses; `dst` is then as it was.
         TypeError: An option has a wrong type, or there is none of that name.
     """
-    return run(src, dst, edits_from(**options), OutputOptions.of(options))
+    return in_python(run(src, dst, edits_from(**options), OutputOptions.of(options)))
 
 
 def run(
@@ -153,5 +153,7 @@ def _check_target(source: Readable, path: Path, *, force: bool) -> None:
     except OSError:
         same = False
     if same and not force:
-        raise RefusedError("the output is the input", where=path, hint="--force converts it in place, safely")
+        raise RefusedError(
+            "the output is the input", where=path, hint=option("force") + " converts it in place, safely"
+        )
     output_files.check_target(path, replace=force)

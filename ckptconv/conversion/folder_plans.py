@@ -20,12 +20,12 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan
 from ckptconv.conversion.targets import name_in_folder, refuse_one_place
 from ckptconv.edits.changes import CastCount, Changes, Dropped
-from ckptconv.edits.options import Edits
+from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.sharded.index import family_of
-from ckptconv.hints import edit_flag
+from ckptconv.hints import option
 from ckptconv.limits import LIMITS
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
@@ -176,7 +176,7 @@ def _left(found: list[Found], what: str, folder: Path) -> list[str]:
     if not found:
         return []
     names = some([str(each.path.relative_to(folder)) for each in found])
-    return [f"{count(len(found), what)} left: {names}; --copy-others copies all that is no checkpoint"]
+    return [f"{count(len(found), what)} left: {names}; " + option("copy_others") + " copies all that is no checkpoint"]
 
 
 def _about_config(folder: Path, plan: Plan) -> list[str]:
@@ -240,8 +240,8 @@ def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
     notes = []
     for part in parts:
         name = f"{part.found.path.relative_to(folder)}: " if len(parts) > 1 else ""
-        notes += [f"{name}{note}" for note in part.plan.notes] if part.plan else []
-        notes += [f"{name}{edit_flag(*edit)} means nothing there" for edit in part.unmatched]
+        notes += [name + note for note in part.plan.notes] if part.plan else []
+        notes += [name + option_of(*edit) + " means nothing there" for edit in part.unmatched]
     return Plan(
         (old, new),
         target,

@@ -24,9 +24,9 @@ from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Item, find_item, is_there
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
-from ckptconv.hints import edit_flag
+from ckptconv.hints import joined, option
 from ckptconv.output import files as output_files
 
 __all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work"]
@@ -161,7 +161,7 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
         # A process that is killed right after its work was done has told nobody.
         if task.new and task.lost and (report := _done_before(item, task)) is not None:
             return Outcome(job, report=report)
-        error.hint = f"{error.hint}, --skip-existing leaves what is there"
+        error.hint = joined(error.hint, option("skip_existing") + " leaves what is there", separator=", ")
         raise
 
 
@@ -184,7 +184,7 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
     for dropped in task.dropped:
         edits = edits.without(*dropped)
     report = run(item.src, dst, edits, job.as_output(), is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
-    notes = [f"{edit_flag(*each)} means nothing here" for each in task.dropped]
+    notes = [option_of(*each) + " means nothing here" for each in task.dropped]
     return replace(report, notes=(*report.notes, *item.notes, *notes))
 
 

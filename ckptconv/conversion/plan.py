@@ -20,6 +20,7 @@ from ckptconv.formats.layout import Writer
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, words
+from ckptconv.hints import option
 from ckptconv.output.other_files import OtherFile
 from ckptconv.safety.scan import dangers_carried
 
@@ -93,9 +94,8 @@ def make_plan(
     """
     writer = WRITERS[output.format or DEFAULT.word]
     if output.copy_tied and writer.ties:
-        raise UsageError(
-            f"--copy-tied is for {words('ties', holds=False)}: ties stay ties in torch's format", where=path
-        )
+        why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
+        raise UsageError(option("copy_tied") + why, where=path)
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.in_shards)
@@ -171,7 +171,9 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
     elif not writer.devices and (tags := {storage.device for storage in checkpoint.storages.values()} - {"cpu"}):
         notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")
     if edits.compact and not writer.views:
-        notes.append(f"--compact has nothing to do for {writer.name}, which holds what tensors show and no more")
+        notes.append(
+            option("compact") + f" has nothing to do for {writer.name}, which holds what tensors show and no more"
+        )
     return notes
 
 
@@ -200,8 +202,8 @@ def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
             where=checkpoint.source.path,
             got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
             hint=(
-                "do not load it; --allow-unsafe carries the call over, unrun"
+                "do not load it; " + option("allow_unsafe") + " carries the call over, unrun"
                 if dangers
-                else "--allow-unsafe carries them over as they are"
+                else option("allow_unsafe") + " carries them over as they are"
             ),
         )

@@ -14,7 +14,7 @@ from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
 from ckptconv.formats.writers import DEFAULT, WRITERS, admitted, suffix_of
-from ckptconv.hints import shell
+from ckptconv.hints import Placeholder, command, option
 
 __all__ = [
     "Item",
@@ -79,7 +79,9 @@ def format_of(path: Path, format: str | None) -> str | None:
     words = [writer.word for writer in admitted(path.name)]
     if format and format not in words:
         raise UsageError(
-            f"the suffix says {' or '.join(words)} and --format {format}", where=path, hint="change one of them"
+            f"the suffix says {' or '.join(words)} and " + option("format", format),
+            where=path,
+            hint="change one of them",
         )
     return format or (words[0] if len(words) == 1 else None)
 
@@ -98,7 +100,7 @@ def list_items(
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
     if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
-        raise UsageError("--copy-others is for folders, and the input is none", where=srcs[0])
+        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=srcs[0])
     if len(srcs) == 1:
         listing = _of_one(Path(srcs[0]), path, dst, output)
     elif not _will_be_folder(path, dst):
@@ -134,7 +136,7 @@ def find_item(
             f"{len(listing.items):,} checkpoints are in it",
             where=src,
             expected="one",
-            hint="ckptconv.convert_many(ckptconv.jobs_in(src, dst)) converts all of them",
+            hint=command("convert_many", src, dst) + " converts all of them",
         )
     return listing.items[0]
 
@@ -187,13 +189,9 @@ def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOp
     to_folder = _will_be_folder(path, dst)
     is_dir = os.path.isdir(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
-    for flag in ("--max-shard-size",) * output.in_shards + ("--copy-others",) * output.copy_others:
-        if not to_folder:
-            raise UsageError(
-                f"{flag} writes a folder",
-                where=path,
-                expected="a folder, or a path without a suffix",
-            )
+    if not to_folder and (output.in_shards or output.copy_others):
+        asked = option("max_shard_size", None) if output.in_shards else option("copy_others")
+        raise UsageError(asked + " writes a folder", where=path, expected="a folder, or a path without a suffix")
     if kind == "file" and not output.in_shards:
         return Listing((Item(src, find_target(src, dst, output.format)[0], kind),))
     if not to_folder:
@@ -224,7 +222,8 @@ def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
         return ()
     names = some([str(path.relative_to(folder)) for path in other])
     them = "it" if len(other) == 1 else "them"
-    return (f"{count(len(other), 'other file')} left: {names}; to a folder, --copy-others takes {them} along",)
+    left = f"{count(len(other), 'other file')} left: {names}; to a folder, "
+    return (left + option("copy_others") + f" takes {them} along",)
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
@@ -234,8 +233,8 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
     shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
     if not shards:
         return ()
-    whole = shell("ckptconv", "convert", shards[0].parent, "OUT_FOLDER")
-    return (f"{count(len(shards), 'shard')} by themselves get no index: {whole} converts the set",)
+    whole = command("convert", shards[0].parent, Placeholder("OUT_FOLDER"))
+    return (f"{count(len(shards), 'shard')} by themselves get no index: " + whole + " converts the set",)
 
 
 def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
@@ -313,7 +312,7 @@ def _refuse_among_parts(items: Sequence[Item]) -> None:
                 "the output would stand among the parts of the input",
                 where=item.dst,
                 expected="a path outside of it",
-                hint=None if item.is_folder else shell("ckptconv", "convert", src, src.with_name(f"{src.name}.pt")),
+                hint=None if item.is_folder else command("convert", src, src.with_name(f"{src.name}.pt")),
             )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.errors import UsageError
+from ckptconv.hints import option
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,9 @@ def parse_target(text: object) -> Target:
     if not match or not family:
         reason = _REFUSED.get(word.split(":")[0])
         if reason:
-            raise UsageError(f"tensors cannot be sent to {word!r}: {reason}", hint="try: --to cpu")
+            raise UsageError(
+                f"tensors cannot be sent to {word!r}: {reason}", hint="try: " + option("map_location", "cpu")
+            )
         raise UsageError(
             f"{word!r} is no device",
             hint="'auto' is for load and remap, which know what is here" if word == "auto" else None,

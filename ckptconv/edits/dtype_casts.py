@@ -6,7 +6,6 @@ particular rule that names it under any of them.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, UsageError, some
+from ckptconv.hints import option, quoted
 from ckptconv.pickles.graph import Node
 from ckptconv.pickles.paths import Place
 
@@ -102,9 +102,13 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     views.conclude()
     if not (changes.dtypes or changes.not_cast):
         changes.notes.append(
-            "all that was to be cast has its dtype already, so --dtype changed nothing"
-            if any(tie.rule for tie in ties)
-            else "there are no floating-point weights, so --dtype changed nothing"
+            (
+                "all that was to be cast has its dtype already, so "
+                if any(tie.rule for tie in ties)
+                else "there are no floating-point weights, so "
+            )
+            + option("dtype", None)
+            + " changed nothing"
         )
 
 
@@ -280,9 +284,7 @@ class _Chooser:
                 else "a path, with a slash"
             ),
             hint=(
-                f"a path has a slash: --dtype {shlex.quote(f'{as_path}={rule.dtype}')}"
-                if as_path and not slash
-                else None
+                "a path has a slash: " + option("dtype", f"{as_path}={rule.dtype}") if as_path and not slash else None
             ),
             unmatched=("dtypes", rule),
         )
@@ -297,14 +299,15 @@ class _Chooser:
         if along:
             is_one = "it is" if len(along) == 1 else "each is"
             self.changes.notes.append(
-                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what"
-                " --dtype names"
+                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what "
+                + option("dtype", None)
+                + " names"
             )
         if left and self.bare:
             first, slash, _ = left[0].partition("/")
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
             why = (
-                f"beside the weights; {shlex.quote(f'{glob}={self.bare.dtype}')} would name"
+                f"beside the weights; {quoted(f'{glob}={self.bare.dtype}')} would name"
                 f" {'some' if len(left) > 1 else 'it'}"
             )
             self.changes.not_cast.setdefault(why, []).extend(left)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
 from ckptconv.errors import CollisionError, NoMatchError
+from ckptconv.hints import for_python
 
 __all__ = ["add_prefix", "strip_prefix"]
 
@@ -18,6 +19,7 @@ __all__ = ["add_prefix", "strip_prefix"]
 StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
 
 
+@for_python
 def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
     """A copy of STATE_DICT without PREFIX at the start of its names, such as ``module.``; several come off one after
     another. Tensors are not copied.
@@ -55,6 +57,7 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
     return renamed
 
 
+@for_python
 def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
     """A copy of STATE_DICT with PREFIX, such as ``module.``, before each of its names; several are added one after
     another. Tensors are not copied.

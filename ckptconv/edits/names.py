@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ckptconv.errors import UsageError
+from ckptconv.hints import Placeholder, option
 
 __all__ = ["ancestors", "modules_without", "normal_prefix", "prefixes_of", "strings"]
 
@@ -21,7 +22,7 @@ def normal_prefix(prefix: str) -> str:
         raise UsageError(
             f"{prefix!r} is no prefix of names",
             expected="segments that end at a dot, like module.",
-            hint="for anything else: --rename REGEX REPLACEMENT",
+            hint="for anything else: " + option("rename", ((Placeholder("REGEX"), Placeholder("REPLACEMENT")),)),
         )
     return dotted
 

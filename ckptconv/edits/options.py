@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypedDict
 from ckptconv.edits.devices import Devices, MapLocation, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
+from ckptconv.hints import Message, option
 
-__all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from"]
+__all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from", "option_of"]
 
 
 class PartOptions(TypedDict, total=False):
@@ -92,6 +93,12 @@ def edits_from(**options: Any) -> Edits:
     """
     said = {name: _READ.get(name, _as_it_is)(options[name]) for name in EditOptions.__annotations__ if name in options}
     return Edits(**{_FIELDS.get(name, name): value for name, value in said.items()})
+
+
+def option_of(field: str, what: object) -> Message:
+    """The option that says `what` in a `field` of :class:`Edits` that holds several."""
+    keyword = next((name for name, called in _FIELDS.items() if called == field), field)
+    return option(keyword, (what if isinstance(what, tuple) else str(what),))
 
 
 def check_flags(options: Any) -> None:

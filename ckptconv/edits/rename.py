@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -14,6 +13,7 @@ from ckptconv.edits.names import ancestors, modules_without, normal_prefix, pref
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from ckptconv.hints import option
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
 
 __all__ = ["NameEditor"]
@@ -59,12 +59,12 @@ class NameEditor:
         """Take wrappers out of names, each state dict by itself; an optimizer's
         names lose what those of its model lose.
         """
-        changed = "--unwrap changed nothing"
+        changed = option("unwrap") + " changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
             modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
             inside = modules_unwrapped(names, modules)
             if any(inside(path) != path for path in modules):
-                changed = "--unwrap changed _metadata alone"
+                changed = option("unwrap") + " changed _metadata alone"
             _rename_keys(metadata, inside)
         texts: dict[str, str] = {}  # one string for each name, as a pickle shares it
         for found, names in self.before:
@@ -76,7 +76,7 @@ class NameEditor:
             for effect, i in places:
                 _replace(effect, i, known)
         if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
-            self.changes.notes.append(f"no wrapper is in the names, so {changed}")
+            self.changes.notes.append("no wrapper is in the names, so " + changed)
 
     def model_of(self, names: list[str]) -> list[str]:
         """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one
@@ -149,7 +149,7 @@ class NameEditor:
             raise NoMatchError(
                 f"several state dicts could be meant: {', '.join(meant)}",
                 where=self.where,
-                hint=f"to prefix the names of all of them: --rename '^' {shlex.quote(prefix)}",
+                hint="to prefix the names of all of them: " + option("rename", (("^", prefix),)),
             )
         keys = set(main[0].names())
         served = [found for found in self.detected.state_dicts if set(found.names()) == keys]
@@ -202,9 +202,9 @@ def _near(prefix: str, names: list[str]) -> str | None:
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
     near = get_close_matches(prefix, known, n=1, cutoff=0.75)
     if near:
-        return f"--strip-prefix {shlex.quote(near[0])} may be meant"
+        return option("strip_prefix", near[0]) + " may be meant"
     if any(name.startswith(prefix[:-1]) for name in names):
-        return f"prefixes end at a dot; for less: --rename '^{re.escape(prefix[:-1])}' ''"
+        return "prefixes end at a dot; for less: " + option("rename", ((f"^{re.escape(prefix[:-1])}", ""),))
     return None
 
 

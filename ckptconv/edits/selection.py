@@ -6,7 +6,6 @@ What is not taken is named, with its bytes.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 
 from ckptconv.byteranges.sources import BytesSource
@@ -19,7 +18,7 @@ from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
-from ckptconv.hints import shell
+from ckptconv.hints import Option, command, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, Node, Object, Tuple, Value, set_items
 from ckptconv.pickles.paths import Place, item_segments
 
@@ -73,13 +72,12 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
                 return place
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
-        look = _look_for(checkpoint, "--tree")
-        known, meant = "", "the checkpoint is a state dict itself" + (f"; {look}" if look else "")
+        known, meant = "", joined("the checkpoint is a state dict itself", _look_for(checkpoint, Option("tree")))
     raise NoMatchError(
         f"neither an object nor a tensor stands at {path or repr(path)}",
         where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
-        hint=meant or _look_for(checkpoint, "--tree"),
+        hint=meant or _look_for(checkpoint, Option("tree")),
     )
 
 
@@ -94,8 +92,8 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
     if found is None:
         return None
     is_module = any(id(found.node) in module.modules for module in modules)
-    weights = " (and --state-dict for its weights alone)" if is_module else ""
-    return f"what is called so has another path: --select {shlex.quote(found.path)}{weights}"
+    weights = " (and " + option("state_dict") + " for its weights alone)" if is_module else ""
+    return "what is called so has another path: " + option("select", found.path) + weights
 
 
 def _words(path: str) -> tuple[str, ...]:
@@ -103,11 +101,11 @@ def _words(path: str) -> tuple[str, ...]:
     return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
 
 
-def _look_for(checkpoint: Checkpoint, *flags: str) -> str | None:
+def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
     """The command that shows what there is, in a file or folder."""
     source = checkpoint.source
     is_stored = not isinstance(source, BytesSource)
-    return f"see what there is: {shell('ckptconv', 'inspect', source.path, *flags)}" if is_stored else None
+    return "see what there is: " + command("inspect", source.path, *options) if is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
@@ -123,7 +121,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
             " nothing else",
             where=checkpoint.source.path,
             hint=(
-                f"--select {shlex.quote(root)} takes the {tensors:,} tensors that have a name there"
+                option("select", root) + f" takes the {tensors:,} tensors that have a name there"
                 if tensors
                 else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()"
             ),
@@ -131,7 +129,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
     raise RefusedError(
         f"it is not clear which state dict is meant: {_candidates(checkpoint)}",
         where=checkpoint.source.path,
-        hint=f"for the first: --select {shlex.quote(found[0].path)}",
+        hint="for the first: " + option("select", found[0].path),
     )
 
 

@@ -17,6 +17,7 @@ from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, Tensor
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
+from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
 
 __all__ = ["Group", "View", "Views", "compact", "extent"]
@@ -314,5 +315,7 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
     changes.compacted = Dropped(storages, dropped)
     if not storages:
         changes.notes.append(
-            "tensors show every byte of the storages that could be compacted, so --compact changed nothing"
+            "tensors show every byte of the storages that could be compacted, so "
+            + option("compact")
+            + " changed nothing"
         )

@@ -13,6 +13,7 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.formats.layout import HubName
 from ckptconv.formats.refusals import cannot_hold
+from ckptconv.hints import joined, option
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Py2String, Tuple
 from ckptconv.pickles.paths import Place
@@ -130,10 +131,12 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     troubles = _dtypes(checkpoint, lambda info: info.storage in refused)
     if troubles:
         error = cannot_hold(checkpoint, what, troubles)
-        error.hint = f"--format pt writes them{'; ' + error.hint if error.hint else ''}"
+        error.hint = joined(option("format", "pt") + " writes them", error.hint)
         raise error
     raise RefusedError(
-        f"{what} cannot hold a storage without a dtype", where=checkpoint.source.path, hint="--format pt writes it"
+        f"{what} cannot hold a storage without a dtype",
+        where=checkpoint.source.path,
+        hint=option("format", "pt") + " writes it",
     )
 
 

@@ -54,6 +54,7 @@ from ckptconv.formats.pickle_writing import (
     storage_classes,
     texts_left_behind,
 )
+from ckptconv.hints import option
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
     Blob,
@@ -405,7 +406,7 @@ def _refuse_loader(checkpoint: Checkpoint) -> None:
         raise RefusedError(
             f"a plain pickle cannot hold {LOADER} for anything but its storages",
             where=checkpoint.source.path,
-            hint="--format pt writes it",
+            hint=option("format", "pt") + " writes it",
         )
 
 

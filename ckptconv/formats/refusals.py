@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-
 from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import RefusedError
+from ckptconv.hints import Placeholder, option
 from ckptconv.pickles.graph import Call, Dict
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
@@ -27,20 +26,21 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
     if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
         once = []  # what has no key cannot be left out, or nothing would be left
-    globs = [f"--exclude {shlex.quote(glob)}" for glob in _globs(checkpoint, once)]
-    hint = f"to leave them out: {' '.join(globs)}" if globs else None
+    globs = _globs(checkpoint, once)
+    hint = "to leave them out: " + option("exclude", globs) if globs else None
     if len(globs) > _LISTED:
         listed = f"{len(troubles):,} tensors: {listed}"
-        hint = f"to leave them out: --exclude GLOB, as often as it takes, such as {globs[0]}"
+        such = ", as often as it takes, such as " + option("exclude", globs[0])
+        hint = "to leave them out: " + option("exclude", Placeholder("GLOB")) + such
     return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
 
 
-def _globs(checkpoint: Checkpoint, places: list[Place]) -> list[str]:
+def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
     """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
     named = {id(found.node) for found in checkpoint.detected.state_dicts} if places else set()
-    return [
+    return tuple(
         glob_of(place.path, place.key)
         if place.parent and id(place.parent.node) in named
         else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
         for place in places
-    ]
+    )

@@ -28,6 +28,7 @@ from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, p
 from ckptconv.formats.layout import HubName, Layout, Writer, file_of
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
+from ckptconv.hints import joined, option
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
@@ -197,7 +198,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     if troubles:
         error = cannot_hold(checkpoint, NAME, troubles)
         if any(trouble == _PART for _, trouble in troubles):
-            error.hint = f"{_MERGE}; {error.hint}" if error.hint else _MERGE
+            error.hint = joined(_MERGE, error.hint)
         raise error
     others += index.attribute_places(place.node for place in tensors)
     kept = [info.storage for info in taken.values()]
@@ -269,10 +270,10 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:
     """What the format cannot say of the tensors that it holds."""
-    notes = []
+    notes: list[str] = []
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):
-            notes.append(f"every name starts with {wrapper}: --strip-prefix {wrapper} takes it off")
+            notes.append(f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " takes it off")
     plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
     if plain:
         notes.append(f"safetensors stores no requires_grad: {plain:,} parameters become plain tensors")

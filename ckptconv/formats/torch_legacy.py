@@ -51,6 +51,7 @@ from ckptconv.formats.pickle_writing import (
     storage_classes,
     texts_left_behind,
 )
+from ckptconv.hints import option
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
@@ -149,7 +150,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
         graph, at = parse(source.read, end, where=where, offset=at)
         keys, at = parse(source.read, end, where=where, offset=at)
     except MalformedError as error:
-        error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: {error.what}"
+        error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: " + error.what
         error.hint = DOWNLOAD_AGAIN
         raise
     _refuse_code(keys, where)
@@ -534,7 +535,7 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
             " of quantized modules): torch finds whatever memory held",
             where=checkpoint.source.path,
             got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors",
-            hint="--format pt writes it",
+            hint=option("format", "pt") + " writes it",
         )
 
 

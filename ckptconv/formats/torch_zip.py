@@ -70,10 +70,22 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "PICKLE", "WRITER", "archived", "layout", "looks_like", "read", "read_pickle", "record_bytes"]
+__all__ = [
+    "NAME",
+    "NO_CHECKSUMS",
+    "PICKLE",
+    "WRITER",
+    "archived",
+    "layout",
+    "looks_like",
+    "read",
+    "read_pickle",
+    "record_bytes",
+]
 
 NAME = "torch zip"
 PICKLE = "data.pkl"
+NO_CHECKSUMS = "the file has no checksums, so damage to it cannot be seen"
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
@@ -116,7 +128,7 @@ def read(source: Readable) -> Checkpoint:
         if _is_storage(name) and name not in used
     ]
     if not checked:
-        checkpoint.notes.append("the file has no checksums, so damage to it cannot be seen")
+        checkpoint.notes.append(NO_CHECKSUMS)
     version = "version" if "version" in names else ".data/version"  # torch looks at both
     _check_version(source, _note(source, names, version, checked))
     checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))

@@ -38,7 +38,7 @@ from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
-from ckptconv.hints import literal
+from ckptconv.hints import literal, option
 from ckptconv.limits import LIMITS
 
 __all__ = ["NAME", "is_program", "read_program", "refuse"]
@@ -273,7 +273,8 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
             "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be"
             " another one",
             where=where,
-            hint=f"--state-dict takes its weights alone; to have it on another device, load it there: {load}",
+            hint=option("state_dict")
+            + f" takes its weights alone; to have it on another device, load it there: {load}",
         )
     if not _has_weights(checkpoint):
         raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")

@@ -19,6 +19,7 @@ from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
+from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
@@ -26,7 +27,7 @@ from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Set, Tuple, gc_p
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 
-__all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize"]
+__all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
 
 SCHEMA_VERSION = 1
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -148,6 +149,7 @@ class Summary(TypedDict):
     tensors: list[TensorSummary]
 
 
+@for_python
 def inspect(path: str | os.PathLike[str]) -> Summary:
     """What is in the checkpoint at `path`. Reads headers and the pickle, no tensor data.
 
@@ -160,6 +162,11 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     Raises:
         CkptconvError: One of its subclasses.
     """
+    return in_python(summary_of(path))
+
+
+def summary_of(path: str | os.PathLike[str]) -> Summary:
+    """:func:`inspect` in the words of the command line."""
     with open_input(path) as source, gc_paused():
         return summarize(opening.read(source), this_host())
 

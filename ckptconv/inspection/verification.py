@@ -33,11 +33,13 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
+from ckptconv.formats.torch_zip import NO_CHECKSUMS
+from ckptconv.hints import for_python, in_python, option
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 
-__all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verify"]
+__all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verdict_on", "verify"]
 
 _PIECE = 16 << 20  # bytes that a thread sums at once
 _BATCH = 64  # pieces between two words about progress
@@ -94,6 +96,7 @@ class Verdict:
         return not any(finding.level in bad for finding in self.findings)
 
 
+@for_python
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -117,6 +120,17 @@ def verify(
         InputError: Nothing can be opened at `path`.
         UsageError: `expect_sha256` is no SHA-256, or `path` is no single file, which alone has one.
     """
+    return in_python(verdict_on(path, strict=strict, expect_sha256=expect_sha256, progress=progress))
+
+
+def verdict_on(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    expect_sha256: str | None = None,
+    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
+) -> Verdict:
+    """:func:`verify` in the words of the command line."""
     expected = _digits(expect_sha256)
     faults = CollectingSink()
     with open_input(path, faults) as source, gc_paused():
@@ -210,12 +224,12 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
 def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Finding]:
     """What is neither damage nor danger."""
     path = checkpoint.source.path
-    if not records and not any("checksum" in note for note in checkpoint.notes):
+    if not records and NO_CHECKSUMS not in checkpoint.notes:
         yield Finding(
             "note",
             "it has no checksums, so damage to the tensors' bytes cannot be seen",
             str(path),
-            hint="--expect-sha256 compares the whole file",
+            hint=option("expect_sha256", None) + " compares the whole file",
         )
     for note in checkpoint.notes:
         yield Finding("note", note, str(path))

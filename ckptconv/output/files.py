@@ -18,16 +18,17 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
+from ckptconv.hints import option
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
 
 __all__ = [
     "as_output_error",
-    "check_parent",
     "check_target",
     "fill",
     "is_temporary",
     "make_folder",
+    "mode_at",
     "no_space",
     "shares_blocks",
     "sync_folder",
@@ -42,27 +43,32 @@ _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 
 def check_target(path: Path, *, replace: bool) -> None:
     """Raise unless a file may be put at PATH: a folder there, a device, or any file without REPLACE is in the way."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        check_parent(path)
+    mode = mode_at(path)
+    if mode is None:
         return
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
     if stat.S_ISLNK(mode) and os.path.exists(path):
         mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise RefusedError("the output is there and is no regular file", where=path)
     if not replace:
-        raise TargetExistsError("the output exists", where=path, hint="--force replaces it")
+        raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
 
 
-def check_parent(path: Path) -> None:
-    """Raise unless the folder that PATH is to stand in is there."""
-    if not path.parent.is_dir():
+def mode_at(path: Path) -> int | None:
+    """The mode of what stands at `path`, links not followed; None where nothing does.
+
+    Raises OutputError, and UsageError where not even the folder is there that it is to stand in.
+    """
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        if path.parent.is_dir():
+            return None
         raise UsageError(
             "the output's folder does not exist", where=path.parent, hint=f"mkdir -p {path.parent}"
         ) from None
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
 
 
 def write(
@@ -216,10 +222,12 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
                 raise RefusedError(
                     "this filesystem cannot create the output without the risk of replacing one that appears meanwhile",
                     where=target,
-                    hint="--force accepts that",
+                    hint=option("force") + " accepts that",
                 ) from error
     except FileExistsError as error:
-        raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
+        raise TargetExistsError(
+            "the output exists by now", where=target, hint=option("force") + " replaces it"
+        ) from error
 
 
 def make_folder(folder: Path) -> None:

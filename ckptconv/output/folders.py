@@ -23,11 +23,12 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
+from ckptconv.hints import option
 from ckptconv.output import linux
 from ckptconv.output.files import (
     as_output_error,
-    check_parent,
     fill,
+    mode_at,
     no_space,
     shares_blocks,
     sync_folder,
@@ -148,13 +149,9 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     In the way are what is no folder, a folder that is not empty without `replace`, and, even with it, one in which
     something stands that the new one would not have and that may not go.
     """
-    try:
-        mode = os.lstat(target).st_mode
-    except FileNotFoundError:
-        check_parent(target)
+    mode = mode_at(target)
+    if mode is None:
         return
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=target) from error
     if not stat.S_ISDIR(mode):
         raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
     with as_output_error(target):
@@ -162,13 +159,15 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     if not there:
         return
     if not replace:
-        raise TargetExistsError("the output exists, and is not empty", where=target, hint="--force replaces the folder")
+        raise TargetExistsError(
+            "the output exists, and is not empty", where=target, hint=option("force") + " replaces the folder"
+        )
     lost = [name for name in there if name not in new.names and not new.may_go(name)]
     if lost:
         raise RefusedError(
             f"the folder has what the new one would not have: {some(lost)}",
             where=target,
-            hint="take another folder, or --copy-others if they are the input's",
+            hint="take another folder, or " + option("copy_others") + " if they are the input's",
         )
 
 
@@ -298,7 +297,9 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
     except OSError as error:
         if error.errno not in _APPEARED:
             raise
-        raise TargetExistsError("the output exists by now", where=target, hint="--force replaces it") from error
+        raise TargetExistsError(
+            "the output exists by now", where=target, hint=option("force") + " replaces it"
+        ) from error
 
 
 def _change_names(a: Path, b: Path) -> None:

@@ -25,7 +25,7 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import for_python
+from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.pickles.graph import gc_paused
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointFile", "load", "open", "save"]
 
 
+@for_python
 def open(path: str | os.PathLike[str]) -> CheckpointFile:
     """The checkpoint at PATH, to look into and to take single tensors from.
 
@@ -51,6 +52,7 @@ def open(path: str | os.PathLike[str]) -> CheckpointFile:
 class CheckpointFile:
     """An open checkpoint. Nothing of a tensor is in memory until :meth:`load` is asked for it."""
 
+    @for_python
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._source = open_input(path)
         self._is_closed = False
@@ -85,6 +87,7 @@ class CheckpointFile:
         """The texts that a safetensors file has beside its tensors."""
         return MappingProxyType(self._checkpoint.metadata)
 
+    @for_python
     def load(self, path: str) -> torch.Tensor:
         """The tensor at PATH, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
         ``Parameter``. Each call reads it anew.
@@ -218,4 +221,5 @@ def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOption
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, replace(output, format=format_))
     overflowed = write(FolderPlan(plan), checkpoint.source, output)
-    return report_of(plan, checkpoint.source, seconds=time.monotonic() - started, written=True, overflowed=overflowed)
+    seconds = time.monotonic() - started
+    return in_python(report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed))

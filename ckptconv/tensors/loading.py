@@ -22,6 +22,7 @@ from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_device
 from ckptconv.edits.retag import retag
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
+from ckptconv.hints import joined, option
 from ckptconv.inspection.diagnosis.refusals import Refused
 from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.graph import Global
@@ -48,7 +49,12 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     if not callable(target):
         tags = _tags(checkpoint) if target is None else [target]
         devices_here.require(
-            tags, where=where, hint="map_location='cpu' loads it here, map_location='auto' on what there is"
+            tags,
+            where=where,
+            hint=option("map_location", "cpu")
+            + " loads it here, "
+            + option("map_location", "auto")
+            + " on what there is",
         )
     stream = VirtualFile(torch_zip.archived(checkpoint))
     try:
@@ -91,17 +97,16 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
         )
-        take = part and ", ".join(
-            [
-                *([f"select={part.path!r}"] if part.path is not None else []),
-                *(["state_dict=True"] if part.path is None or part.module else []),
-            ]
+        take = part and joined(
+            option("select", part.path) if part.path is not None else None,
+            option("state_dict") if part.path is None or part.module else None,
+            separator=", ",
         )
         raise UnsupportedError(
             "loading it takes code that torch's safe loader refuses",
             where=checkpoint.source.path,
             got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
-            hint=f"{take} loads a part without it" if take else one_by_one,
+            hint=take + " loads a part without it" if take else one_by_one,
         )
 
 

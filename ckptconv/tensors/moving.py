@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
-from ckptconv.hints import for_python
+from ckptconv.hints import for_python, option
 from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Slot, attributes_of, is_wrapper, set_attributes
 from ckptconv.tensors.rng_states import rng_states
@@ -155,7 +155,10 @@ class _Move:
         devices_here.require(
             (new for thing in things if (new := self.target(thing)) != _tag(thing)),
             where=None,
-            hint="map_location='cpu' works everywhere, map_location='auto' takes what there is",
+            hint=option("map_location", "cpu")
+            + " works everywhere, "
+            + option("map_location", "auto")
+            + " takes what there is",
         )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
@@ -216,7 +219,7 @@ class _Move:
             new = self.storage(storage)
             return tensor if new._cdata == storage._cdata else _dressed(_view(new, tensor), tensor)
         tag = self.target(tensor)
-        return tensor if tag == _tag(tensor) else _dressed(tensor.detach().to(tag), tensor)
+        return tensor if tag == _tag(tensor) else _dressed(_tensor_on(tag, tensor), tensor)
 
 
 def _resolved(map_location: MapLocation) -> Devices:
@@ -287,6 +290,11 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def _storage_on(tag: str, storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The bytes of STORAGE on another device. As a tensor's, because every backend moves tensors."""
     return _bytes(storage).to(tag).untyped_storage()
+
+
+def _tensor_on(tag: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is more than a view of one storage, on another device."""
+    return tensor.detach().to(tag)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,30 +119,31 @@ def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
 # What is in the way
 
 
-@pytest.mark.parametrize("kind", ["socket", "FIFO", "device", "folder with a checkpoint of that name"])
-def test_targets_that_are_no_files(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("thing.pt", lambda path, listener: listener.bind(str(path))),
+        ("thing.pt", lambda path, listener: os.mkfifo(path)),
+        ("/dev/full", lambda path, listener: None),
+        ("folder", lambda path, listener: (path / "src.pt").mkdir(parents=True)),
+    ],
+    ids=["socket", "FIFO", "device", "folder with a checkpoint of that name"],
+)
+def test_targets_that_are_no_files(
+    src: Path, here: Path, name: str, make: Callable[[Path, socket.socket], None]
+) -> None:
     """A socket, a FIFO or a device is never replaced, nor a folder by a file: one line, exit 1, and it
     is still there.
     """
-    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
-    target = Path("thing.pt")
-    listener = socket.socket(socket.AF_UNIX)
-    with listener:
-        if kind == "socket":
-            listener.bind(str(target))
-        elif kind == "FIFO":
-            os.mkfifo(target)
-        elif kind == "device":
-            target = Path("/dev/full")
-        else:
-            target = Path("folder")
-            (target / src.name).mkdir(parents=True)
+    target = Path(name)  # a socket's path has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        make(target, listener)
         before = os.lstat(target).st_ino
         done = ckptconv("convert", "-f", "--to", "cpu", src, target)
         assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
         assert b"is no regular file" in done.stderr
         assert os.lstat(target).st_ino == before
-        assert [name for name in os.listdir(tmp_path) if "ckptconv" in name] == []
+        assert [name for name in os.listdir(here) if "ckptconv" in name] == []
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "batch", "batch in a new folder"])
@@ -202,17 +204,15 @@ def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None
     """
     convert(src, tmp_path / "expected.pt", map_location="cuda:1")
     closing = " ".join(f"{number}>&-" for number in closed)
-    line = f'exec "$@" {closing}'
-    command = ["-m", "ckptconv", "convert", "-v", "--to", "cuda:1", src, tmp_path / "dst.pt"]
-    done = subprocess.run(["bash", "-c", line, "bash", sys.executable, *command], capture_output=True)
-    assert done.returncode == 0
+    shell = ["bash", "-c", f'exec "$@" {closing}', "bash", sys.executable, "-m", "ckptconv"]
+    for words, status in (
+        (["convert", "-v", "--to", "cuda:1", src, tmp_path / "dst.pt"], 0),
+        (["inspect", "missing.pt"], 1),
+    ):
+        done = subprocess.run([*shell, *words], capture_output=True)
+        assert done.returncode == status
+        assert b"Traceback" not in done.stderr
     assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "expected.pt").read_bytes()
-    assert b"Traceback" not in done.stderr
-    missing = subprocess.run(
-        ["bash", "-c", line, "bash", sys.executable, "-m", "ckptconv", "inspect", "missing.pt"], capture_output=True
-    )
-    assert missing.returncode == 1
-    assert b"Traceback" not in missing.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

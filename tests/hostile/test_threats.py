@@ -120,6 +120,7 @@ from tests.support.writers import distributed, scripted
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
+Write = Callable[..., Path]
 MIB = 1 << 20
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}
 
@@ -130,22 +131,6 @@ def each_of(table: Mapping[str, Iterable[Any]]) -> list[Any]:
 
 
 # What is asserted of every row
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes bytes to a file in a folder of its own."""
-
-    def write(data: bytes, name: str = "bad.pt") -> Path:
-        path = tmp_path / "in" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-        return path
-
-    return write
-
-
-Write = Callable[..., Path]
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -917,33 +902,33 @@ def test_an_absurd_argument(write: Write) -> None:
     assert ckptconv.inspect(out)["globals"] == ckptconv.inspect(path)["globals"]
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
-def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))  # a socket's path may not be long
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [(os.mkfifo, "a FIFO"), (a_socket, "a socket"), (lambda path: path.symlink_to("/dev/null"), "a device")],
+    ids=["fifo", "socket", "device"],
+)
+def test_no_regular_files(here: Path, make: Callable[[Path], None], word: str) -> None:
     """As input, as target, as a shard: refused, without waiting for whoever stands at
     the other end, and left as they are.
     """
-    monkeypatch.chdir(tmp_path)  # a socket's path may not be long
-    path = tmp_path / "in" / "thing.pt"
+    path, good = here / "in" / "thing.pt", here / "good.pt"
     path.parent.mkdir()
-    word = {"fifo": "a FIFO", "socket": "a socket", "device": "a device"}[kind]
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind("in/thing.pt")
-    else:
-        path.symlink_to("/dev/null")
+    make(path)
     with pytest.raises(InputError, match=word):
         ckptconv.inspect(path)
     with pytest.raises(InputError, match=word):
-        ckptconv.convert(path, tmp_path / "out.pt")
+        ckptconv.convert(path, here / "out.pt")
     assert main(["verify", str(path)]) == main(["inspect", str(path)]) == 1
-    good = tmp_path / "good.pt"
     good.write_bytes(saved(OBJECT))
     for force in ([], ["--force"]):
         assert main(["convert", str(good), str(path), *force]) in (1, 2)
         assert not path.is_file()
-    folder = tmp_path / "set"
+    folder = here / "set"
     ckptconv.convert(good, folder, max_shard_size=8)
     (shard,) = folder.glob("*-00001-*")
     shard.unlink()
@@ -952,7 +937,7 @@ def test_no_regular_files(write: Write, tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(InputError, match=word):
             ckptconv.inspect(each)
         assert main(["verify", str(each)]) == 1
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["good.pt", "in", "set"]
+    assert sorted(os.listdir(here)) == ["good.pt", "in", "set"]
 
 
 def test_a_real_file(write: Write) -> None:
@@ -1107,10 +1092,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 FILES: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     f"{kind} {case}": (name, data, what)
     for kind, name, table in (
-        ("a storage", "bad.pt", SIZES),
-        ("zip:", "bad.pt", ZIPS),
-        ("older:", "bad.pt", OLDER),
-        ("safetensors:", "bad.safetensors", HEADERS),
+        ("a storage", "m.pt", SIZES),
+        ("zip:", "m.pt", ZIPS),
+        ("older:", "m.pt", OLDER),
+        ("safetensors:", "m.safetensors", HEADERS),
     )
     for case, (data, what) in table.items()
 }

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ckptconv
+from tests.support.judge import refusal
 from tests.support.tiny_models import transformers_offline
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
@@ -38,15 +39,6 @@ def there_and_back(file: Path, folder: Path) -> Path:
         assert set(ckptconv.inspect(back)["devices"]) <= {"cpu"}
     away.unlink()
     return back
-
-
-def refusal(file: Path) -> str | None:
-    """What torch's safe loader has against FILE."""
-    try:
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        return str(error)
-    return None
 
 
 # Lightning
@@ -136,8 +128,7 @@ def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
     """
     losses, weights = fit("run")
     original = tmp_path / "run" / "epoch=1.ckpt"
-    (tmp_path / "back").mkdir()
-    ours = there_and_back(original, tmp_path / "back")
+    ours = there_and_back(original, tmp_path)
     for name, checkpoint in [("again", original), ("once more", original), ("ours", ours)]:
         resumed, after = fit(name, checkpoint)
         assert resumed == losses[len(losses) // 2 :], name
@@ -161,8 +152,7 @@ def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
     config = Config(8)
     losses, _ = fit("run", config=config)
     original = tmp_path / "run" / "epoch=1.ckpt"
-    (tmp_path / "back").mkdir()
-    ours = there_and_back(original, tmp_path / "back")
+    ours = there_and_back(original, tmp_path)
     for checkpoint in (original, ours):
         with pytest.raises(Exception, match=r"test_trainers\.Config"):
             fit("refused", checkpoint, config, weights_only=True)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from ckptconv.cli.main import main
 
-__all__ = ["Command"]
+__all__ = ["Command", "Said"]
+
+
+class Said(NamedTuple):
+    """What a command wrote to its standard output and to its standard error."""
+
+    out: str
+    err: str
 
 
 class Command:
@@ -25,14 +32,14 @@ class Command:
 
     def __call__(
         self, *words: object, status: int = 0, out: str | tuple[str, ...] = (), err: str | tuple[str, ...] = ()
-    ) -> pytest.CaptureResult[str]:
+    ) -> Said:
         """Type `words`; what it wrote.
 
         It must end with `status`, and have `out` and `err`, a text or several, in its standard output and error.
         """
         self._capsys.readouterr()
         ended = main([*self._first, *map(str, words)])
-        said = self._capsys.readouterr()
+        said = Said(*self._capsys.readouterr())
         assert ended == status, (words, ended, said.err)
         for stream, texts in ((said.out, out), (said.err, err)):
             for text in (texts,) if isinstance(texts, str) else texts:

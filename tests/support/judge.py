@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -27,6 +28,17 @@ def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         return storage
 
     return torch.load(path, map_location=keep, weights_only=kwargs.pop("weights_only", False), **kwargs), tags
+
+
+def refusal(path: Any, **kwargs: Any) -> str | None:
+    """What torch's safe loader has against the file at `path`, on the CPU unless `kwargs` say otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of protocols
+        try:
+            torch.load(path, weights_only=True, **{"map_location": "cpu", **kwargs})
+        except Exception as error:
+            return str(error)
+    return None
 
 
 def assert_same(left: Any, right: Any) -> None:

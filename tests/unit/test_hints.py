@@ -1,53 +1,119 @@
-"""Errors speak of flags on the command line and of keywords in Python, and mean the same."""
+"""What messages suggest is data: flags on the command line and keywords in Python, which mean the same."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.hints import in_python
-from tests.support.command import Command
+from ckptconv.cli.main import main
+from ckptconv.edits.options import Edits, option_of
+from ckptconv.hints import (
+    Command,
+    Message,
+    Option,
+    Placeholder,
+    command,
+    command_in,
+    in_python,
+    joined,
+    option,
+    options_in,
+)
+from ckptconv.inspection.comparison.suggestions import options_of
+from tests.support.suggestions import COMMANDS, CONTEXT, FLAGS, KEYWORDS, flags_in_texts, suggestions
+
+ALL_FLAGS = set().union(*FLAGS.values())
 
 
 @pytest.mark.parametrize(
-    ("flags", "keywords"),
+    ("message", "typed", "called"),
     [
-        ("--force replaces it", "force=True replaces it"),
-        ("for the first: --select ema/model", "for the first: select='ema/model'"),
-        ("--select 'a b[0]' takes", "select='a b[0]' takes"),
-        ("leave them out: --exclude a --exclude 'b c'", "leave them out: exclude=['a', 'b c']"),
-        ("""--exclude 'it'"'"'s [(]3)' --exclude '-n'""", """exclude=["it's [(]3)", '-n']"""),
-        ("--exclude GLOB, such as --exclude a", "exclude=GLOB, such as exclude='a'"),
-        ("for less: --rename '^mod' ''", "for less: rename=[('^mod', '')]"),
-        ("--rename REGEX REPLACEMENT", "rename=[(REGEX, REPLACEMENT)]"),
-        ("try: --to cpu", "try: map_location='cpu'"),
-        ("--format safetensors; else --state-dict", "format='safetensors'; else state_dict=True"),
-        ("--max-shard-size 5GB, --copy-others", "max_shard_size='5GB', copy_others=True"),
-        ("--max-shard-size writes a folder", "max_shard_size writes a folder"),
-        ("no flag here, - and -- are none", "no flag here, - and -- are none"),
+        (option("force") + " replaces it", "--force replaces it", "force=True replaces it"),
+        ("first: " + option("select", "a b[0]"), "first: --select 'a b[0]'", "first: select='a b[0]'"),
+        (option("exclude", ("a", "b c")), "--exclude a --exclude 'b c'", "exclude=['a', 'b c']"),
+        (option("exclude", ("-n",)), "--exclude -n", "exclude='-n'"),
+        (option("include", Placeholder("GLOB")) + ", as", "--include GLOB, as", "include=GLOB, as"),
+        (option("rename", (("^mod", ""),)), "--rename '^mod' ''", "rename=[('^mod', '')]"),
+        (option("rename", ((Placeholder("A"), Placeholder("B")),)), "--rename A B", "rename=[(A, B)]"),
+        (option("map_location", "cpu"), "--to cpu", "map_location='cpu'"),
+        (option("map_location", (("gpu", "cpu"),)), "--map gpu=cpu", "map_location={'gpu': 'cpu'}"),
+        (option("max_shard_size", None) + " is", "--max-shard-size is", "max_shard_size is"),
+        (option("max_shard_size", 5), "--max-shard-size 5", "max_shard_size=5"),
+        (joined(None, "x", option("force"), None, separator=", "), "x, --force", "x, force=True"),
+        (
+            "or " + command("convert", Path("-a b"), Placeholder("OUT"), Option("state_dict")),
+            "or ckptconv convert './-a b' OUT --state-dict",
+            "or ckptconv.convert('-a b', OUT, state_dict=True)",
+        ),
+        (command("inspect", "a", Option("tree")), "ckptconv inspect a --tree", "ckptconv.inspect('a')"),
+        (
+            command("convert_many", "in", "out"),
+            "ckptconv convert in out",
+            "ckptconv.convert_many(ckptconv.jobs_in('in', 'out'))",
+        ),
+        ("--force is no option here", "--force is no option here", "--force is no option here"),
     ],
-)
-def test_flags_become_keywords(flags: str, keywords: str) -> None:
-    """Values as Python quotes them, a flag that is given twice as a list."""
-    assert in_python(flags) == keywords
+)  # fmt: skip
+def test_one_message_in_both_tongues(message: str, typed: str, called: str) -> None:
+    """Its text is what is typed, its parts make what is called, and they outlive pickling."""
+    assert message == typed == str(message)
+    for each in (message, pickle.loads(pickle.dumps(message)), copy.deepcopy(message)):
+        assert in_python(each) == called
+    assert type(in_python(message)) is str
 
 
-def test_the_same_error_in_both_tongues(tmp_path: Path, command: Command) -> None:
+@given(st.sampled_from(["select", "include", "strip_prefix", "rename"]), st.text().filter(str.isprintable))
+@example("strip_prefix", "a--verify.b")
+@example("exclude", """it's "quoted"; $HOME --x \\""")
+@example("select", "--force")
+def test_a_value_is_what_it_was(keyword: str, value: str) -> None:
+    """Whatever is in it, when the flag is typed and when the keyword is given."""
+    said: Any = ((value, "b"),) if keyword == "rename" else value
+    message = "try: " + option(keyword, said)
+    words = shlex.split(message.removeprefix("try: "))
+    arguments = ["a.pt", "b.pt", *words]
+    typed = COMMANDS["convert"].make_context("convert", arguments, parent=CONTEXT).params[keyword]
+    assert typed in (said, (said,))
+    assert eval(f"dict({in_python(message).removeprefix('try: ')})") == {
+        keyword: [*said] if keyword == "rename" else said
+    }
+
+
+def test_what_looks_like_a_flag_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix that has the name of a flag in it, and names in the file."""
+    torch.save({"--force.w": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(ckptconv.NoMatchError) as caught:
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="a--verify.b")
+    assert caught.value.what == "no name starts with 'a--verify.b.'" and "--force." in str(caught.value)
+    assert caught.value.args == (caught.value.what,)
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--strip-prefix", "a--verify.b"]) == 1
+    assert str(caught.value) in capsys.readouterr().err
+
+
+def test_the_same_error_in_both_tongues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the command line advises as a flag, the function advises as a keyword, and each works where it is said."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(1)}}, src)
     for flags, keywords in ((["--state-dict"], {"state_dict": True}), (["--strip-prefix", "w"], {"strip_prefix": "w"})):
-        said = command("convert", src, dst, *flags, status=1).err
+        assert main(["convert", str(src), str(dst), *flags]) == 1
+        said = capsys.readouterr().err
         with pytest.raises(ckptconv.CkptconvError) as caught:
             ckptconv.convert(src, dst, **keywords)  # type: ignore[arg-type]
         assert "--" not in str(caught.value)
         if "--select" in said:
-            command("convert", src, dst, *shlex.split(said[said.index("--select") :]))
+            assert main(["convert", str(src), str(dst), *shlex.split(said[said.index("--select") :])]) == 0
             select: dict[str, Any] = eval(f"dict({str(caught.value.hint).split(': ')[1]})")
             ckptconv.convert(src, dst, force=True, **select)
     with pytest.raises(ckptconv.TargetExistsError, match="force=True"):
@@ -56,3 +122,102 @@ def test_the_same_error_in_both_tongues(tmp_path: Path, command: Command) -> Non
         ckptconv.remap([], "meta")
     with pytest.raises(ckptconv.UsageError, match="'auto' is for load and remap"):
         ckptconv.convert(src, dst, map_location="auto")
+    for tolerance, said in (({"rtol": -1.0}, "rtol=-1.0"), ({"atol": float("nan")}, "atol=nan")):
+        with pytest.raises(ckptconv.UsageError, match=f"^{said} is no tolerance"):
+            ckptconv.diff(src, src, **tolerance)  # type: ignore[arg-type]
+    assert main(["diff", str(src), str(src), "--rtol", "-1"]) == 2
+    assert "--rtol -1.0 is no tolerance" in capsys.readouterr().err
+
+
+def test_results_speak_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes, findings and outcomes of functions name keywords, and are plain texts; commands to be typed stay such."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(1)}, "a.pt")
+    torch.save({"module.w": torch.ones(1)}, "ddp.pt")
+    save_file({"w": torch.ones(1)}, "a.safetensors")
+    unwrapped = "no wrapper is in the names, so unwrap=True changed nothing"
+    converted = ckptconv.convert("a.pt", "b.pt", unwrap=True, compact=True)
+    shown = "tensors show every byte of the storages that could be compacted, so compact=True changed nothing"
+    assert converted.notes == (*converted.changes.notes,) == (unwrapped, shown)
+    saved = ckptconv.save({"w": torch.ones(1)}, "b.pt", unwrap=True)
+    verdict = ckptconv.verify("a.safetensors")
+    difference = ckptconv.diff("a.pt", "a.safetensors", unwrap=True)
+    assert saved.notes == difference.notes == (unwrapped,)
+    assert verdict.findings[0].hint == "expect_sha256 compares the whole file"
+    (outcome,) = ckptconv.convert_many([ckptconv.Job("a.pt", "b.pt")], ThreadPoolExecutor(1))
+    assert outcome.error
+    assert outcome.error.hint == "force=True replaces it, skip_existing=True leaves what is there"
+    summary, suggested = ckptconv.inspect("ddp.pt"), ckptconv.diff("ddp.pt", "a.pt")
+    assert summary["findings"][0]["command"] == "ckptconv convert ddp.pt ddp-plain.pt --strip-prefix module."
+    assert suggested.suggestion == "ckptconv diff ddp.pt a.pt --strip-prefix module."
+    for result in (converted, saved, verdict, difference, outcome, summary, suggested):
+        assert Message.__module__.encode() not in pickle.dumps(result)
+
+
+def test_every_function_speaks_python() -> None:
+    """Each public one that raises our errors has the front end; jobs raise none, and devices are only counted."""
+    public = {name: getattr(ckptconv, name) for name in ckptconv.__all__}
+    functions = {name for name, each in public.items() if isinstance(each, FunctionType)}
+    assert {name for name in functions if not hasattr(public[name], "__wrapped__")} == {"convert_many", "devices"}
+    assert all(
+        hasattr(each, "__wrapped__") for each in (ckptconv.CheckpointFile.__init__, ckptconv.CheckpointFile.load)
+    )
+
+
+# All of them
+
+
+def test_every_suggestion_is_an_option() -> None:
+    """A flag of the command that it stands in, else of some command; and where Python shows it, a keyword."""
+    found = suggestions()
+    assert len(found) > 90
+    for each in found:
+        place = f"{each.module}:{each.line}: {each.name}"
+        if "command(" + repr(each.name) in each.message:
+            assert each.name.removesuffix("_many") in COMMANDS, place
+            continue
+        flag = Option(each.name, "cpu" if each.name == "map_location" else True).words()[0][0]
+        assert flag in (FLAGS[each.command.removesuffix("_many")] if each.command else ALL_FLAGS), place
+        if not each.module.startswith("cli/"):
+            assert each.name in {*KEYWORDS, "tree"}, place
+            assert "{option(" not in each.message, f"{place} in an f-string, which loses it"
+
+
+def test_every_edit_is_an_option() -> None:
+    """Edits are data, and what says them is found by the names of their fields."""
+    edits = ckptconv.Job("a", "b", {
+        "state_dict": True, "select": "x", "include": "i", "exclude": ["e", "f"], "unwrap": True,
+        "strip_prefix": "s", "add_prefix": "p", "rename": [("o", "n")], "dtype": ["bf16", "*.w=fp32"],
+    }).as_edits()  # fmt: skip
+    said = " ".join(Message(each) for each in options_of(edits))
+    parts, names = "--state-dict --select x --include i --exclude e --exclude f", "--rename o n --strip-prefix s"
+    assert said == f"{parts} --unwrap {names} --add-prefix p"
+    assert in_python(option_of("dtypes", edits.dtypes[1])) == "dtype='*.w=float32'"
+    assert in_python(option_of("rename", ("o", "n"))) == "rename=[('o', 'n')]"
+    assert options_of(Edits()) == ()
+
+
+def test_no_flag_stands_in_a_text() -> None:
+    """But in the examples of the help, and where words are looked at before click does it."""
+    assert flags_in_texts() == ["cli/main.py: --to", "cli/main.py: --strip-prefix", "cli/main.py: --debug"]
+
+
+def test_parts_are_data() -> None:
+    """What a message suggests can be asked of it; a plain text suggests nothing."""
+    message = "try " + option("select", "--to") + " or " + command("diff", "a", "b", Option("unwrap"))
+    assert options_in(message) == {"select": "--to"}
+    found = command_in(message)
+    assert found == Command("diff", ("a", "b", Option("unwrap")))
+    assert options_in("--select x") == options_in(None) == {} and command_in("ckptconv diff a b") is None
+
+
+def test_parts_are_not_lost() -> None:
+    """Whoever makes a plain text of a message, but to print it, is caught by every test that comes by."""
+    for text in ('f"{message}!"', '"{}".format(message)', 'message.replace("a", "b")', '(message + "x").split()'):
+        for module, is_caught in (("ckptconv.edits.rename", True), ("ckptconv.cli.verify", False), ("a.user", False)):
+            try:
+                eval(text, {"message": option("force"), "__name__": module})
+            except AssertionError:
+                assert is_caught, text
+            else:
+                assert not is_caught, text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.text import Style, cells, count, fact, size
 from ckptconv.errors import some
+from ckptconv.hints import option
 
 if TYPE_CHECKING:
     from ckptconv.conversion.jobs import Outcome
@@ -95,7 +96,8 @@ def sum_lines(
         yield from fact(
             style,
             "left",
-            f"{count(len(listing.other), 'other file')}: {_names(listing.other)}; --copy-others takes {them} along",
+            f"{count(len(listing.other), 'other file')}: {_names(listing.other)}; {option('copy_others')} takes {them}"
+            " along",
         )
     if listing.unentered:
         yield from fact(style, "not entered", f"{_names(listing.unentered)}: hidden, or a link to a folder")

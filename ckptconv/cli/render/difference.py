@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Style, broken, cells, command, count, fact, padded, size, wrapped
+from ckptconv.cli.render.text import Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.hints import command_in
 
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (
@@ -70,9 +71,9 @@ def difference_lines(
     )
     for note in difference.notes:
         yield from fact(style, "note", note)
-    if difference.suggestion:
+    if suggestion := command_in(difference.suggestion):
         yield from fact(style, "note", "no name is in both, but this compares what is alike:")
-        yield from command(style, difference.suggestion)
+        yield from command_lines(style, suggestion)
 
 
 def _counts(difference: Difference) -> Iterator[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Style, command, count, fact, first_of, headline, size
+from ckptconv.cli.render.text import Style, command_lines, count, fact, first_of, headline, size
+from ckptconv.hints import Command, Option, command_in, option
 
 if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
@@ -52,7 +52,7 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterat
 
 def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
     """MOST of what is LISTED, the first of N."""
-    rest = [f"… {n - most:,} more (--json)"] if n > most else []
+    rest = [f"… {n - most:,} more ({option('json')})"] if n > most else []
     return fact(style, label, [*listed[:most], *rest], separator="; ")
 
 
@@ -87,28 +87,28 @@ def _verdict(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(
             style, label, f"it depends: {unknown['text']}", paint=_first_word(style, "it depends", "device")
         )
-        yield from mending.lines(unknown["command"])
+        yield from mending.lines(command_in(unknown["command"]))
     elif summary["loads_here"]:
         yield from fact(style, label, "yes", paint=_first_word(style, "yes", "good"))
     else:
         yield from _reasons(blocking, _remedy_first(summary, blocking), style, mending)
     for finding in notes:
         yield from fact(style, "note", finding["text"])
-        yield from mending.lines(finding["command"])
-    remedy = summary["remedy"]
+        yield from mending.lines(command_in(finding["command"]))
+    remedy = command_in(summary["remedy"])
     if remedy and mending.is_new(remedy):
         yield from fact(style, "all at once", f"{_part_of(remedy) or 'in one command'}:")
         yield from mending.lines(remedy)
 
 
-def _remedy_first(summary: Summary, blocking: list[Advice]) -> str | None:
+def _remedy_first(summary: Summary, blocking: list[Advice]) -> Command | None:
     """The command for all, but where it is that of the only thing in the way, which has it below it."""
-    remedy = summary["remedy"]
-    commands = [finding["command"] for finding in blocking if finding["command"]]
-    return None if remedy is None or [_flags(each) for each in commands] == [_flags(remedy)] else remedy
+    remedy = command_in(summary["remedy"])
+    commands = [command for finding in blocking if (command := command_in(finding["command"]))]
+    return None if remedy is None or [*map(_does, commands)] == [_does(remedy)] else remedy
 
 
-def _reasons(blocking: list[Advice], remedy: str | None, style: Style, mending: _Mending) -> Iterator[str]:
+def _reasons(blocking: list[Advice], remedy: Command | None, style: Style, mending: _Mending) -> Iterator[str]:
     label, start = "loads here", "no: "
     if remedy or not blocking or blocking[0]["kind"] == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
@@ -122,7 +122,7 @@ def _reasons(blocking: list[Advice], remedy: str | None, style: Style, mending: 
         else:
             yield from fact(style, label, start + finding["text"], paint=_first_word(style, start.strip(), "bad"))
             label, start = "", ""
-        yield from mending.lines(finding["command"])
+        yield from mending.lines(command_in(finding["command"]))
 
 
 class _Mending:
@@ -130,29 +130,28 @@ class _Mending:
 
     def __init__(self, style: Style) -> None:
         self.style = style
-        self.said: set[tuple[str, ...]] = set()
+        self.said: set[tuple[object, ...]] = set()
 
-    def is_new(self, typed: str) -> bool:
-        return _flags(typed) not in self.said
+    def is_new(self, command: Command) -> bool:
+        return _does(command) not in self.said
 
-    def lines(self, typed: str | None) -> Iterator[str]:
-        if typed and self.is_new(typed):
-            self.said.add(_flags(typed))
-            yield from command(self.style, typed)
-
-
-def _flags(typed: str) -> tuple[str, ...]:
-    """What the command does, without the name of its output: ``ckptconv convert SRC DST FLAG...``."""
-    words = shlex.split(typed)
-    return (*words[:3], *words[4:])
+    def lines(self, command: Command | None) -> Iterator[str]:
+        if command and self.is_new(command):
+            self.said.add(_does(command))
+            yield from command_lines(self.style, command)
 
 
-def _part_of(typed: str) -> str:
+def _does(command: Command) -> tuple[object, ...]:
+    """What the command does, without the name of its output: the input, and the options."""
+    return (*command.arguments[:1], *command.arguments[2:])
+
+
+def _part_of(command: Command) -> str:
     """The part that the command takes, if it leaves the rest behind."""
-    words = shlex.split(typed)
-    parts = ["the state dict"] if "--state-dict" in words else []
-    if "--select" in words:
-        parts.append(words[words.index("--select") + 1])
+    options = {each.keyword: each.value for each in command.arguments if isinstance(each, Option)}
+    parts = ["the state dict"] if "state_dict" in options else []
+    if "select" in options:
+        parts.append(options["select"])
     return f"for {' in '.join(parts)} alone" if parts else ""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckptconv.cli.render.renames import Pattern, patterns
 from ckptconv.cli.render.text import Style, count, fact, first_of, headline, size
 from ckptconv.formats.writers import writer_of
+from ckptconv.hints import option
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
@@ -98,7 +99,7 @@ def _tie_lines(report: Report, style: Style) -> Iterator[str]:
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
             listed = (
                 f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
-                "(load_model reads them, load_file does not; --copy-tied writes the tensors)"
+                f"(load_model reads them, load_file does not; {option('copy_tied')} writes the tensors)"
             )
         yield from fact(style, "tied", listed)
 

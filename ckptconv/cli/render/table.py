@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.cli.render.text import Style, broken, cells, count, padded, size, wrapped
+from ckptconv.hints import option
 from ckptconv.pickles.paths import key_segment
 
 if TYPE_CHECKING:
@@ -108,10 +109,10 @@ def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> 
     if rows > drawn:
         left = count(tensors - shown, "more tensor")
         rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
-        for line in wrapped(f"{style.text('…')} {rest} (--all shows them)", style.columns - 2):
+        for line in wrapped(f"{style.text('…')} {rest} ({option('all')} shows them)", style.columns - 2):
             yield style.paint("  " + line, "quiet")
     elif shown > drawn:
-        stands = style.text("the shape of one ×N, the size of all (--all unfolds)")
+        stands = style.text(f"the shape of one ×N, the size of all ({option('all')} unfolds)")
         for line in wrapped(f"{count(drawn, 'row')}, {count(shown, 'tensor')}: {stands}", style.columns - 2):
             yield style.paint("  " + line, "quiet")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -12,13 +11,13 @@ from typing import NamedTuple
 import click
 
 from ckptconv.errors import count, printable
-from ckptconv.hints import shell_escape
+from ckptconv.hints import Command, quoted
 
 __all__ = [
     "Style",
     "broken",
     "cells",
-    "command",
+    "command_lines",
     "count",
     "fact",
     "first_of",
@@ -44,7 +43,6 @@ _STYLES = {
     "title": {"bold": True},
     "quiet": {"dim": True},
 }
-_SHELL_WORD = r"""(?s)(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+"""
 _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
@@ -203,42 +201,20 @@ def fact(
         yield " " * margin + paint(line)
 
 
-def command(style: Style, typed: str) -> Iterator[str]:
+def command_lines(style: Style, command: Command) -> Iterator[str]:
     """A command as it is typed.
 
-    Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a word that
-    is wider than the terminal is left to the terminal.
+    Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a flag stands
+    with its value, and a word that is wider than the terminal is left to the terminal.
     """
     indent = 2 * _INDENT
     line = ""
-    for word in _with_values([_pasteable(word, style) for word in re.findall(_SHELL_WORD, typed)]):
+    for word in (" ".join(quoted(each, ascii_only=not style.unicode) for each in words) for words in command.words()):
         if style.width is not None and line and cells(indent + line + word) + 3 > style.columns:
             yield indent + style.paint(line, "command") + " \\"
             indent, line = 4 * _INDENT, ""
         line = f"{line} {word}" if line else word
     yield indent + style.paint(line, "command")
-
-
-def _with_values(words: list[str]) -> list[str]:
-    """WORDS with an option and its value as one: they go into the next line together."""
-    together: list[str] = []
-    for i, word in enumerate(words):
-        if i and words[i - 1].startswith("-") and not word.startswith("-"):
-            together[-1] += " " + word
-        else:
-            together.append(word)
-    return together
-
-
-def _pasteable(word: str, style: Style) -> str:
-    """WORD of a shell's command with what cannot be shown, or would do something to the
-    terminal, said in the shell's own escapes.
-    """
-    if printable(word) == word and (style.unicode or word.isascii()):
-        return word
-    if word.startswith("$'"):  # escaped already, but for what only this terminal cannot show
-        return "".join(c if c.isascii() else shell_escape(c, ascii_only=True) for c in word)
-    return f"$'{''.join(shell_escape(c, ascii_only=not style.unicode) for c in ''.join(shlex.split(word)))}'"
 
 
 def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:

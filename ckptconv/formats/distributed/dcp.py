@@ -298,7 +298,7 @@ def _about(name: str, window: SliceSource) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        error.what = f"{part}: {error.what}"
+        error.what = f"{part}: " + error.what
         raise
 
 

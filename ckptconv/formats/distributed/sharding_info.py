@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.safetensors_header import Header
-from ckptconv.hints import shell
+from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import is_count
 
 __all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
@@ -78,5 +78,5 @@ def part_error(path: Path) -> InputError:
         "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several"
         " safetensors files",
         where=path,
-        hint=f"give the folder with all of them: {shell('ckptconv', 'convert', path.parent, 'OUT')}",
+        hint="give the folder with all of them: " + command("convert", path.parent, Placeholder("OUT")),
     )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptconv.byteranges.sources import first_bytes
 from ckptconv.errors import InputError, UnsupportedError, some
-from ckptconv.hints import shell
+from ckptconv.hints import Placeholder, command, joined, shell
 from ckptconv.limits import LIMITS
 
 __all__ = ["CHECKPOINT_SUFFIXES", "FILE_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
@@ -83,7 +83,7 @@ def folder_error(path: Path) -> InputError:
         answer = next(answer for row in _ROWS if (answer := row(folder)))
     except OSError as error:
         return InputError(f"a folder and not a file, which cannot be listed: {error.strerror}", where=path)
-    return UnsupportedError(f"a folder and not a file: {answer.what}", where=path, hint=answer.hint)
+    return UnsupportedError("a folder and not a file: " + answer.what, where=path, hint=answer.hint)
 
 
 def name_like(path: Path) -> Path | None:
@@ -156,8 +156,8 @@ def _distributed(folder: _Folder) -> _Answer | None:
     out, whole = Path("out.pt"), Path(os.path.abspath(folder.path))
     if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # among the parts nothing is written
         out = whole.with_name(f"{whole.name}.pt")
-    command = shell("ckptconv", "convert", folder.path, out)
-    return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", f"make it one file: {command}")
+    whole_file = "make it one file: " + command("convert", folder.path, out)
+    return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", whole_file)
 
 
 def _pointers(folder: _Folder) -> _Answer | None:
@@ -182,7 +182,7 @@ def _model(folder: _Folder) -> _Answer | None:
     path, beside = shell(folder.path / name), [each for each in _found(folder) if each not in _MODELS]
     if not beside:
         return _Answer(f"the checkpoint in it is {name}", f"give that file: {path}")
-    return _Answer(f"the model in it is {name}, beside {some(beside)}", f"give that file: {path}; {_or_all(folder)}")
+    return _Answer(f"the model in it is {name}, beside {some(beside)}", f"give that file: {path}; " + _or_all(folder))
 
 
 def _deepspeed(folder: _Folder) -> _Answer | None:
@@ -193,8 +193,8 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
     if inside:  # DeepSpeed wants the folder above, and the name of this one
         whole = Path(os.path.abspath(folder.path))
         where, tag = whole.parent, ["--tag", whole.name]
-    command = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
-    return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {command}")
+    merge = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
+    return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
 
 
 def _listed(folder: _Folder) -> _Answer | None:
@@ -211,12 +211,12 @@ def _listed(folder: _Folder) -> _Answer | None:
     )
     return _Answer(
         f"the checkpoints {where} are {some(found)}",
-        f"give one of them: {path}" + ("" if strange else f"; {_or_all(folder)}"),
+        joined(f"give one of them: {path}", None if strange else _or_all(folder)),
     )
 
 
 def _or_all(folder: _Folder) -> str:
-    return f"or convert all of them: {shell('ckptconv', 'convert', folder.path, 'OUT_FOLDER')}"
+    return "or convert all of them: " + command("convert_many", folder.path, Placeholder("OUT_FOLDER"))
 
 
 def _found(folder: _Folder) -> list[str]:

@@ -15,6 +15,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import is_word
 from ckptconv.errors import UsageError
 from ckptconv.formats.sharded.index import index_name
+from ckptconv.hints import option
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Global, Node, Value, children
 
@@ -53,10 +54,10 @@ def parse_size(size: int | str) -> int:
     found = _SIZE.fullmatch(str(size))
     unit = found["unit"] if found else None
     if found is None or (unit is None and "." in found["number"]):
-        raise UsageError("--max-shard-size is no size that is known", expected=_EXAMPLES, got=size)
+        raise UsageError(option("max_shard_size", None) + " is no size that is known", expected=_EXAMPLES, got=size)
     nbytes = int(float(found["number"]) * _UNITS[unit.upper()]) if unit else int(found["number"])
     if nbytes == 0:
-        raise UsageError("--max-shard-size is no size of a file", expected=_EXAMPLES, got=size)
+        raise UsageError(option("max_shard_size", None) + " is no size of a file", expected=_EXAMPLES, got=size)
     return nbytes
 
 
@@ -70,7 +71,7 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
     too_large = sum(nbytes > most for nbytes in sizes)
     if too_large == len(sizes) > 1:
         raise UsageError(
-            f"--max-shard-size {max_shard_size} is less than any tensor has",
+            option("max_shard_size", max_shard_size) + " is less than any tensor has",
             expected=f"at least {min(sizes):,} bytes",
             got=f"{most:,}",
             hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
@@ -79,7 +80,8 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError as error:
         raise UsageError(
-            "--max-shard-size needs huggingface_hub, which plans the shards", hint="pip install 'ckptconv[hub]'"
+            option("max_shard_size", None) + " needs huggingface_hub, which plans the shards",
+            hint="pip install 'ckptconv[hub]'",
         ) from error
     literal = stem.replace("{", "{{").replace("}", "}}")
     split = split_state_dict_into_shards_factory(
@@ -91,7 +93,7 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
     )
     if len(split.filename_to_tensors) > LIMITS.shards:
         raise UsageError(
-            f"--max-shard-size {max_shard_size} would take {len(split.filename_to_tensors):,} shards",
+            option("max_shard_size", max_shard_size) + f" would take {len(split.filename_to_tensors):,} shards",
             expected=f"at most {LIMITS.shards:,}",
             hint="say a larger one",
         )

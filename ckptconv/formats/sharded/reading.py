@@ -29,7 +29,7 @@ from ckptconv.formats.sharded.index import (
     refuse_unnamed,
     sets_in,
 )
-from ckptconv.hints import shell
+from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
 
 __all__ = ["FORMAT_KEY", "NAME", "ShardedContainer", "looks_like", "names_of", "read"]
@@ -150,7 +150,9 @@ def _is_empty(call: Value) -> bool:
 
 def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
     return UnsupportedError(
-        what, where=part.source.path, hint=f"convert it alone: {shell('ckptconv', 'convert', part.source.path, 'OUT')}"
+        what,
+        where=part.source.path,
+        hint="convert it alone: " + command("convert", part.source.path, Placeholder("OUT")),
     )
 
 
@@ -220,11 +222,11 @@ def _contradiction(
 
     MAY_GO: without the index there would be no contradiction.
     """
-    alone = shell("ckptconv", "convert", folder.folder / shards[0].name, "OUT")
-    hint = f"convert the shards one by one: {alone}"
+    alone = command("convert", folder.folder / shards[0].name, Placeholder("OUT"))
+    hint = "convert the shards one by one: " + alone
     sets = sets_in(shard.name for shard in shards)
     if may_go and len(sets) == 1 and len(shards) == sets[0].count:
-        hint = f"if the shards are right, take the index away, and they are believed; else {hint}"
+        hint = "if the shards are right, take the index away, and they are believed; else " + hint
     stands = "tensor stands" if len(found) == 1 else "tensors stand"
     return MalformedError(f"{len(found):,} {stands} in {what}: {some(found, _SHOWN)}", where=folder.path, hint=hint)
 

@@ -21,6 +21,7 @@ from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suf
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
 from ckptconv.formats.sharded.reading import FORMAT_KEY, ShardedContainer, names_of
 from ckptconv.formats.writers import words
+from ckptconv.hints import option
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
@@ -66,7 +67,7 @@ def layout(
     """
     if not writer.shards:
         raise UsageError(
-            f"--format {writer.word} writes one file, and no shards", where=folder, expected=words("shards")
+            option("format", writer.word) + " writes one file, and no shards", where=folder, expected=words("shards")
         )
     container = checkpoint.container if isinstance(checkpoint.container, ShardedContainer) else None
     if max_shard_size is not None:
@@ -77,7 +78,7 @@ def layout(
         raise UsageError(
             "what is to be written is not in shards, and a folder is the output",
             where=folder,
-            hint="--max-shard-size 5GB makes shards of it; a path with a suffix, one file",
+            hint=option("max_shard_size", "5GB") + " makes shards of it; a path with a suffix, one file",
         )
     return _SetWriter(checkpoint, folder, writer, copy_tied).layout(planned)
 
@@ -105,7 +106,7 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writ
         raise RefusedError(
             f"two shards would have one name: {some(names, _SHOWN)}",
             where=checkpoint.source.path,
-            hint="--max-shard-size 5GB makes new ones",
+            hint=option("max_shard_size", "5GB") + " makes new ones",
         )
     left = _uncounted(checkpoint, container, metadata)
     files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]
@@ -164,7 +165,8 @@ def _dealt(
 
 def _about_size(too_large: int, max_shard_size: int | str) -> str:
     are, have = ("is", "has") if too_large == 1 else ("are", "have")
-    return f"{count(too_large, 'tensor')} {are} larger than --max-shard-size {max_shard_size} and {have} a shard each"
+    larger = f"{count(too_large, 'tensor')} {are} larger than "
+    return larger + option("max_shard_size", max_shard_size) + f" and {have} a shard each"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:

@@ -21,7 +21,7 @@ from ckptconv.edits.selection import select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageError, count, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import for_python, shell
+from ckptconv.hints import Option, Placeholder, command, for_python, in_python, option, options_in
 from ckptconv.inspection.comparison.differences import (
     Difference,
     OtherDifference,
@@ -29,7 +29,7 @@ from ckptconv.inspection.comparison.differences import (
     ValueDifference,
 )
 from ckptconv.inspection.comparison.pairing import Pairing, Side
-from ckptconv.inspection.comparison.suggestions import command_that_fits, flags_of
+from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
@@ -43,7 +43,6 @@ _T = TypeVar("_T")
 
 _SHOWN = 3  # paths in a brief note
 _ASKED = "left out as asked"
-_GIVE_IT_FIRST = ": ckptconv diff "
 
 
 class DiffOptions(PartOptions, NameOptions, total=False):
@@ -87,12 +86,7 @@ def diff(
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
             raise TypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
-    try:
-        return compare(a, b, edits, rtol=rtol, atol=atol, names_only=names_only)
-    except NoMatchError as error:
-        if error.hint and _GIVE_IT_FIRST in error.hint:  # a command line is of no use in Python
-            error.hint = error.hint.partition(_GIVE_IT_FIRST)[0]
-        raise
+    return in_python(compare(a, b, edits, rtol=rtol, atol=atol, names_only=names_only))
 
 
 def compare(
@@ -113,7 +107,9 @@ def compare(
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not (isfinite(tolerance) and tolerance >= 0):
-            raise UsageError(f"{name} {tolerance} is no tolerance", expected="a finite number that is not negative")
+            raise UsageError(
+                option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
+            )
     with open_input(a) as source_a, open_input(b) as source_b:
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
@@ -184,7 +180,7 @@ class _Comparison:
         names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
         why = "edits of names are for the first file" if names else "the first file is the one that must have it"
         files = map(Path, self.paths[::-1])
-        error.hint = f"{why}{_GIVE_IT_FIRST}{shell(*files, *flags_of(self.edits), *self.other_flags())}"
+        error.hint = f"{why}: " + command("diff", *files, *options_of(self.edits), *self.other_options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
         """Take of B what is asked for, if B has such, and what the other can be compared with; what is left behind."""
@@ -200,8 +196,9 @@ class _Comparison:
             if not alone and not self.b.detected.main():
                 self.notes.append("B has no state dict: compared whole")
                 return []
-            if "--select" in (error.hint or ""):
-                error.hint = "say which with --select PATH; if the other file has nothing there, give this one first"
+            if "select" in options_in(error.hint):
+                which = "say which with " + option("select", Placeholder("PATH"))
+                error.hint = which + "; if the other file has nothing there, give this one first"
             raise
 
     def filter_b(self) -> list[LeftBehind]:
@@ -314,13 +311,13 @@ class _Comparison:
         """The command that compares what is alike, where no name is in both."""
         if self.pairing.tensors or not (self.pairing.a.only and self.pairing.b.only):
             return None
-        return command_that_fits(self.a, self.b, self.edits, self.paths, self.other_flags())
+        return command_that_fits(self.a, self.b, self.edits, self.paths, self.other_options())
 
-    def other_flags(self) -> tuple[str, ...]:
-        """The flags beside those that edit, for a command that is to be typed."""
-        flags = [("--rtol", self.tolerance[0]), ("--atol", self.tolerance[1])]
-        tolerances = (word for flag, value in flags if value for word in (flag, f"{float(value)!r}"))
-        return (*tolerances, *(["--names-only"] if self.names_only else []))
+    def other_options(self) -> list[Option]:
+        """The options beside those that edit, for a command that is to be typed."""
+        tolerances = zip(("rtol", "atol"), map(float, self.tolerance), strict=True)
+        options = [Option(name, value) for name, value in tolerances if value]
+        return [*options, Option("names_only")] if self.names_only else options
 
     # Notes
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import unwrapped
-from ckptconv.hints import shell
+from ckptconv.hints import Option, command
 
-__all__ = ["command_that_fits", "flags_of"]
+__all__ = ["command_that_fits", "options_of"]
 
 _PARTS = 64  # state dicts of one file that are looked at
 _TRIED = 8  # names that are looked for in the other with something before them
@@ -19,95 +19,91 @@ _TRIED = 8  # names that are looked for in the other with something before them
 
 @dataclass(frozen=True)
 class _Part:
-    """A state dict, or a module that gives one: its path, its names, and the flags that take it."""
+    """A state dict, or a module that gives one: its path, its names, and the options that take it."""
 
     path: str
     names: Collection[str]
-    flags: tuple[str, ...]
+    options: tuple[Option, ...]
 
 
 def command_that_fits(
-    a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: tuple[str, ...] = ()
+    a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: Sequence[Option] = ()
 ) -> str | None:
-    """The ``ckptconv diff`` that compares what A and B, of which no names match, have in common, if there is one.
+    """The ``ckptconv diff`` that compares what `a` and `b`, of which no names match, have in common, if there is one.
 
-    A is edited, and a part is taken of B as EDITS say; MORE are flags to repeat.
+    `a` is edited, and a part is taken of `b` as `edits` say; `more` are options to repeat.
     """
     if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
         return None  # another edit of names would not come where it should
-    again = flags_of(edits)
+    again = options_of(edits)
     parts = _parts(a, edits), _parts(b, Edits())
     files = [Path(path) for path in paths]
-    found = _flags(*parts)
+    found = _options(*parts)
     if found:
-        return shell("ckptconv", "diff", *files, *again, *found, *more)
-    swapped = _flags(*parts[::-1]) if not again else None
-    return shell("ckptconv", "diff", *files[::-1], *swapped, *more) if swapped else None
+        return command("diff", *files, *again, *found, *more)
+    swapped = _options(*parts[::-1]) if not again else None
+    return command("diff", *files[::-1], *swapped, *more) if swapped else None
 
 
-def flags_of(edits: Edits) -> tuple[str, ...]:
-    """The flags that say which parts EDITS take, and which names they change."""
-    flags = ["--state-dict"] if edits.state_dict else []
-    flags += ["--select", edits.select] if edits.select is not None else []
-    repeated = (("--include", edits.include), ("--exclude", edits.exclude))
-    prefixes = (("--strip-prefix", edits.strip_prefix), ("--add-prefix", edits.add_prefix))
-    flags += [word for flag, values in repeated for value in values for word in (flag, value)]
-    flags += ["--unwrap"] if edits.unwrap else []
-    flags += [word for pair in edits.rename for word in ("--rename", *pair)]
-    flags += [word for flag, values in prefixes for value in values for word in (flag, value)]
-    return tuple(flags)
+def options_of(edits: Edits) -> tuple[Option, ...]:
+    """The options that say which parts `edits` take, and which names they change."""
+    asked = ("state_dict", "select", "include", "exclude", "unwrap", "rename", "strip_prefix", "add_prefix")
+    values = ((name, getattr(edits, name)) for name in asked)
+    return tuple(Option(name, value) for name, value in values if value not in (None, False, ()))
 
 
 def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
     detected = checkpoint.detected
     taken = edits.select is not None or edits.state_dict
     parts = [
-        _Part(found.path, found.names(), ("--select", found.path) if found.path != "." else ())
+        _Part(found.path, found.names(), _taking(found.path))
         for found in detected.state_dicts
         if found.path == "." or not taken
     ]
     if not taken:
         parts += [
-            _Part(
-                f"a module at {found.path}",
-                found.names(),
-                ("--select", found.path, "--state-dict") if found.path != "." else ("--state-dict",),
-            )
+            _Part(f"a module at {found.path}", found.names(), (*_taking(found.path), Option("state_dict")))
             for found in detected.modules
         ]
     return parts
 
 
-def _flags(ours: list[_Part], theirs: list[_Part]) -> tuple[str, ...] | None:
+def _taking(path: str) -> tuple[Option, ...]:
+    return () if path == "." else (Option("select", path),)
+
+
+def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
     """What to ask for, so that most names of one of OUR parts are those of one of THEIRS, which is all that they have
     or stands at the same path.
     """
-    best: tuple[int, int, tuple[str, ...]] = (0, 0, ())
+    best: tuple[tuple[int, int, list[str]], tuple[Option, ...]] = (0, 0, []), ()
     by_path = {their.path: their for their in theirs}
     for our in ours[:_PARTS]:
         for their in {".": by_path.get("."), our.path: by_path.get(our.path)}.values():
-            flags = our.flags if their and their.path == "." else ()
+            taking = our.options if their and their.path == "." else ()
             names = set(their.names) if their else set()
             for edit, renamed in _renamed(our.names, names):
                 common = len(names.intersection(renamed))
-                if 2 * common >= max(len(names), len(renamed)) > 0 and (flags or edit):
-                    best = max(best, (common, _simple(flags, edit), (*flags, *edit)))
-    return best[2] or None
+                if 2 * common >= max(len(names), len(renamed)) > 0 and (taking or edit):
+                    found = (*taking, *edit)
+                    best = max(best, ((common, *_simple(found)), found), key=lambda each: each[0])
+    return best[1]
 
 
-def _simple(flags: tuple[str, ...], edit: tuple[str, ...]) -> int:
-    """The larger, the less there is to ask for; a prefix says more plainly what it takes off than ``--unwrap``."""
-    return -len(flags) - (len(edit) if edit != ("--unwrap",) else 3)
+def _simple(options: tuple[Option, ...]) -> tuple[int, list[str]]:
+    """The larger, the less there is to type; a prefix says more plainly what it takes off than ``--unwrap``."""
+    words = [word for each in options for group in each.words() for word in group]
+    return -len(words) - 2 * (Option("unwrap") in options), words
 
 
-def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[tuple[str, ...], Collection[str]]]:
-    """OUR names as they are, and as edits make them that could give THEIRS, each with its flags."""
+def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[tuple[Option, ...], Collection[str]]]:
+    """`ours` as they are, and as edits make them that could give `theirs`, each with its option."""
     yield (), ours
-    yield ("--unwrap",), set(unwrapped(ours).values())
+    yield (Option("unwrap"),), set(unwrapped(ours).values())
     for prefix in _before(theirs, ours):
-        yield ("--strip-prefix", prefix), [name.removeprefix(prefix) for name in ours]
+        yield (Option("strip_prefix", prefix),), [name.removeprefix(prefix) for name in ours]
     for prefix in _before(ours, theirs):
-        yield ("--add-prefix", prefix), [prefix + name for name in ours]
+        yield (Option("add_prefix", prefix),), [prefix + name for name in ours]
 
 
 def _before(short: Collection[str], long: Collection[str]) -> set[str]:

@@ -19,6 +19,7 @@ from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
+from ckptconv.hints import Placeholder, option
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, same_streams, unequal_parts
 from ckptconv.limits import LIMITS
@@ -229,7 +230,7 @@ class Values:
                     f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes"
                     " more"
                 ),
-                hint="compare a part: --include GLOB",
+                hint="compare a part: " + option("include", Placeholder("GLOB")),
             )
 
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.formats.writers import WRITERS
+from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.devices import missing_devices, optimizers, rng_states
 from ckptconv.inspection.diagnosis.findings import (
     Advice,
@@ -70,11 +71,11 @@ def diagnose(
         combined = _combined(within, code, within)
     fixes = [issue.fix for issue in combined if issue.fix]
     all_at_once = together(fixes)
-    needed = len(fixes) > 1 and all_at_once.flags() != fixes[0].flags()
+    needed = len(fixes) > 1 and all_at_once.options != fixes[0].options
     curable = not refused or part is not None
     remedy = fix_command(checkpoint, all_at_once) if needed and curable else None
     needful = [each.fix for each in combined if each.blocks and each.fix] + ([all_at_once] if remedy else [])
-    if any(fix.flags() and not fix.part for fix in needful):  # typed anyway, it mends that too
+    if any(fix.options and not fix.part for fix in needful):  # typed anyway, it mends that too
         issues = [replace(each, fix=None) if each.fix and each.fix.is_any else each for each in issues]
     return Diagnosis([advice(checkpoint, issue) for issue in with_names_apart(issues)], remedy)
 
@@ -89,7 +90,7 @@ def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
     """FIX for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
     if fix is None or part is None:
         return None
-    return fix if fix.format and not WRITERS[fix.format].objects else replace(fix, part=("--state-dict",))
+    return fix if fix.format and not WRITERS[fix.format].objects else replace(fix, part=(Option("state_dict"),))
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:

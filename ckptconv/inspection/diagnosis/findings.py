@@ -14,10 +14,10 @@ from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.conversion.discovery import Found
 from ckptconv.conversion.targets import name_in_folder
-from ckptconv.errors import printable, some
+from ckptconv.errors import some
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
-from ckptconv.hints import shell
+from ckptconv.hints import Option, command
 from ckptconv.inspection.diagnosis.host import Host
 
 __all__ = [
@@ -70,13 +70,13 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Fix:
-    """Flags of ``convert``: the PART to take, changes of NAMES, everything TO the CPU or only some tags (MAPS),
-    storages made COMPACT. The output is the source's name with SUFFIX behind it.
+    """Options of ``convert``: the `part` to take, changes of `names`, everything `to_cpu` or only some tags by `maps`,
+    storages made `compact`. The output is the source's name with `suffix` behind it.
     """
 
     suffix: str
-    part: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    part: tuple[Option, ...] = ()
+    names: tuple[Option, ...] = ()
     to_cpu: bool = False
     maps: dict[str, str] = field(default_factory=dict)
     compact: bool = False
@@ -85,12 +85,14 @@ class Fix:
     @property
     def is_any(self) -> bool:
         """Whether every conversion of the whole file does it."""
-        return not self.flags() and self.format is None
+        return not self.options and self.format is None
 
-    def flags(self) -> list[str]:
-        maps = [] if self.to_cpu else [word for old, new in self.maps.items() for word in ("--map", f"{old}={new}")]
-        to_cpu = ["--to", "cpu"] if self.to_cpu else []
-        return [*self.part, *self.names, *to_cpu, *maps, *(["--compact"] if self.compact else [])]
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What is typed for it."""
+        devices = "cpu" if self.to_cpu else tuple(self.maps.items())
+        others = {"map_location": devices, "compact": self.compact}
+        return (*self.part, *self.names, *(Option(name, value) for name, value in others.items() if value))
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,18 @@ def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
 
 def with_names_apart(issues: list[Issue]) -> list[Issue]:
     """ISSUES whose fixes write files of different names, where they are different fixes."""
-    names: dict[tuple[str, ...], str] = {}
+    names: dict[tuple[object, ...], str] = {}
     apart = []
     for issue in issues:
         fix = issue.fix
         if fix:
-            flags = (*fix.flags(), fix.format or "")
-            while flags not in names and fix.suffix in names.values():
+            does = (*fix.options, fix.format)
+            while does not in names and fix.suffix in names.values():
                 stem, _, number = fix.suffix.rpartition("-")
                 fix = replace(
                     fix, suffix=f"{stem}-{int(number) + 1}" if stem and number.isdecimal() else f"{fix.suffix}-2"
                 )
-            fix = replace(fix, suffix=names.setdefault(flags, fix.suffix))
+            fix = replace(fix, suffix=names.setdefault(does, fix.suffix))
         apart.append(replace(issue, fix=fix))
     return apart
 
@@ -158,15 +160,15 @@ def together(fixes: list[Fix]) -> Fix:
     """All of FIXES at once; of two that send one tag somewhere the later is heard."""
     return Fix(
         "-fixed",
-        part=tuple(word for part in dict.fromkeys(fix.part for fix in fixes) for word in part),
-        names=tuple(word for fix in fixes for word in fix.names),
+        part=tuple(option for part in dict.fromkeys(fix.part for fix in fixes) for option in part),
+        names=tuple(option for fix in fixes for option in fix.names),
         to_cpu=any(fix.to_cpu for fix in fixes),
         maps={old: new for fix in fixes for old, new in fix.maps.items()},
     )
 
 
-def fix_command(checkpoint: Checkpoint, fix: Fix) -> str | None:
-    """The command line, as it can be typed where the checkpoint's path was; None where a terminal could not show it."""
+def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
+    """The command line, as it can be typed where the checkpoint's path was."""
     path = checkpoint.source.path
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
     is_set = isinstance(checkpoint.source, SourceFolder)
@@ -176,8 +178,7 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str | None:
         suffix = "" if is_set else suffix_of(path.name)
         kept = suffix and usual_format(path.name, checkpoint.format) == writer.word
         target += suffix if kept else writer.new_suffix
-    line = shell("ckptconv", "convert", path, Path(target), *fix.flags())
-    return line if printable(line) == line else None
+    return command("convert", path, Path(target), *fix.options)
 
 
 def first_few(words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ckptconv.edits.wrappers import WRAPPERS, unwrapped
 from ckptconv.errors import count
+from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 
 __all__ = ["inner_prefixes", "prefixes"]
@@ -33,14 +34,14 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     inside = Counter(match for names in after for name in names for match in set(_WRAPPED_INSIDE.findall(name)))
     if not stripped and not inside:
         return
-    flags = [word for wrapper in stripped for word in ("--strip-prefix", wrapper)]
+    options = [Option("strip_prefix", tuple(stripped))] if stripped else []
     if inside:
         rename = rf"(^|\.)({'|'.join(re.escape(w) for w in _UNMISTAKABLE if w in inside)})+", r"\1"
-        flags += ("--rename", *rename)
+        options.append(Option("rename", (rename,)))
         after = [[re.sub(*rename, name) for name in names] for names in after]
     is_more = inside or len(stripped) > 1
     if is_more and all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
-        flags = ["--unwrap"]
+        options = [Option("unwrap")]
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
         _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
     )
@@ -55,7 +56,7 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
         text += "; below it they all start with module. again, which may be the model's own"
-    yield Issue("prefix", text, Fix("-plain", names=tuple(flags)) if safe else None)
+    yield Issue("prefix", text, Fix("-plain", names=tuple(options)) if safe else None)
 
 
 def inner_prefixes(scope: Scope) -> Iterator[Issue]:
@@ -76,7 +77,7 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
         f"all names under {first_few(ways)} go through module. there: if nn.DataParallel wrapped only that part, the"
         " plain model has no such names"
     )
-    yield Issue("inner-prefix", text, Fix("-inner", names=("--rename", *rename)) if safe else None)
+    yield Issue("inner-prefix", text, Fix("-inner", names=(Option("rename", (rename,)),)) if safe else None)
 
 
 def _chain(names: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from ckptconv.checkpoint.state_dicts import Detected, StateDict
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
 from ckptconv.pickles.paths import is_item
@@ -59,15 +60,15 @@ def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None,
     total = sum(storage.nbytes for storage in checkpoint.storages.values())
     share = f"{part.nbytes:,} of {total:,} bytes"
     if part.module:
-        select = () if part.path is None else ("--select", part.path)
+        select = () if part.path is None else (Option("select", part.path),)
         what = "it" if part.module.path == "." else part.module.path
         text = f"{what} is a whole pickled model, whose state dict alone loads ({share})"
         if is_script:
             text = f"its state dict alone loads ({share})"
-        return Fix("-weights", part=(*select, "--state-dict")), text
+        return Fix("-weights", part=(*select, Option("state_dict"))), text
     if part.path is None:
-        return Fix("-weights", part=("--state-dict",)), f"the state dict alone loads ({share})"
-    return Fix("-part", part=("--select", part.path)), f"{part.path} alone loads ({share})"
+        return Fix("-weights", part=(Option("state_dict"),)), f"the state dict alone loads ({share})"
+    return Fix("-part", part=(Option("select", part.path),)), f"{part.path} alone loads ({share})"
 
 
 class Refused:

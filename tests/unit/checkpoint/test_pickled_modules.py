@@ -513,7 +513,7 @@ def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
     """What there is, and the command that shows it all."""
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
     with pytest.raises(
-        NoMatchError, match=r"expected a path such as net, a .*; see .* ckptconv inspect .*m\.pt --tree$"
+        NoMatchError, match=r"expected a path such as net, a .*; see .* ckptconv\.inspect\('.*m\.pt'\)$"
     ):
         ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", select="nte")
     torch.save([1], tmp_path / "n.pt")

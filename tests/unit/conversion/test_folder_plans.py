@@ -88,7 +88,7 @@ def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> No
     assert [*report.files] == [(str(p), (out / p).stat().st_size) for p, _ in report.files]
     assert report.size == sum(size for _, size in report.files)
     assert has_note(report, "2 other files left: config.json, inner/vocab.txt")
-    assert "optimizer.pt: --strip-prefix module. means nothing there" in report.notes
+    assert "optimizer.pt: strip_prefix='module.' means nothing there" in report.notes
     assert any(note.startswith("model.safetensors.index.json: no device was changed") for note in report.notes)
     assert report.formats == ("sharded safetensors and torch zip",) * 2
 

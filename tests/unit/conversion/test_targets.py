@@ -12,6 +12,7 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import find_item, find_target, list_items
 from ckptconv.errors import InputError, RefusedError, UsageError
 from ckptconv.formats.writers import usual_format
+from ckptconv.hints import in_python
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,9 @@ def test_one_item_is_what_the_function_converts(tree: Path) -> None:
     assert find_item("a.pt", "there").dst == Path("there/a.pt")
     with pytest.raises(UsageError, match="2 checkpoints are in it") as caught:
         find_item("run", "new")
-    assert "convert_many" in str(caught.value)
+    assert caught.value.hint == "ckptconv convert run new converts all of them"
+    call = "ckptconv.convert_many(ckptconv.jobs_in('run', 'new'))"
+    assert in_python(caught.value.hint) == f"{call} converts all of them"
 
 
 def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,11 +118,13 @@ def test_types_and_other_keys_stay() -> None:
             r"\['state_dict'\]",
         ),
         (ckptconv.strip_prefix, {"w": 1, "module.w": 2}, "module.", CollisionError, r"'w' and 'module\.w'"),
-        *((ckptconv.add_prefix, {"w": 1}, wrong, UsageError, "") for wrong in ("", ".", "a..b")),
-        (ckptconv.strip_prefix, {"w": 1}, 3, TypeError, ""),
+        *((ckptconv.add_prefix, {"w": 1}, wrong, UsageError, None) for wrong in ("", ".", "a..b")),
+        (ckptconv.strip_prefix, {"w": 1}, 3, TypeError, None),
     ],
 )
-def test_errors(function: Callable[..., Any], state: Any, prefix: Any, kind: type[Exception], words: str) -> None:
+def test_errors(
+    function: Callable[..., Any], state: Any, prefix: Any, kind: type[Exception], words: str | None
+) -> None:
     """No name with the prefix, with a hint to where there are some; two names that
     would become one; what ends no segment.
     """

@@ -196,7 +196,7 @@ def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path
     assert state._metadata["1.1.norm"] == {"version": 1} != wanted._metadata["1.1.norm"]
     found, report = unwrapped_from(tmp_path, state)
     assert_same(found, wanted)
-    assert report.notes == ("no wrapper is in the names, so --unwrap changed _metadata alone",)
+    assert report.notes == ("no wrapper is in the names, so unwrap=True changed _metadata alone",)
 
 
 _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a", "0", "w"])

@@ -42,6 +42,7 @@ from tests.support.hostile_bytes import saved, text
 from tests.support.judge import assert_same, tags_of
 from tests.support.legacy_files import legacy_file
 from tests.support.memory import memory_below
+from tests.support.reduced import Reduced
 from tests.support.zoo import TAGS, ZOO, save, tagging
 
 PROTOCOLS = range(6)
@@ -87,23 +88,13 @@ def tagged(obj: Any, tag: str = "cuda:0", protocol: int = 4) -> bytes:
         return pickle.dumps(obj, protocol)
 
 
-class Call:
-    """Something that a pickle says as a call of FUNCTION with ARGS."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 def storage_of(data: bytes) -> bytes:
     """The pickle of what torch loads from DATA."""
-    return pickle.dumps([Call(torch.storage._load_from_bytes, data)], 4)
+    return pickle.dumps([Reduced(torch.storage._load_from_bytes, (data,))], 4)
 
 
 def nested_storage(numbers: torch.Tensor, *, zipped: bool = False) -> bytes:
-    """What ``torch.save`` writes for the storage of NUMBERS."""
+    """What ``torch.save`` writes for the storage of `numbers`."""
     return saved(numbers._typed_storage(), _use_new_zipfile_serialization=zipped)
 
 
@@ -293,7 +284,7 @@ def test_a_whole_model_of_unknown_classes(write: Write, tmp_path: Path) -> None:
 
 def test_a_dangerous_pickle_is_refused(write: Write, tmp_path: Path) -> None:
     """Outside of the nested files, as in any other checkpoint."""
-    path, dst = write(pickle.dumps([torch.ones(1), Call(os.system, "true")])), tmp_path / "dst.pkl"
+    path, dst = write(pickle.dumps([torch.ones(1), Reduced(os.system, ("true",))])), tmp_path / "dst.pkl"
     refused(DangerousError, "system", path, dst)
     ckptconv.convert(path, dst, allow_unsafe=True)
     assert b"system" in dst.read_bytes()
@@ -451,8 +442,8 @@ def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[
     """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes:
     so does the reader, and writes bytes.
     """
-    storage = Call(getattr(torch, cls), numbers)
-    path = write(pickle.dumps({"w": Call(torch._utils._rebuild_tensor, storage, 0, (len(numbers),), (1,))}, 2))
+    storage = Reduced(getattr(torch, cls), (numbers,))
+    path = write(pickle.dumps({"w": Reduced(torch._utils._rebuild_tensor, (storage, 0, (len(numbers),), (1,)))}, 2))
     wanted = loaded(path)
     (info,) = ckptconv.open(path).tensors.values()
     assert (info.shape, info.kind, info.device) == ((len(numbers),), "strided", "cpu")
@@ -502,14 +493,14 @@ PICKLES = {
 
 
 def with_code(start: bytes, code: bytes) -> bytes:
-    """TWO with CODE, whose result is thrown away, in the pickle that begins with START."""
+    """TWO with `code`, whose result is thrown away, in the pickle that begins with `start`."""
     assert TWO.count(start) == 1
     at = TWO.index(start) + 2
     return TWO[:at] + code + TWO[at:]
 
 
 def with_keys(keys: bytes) -> bytes:
-    """TWO with KEYS behind its own."""
+    """TWO with `keys` behind its own."""
     at = TWO.index(b"\x80\x02]q\0X") + 5
     return TWO[:at] + keys + TWO[-16:]
 
@@ -529,11 +520,11 @@ def with_wrong_characters(n: int) -> bytes:
 
 def of_a_checkpoint() -> bytes:
     """A checkpoint's own pickle, without the storages, whatever else is in it."""
-    return records_of(saved([torch.ones(1), Call(torch.storage._load_from_bytes, TWO)]))["data.pkl"]
+    return records_of(saved([torch.ones(1), Reduced(torch.storage._load_from_bytes, (TWO,))]))["data.pkl"]
 
 
 def called(how: bytes) -> bytes:
-    """A pickle with TWO in it, and HOW it is called."""
+    """A pickle with TWO in it, and `how` it is called."""
     function = b"\x80\x03ctorch.storage\n_load_from_bytes\nq\0"
     return function + how.replace(b"%s", len(TWO).to_bytes(4, "little") + TWO)
 
@@ -564,7 +555,9 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
     "a compressed zip": (storage_of(rezipped(ZIPPED, method=zipfile.ZIP_DEFLATED)), UnsupportedError, "compressed"),
     **{
         f"a storage of {numbers}": (
-            pickle.dumps(Call(torch._utils._rebuild_tensor, Call(torch.FloatStorage, numbers), 0, (1,), (1,))),
+            pickle.dumps(
+                Reduced(torch._utils._rebuild_tensor, (Reduced(torch.FloatStorage, (numbers,)), 0, (1,), (1,)))
+            ),
             MalformedError,
             "a list holds what torch.FloatStorage cannot",
         )
@@ -581,7 +574,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
     },
     **{
         f"a nested file in a nested file{', zipped' * zipped}": (
-            storage_of(saved(Call(torch.storage._load_from_bytes, TWO), _use_new_zipfile_serialization=zipped)),
+            storage_of(saved(Reduced(torch.storage._load_from_bytes, (TWO,)), _use_new_zipfile_serialization=zipped)),
             DangerousError,
             "_load_from_bytes",
         )
@@ -674,7 +667,7 @@ def test_a_text_for_one_storage_is_read(write: Write) -> None:
 @pytest.mark.parametrize("zipped", [False, True])
 def test_code_in_a_nested_file_is_named(write: Write, zipped: bool) -> None:
     """Loading it would run that."""
-    path = write(storage_of(saved(Call(os.system, "true"), _use_new_zipfile_serialization=zipped)))
+    path = write(storage_of(saved(Reduced(os.system, ("true",)), _use_new_zipfile_serialization=zipped)))
     assert unreadable(path, InputError, "names what no checkpoint needs").hint == "do not load it"
 
 
@@ -701,7 +694,9 @@ def test_any_damage_ends_in_a_typed_error(tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "obj", [WEIGHTS, {"model": WEIGHTS, "args": Call(complex, 1)}, ZOO["module"]()], ids=["weights", "dict", "module"]
+    "obj",
+    [WEIGHTS, {"model": WEIGHTS, "args": Reduced(complex, (1,))}, ZOO["module"]()],
+    ids=["weights", "dict", "module"],
 )
 @pytest.mark.parametrize("tag", ["cpu", "cuda:0"])
 def test_the_commands_mend_what_inspect_finds(

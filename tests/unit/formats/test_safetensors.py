@@ -30,6 +30,7 @@ from tests.support.archives import big_endian, flip_bit, records_of, rezip, with
 from tests.support.conversions import converted, metadata_of, refused, run_without_torch, unreadable
 from tests.support.hostile_bytes import in_headers
 from tests.support.judge import assert_same, tags_of
+from tests.support.reduced import Reduced
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -138,7 +139,7 @@ def assert_holds(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def follow_hint(error: RefusedError, src: Path, dst: Path) -> dict[str, torch.Tensor]:
-    """Convert SRC to DST with the keywords that ERROR's hint names; what DST then holds."""
+    """Convert `src` to `dst` with the keywords that `error`'s hint names; what `dst` then holds."""
     assert error.hint is not None
     keywords = eval(f"dict({error.hint[error.hint.index(': ') + 2 :]})")
     found: dict[str, torch.Tensor] = converted(src, dst, **keywords)
@@ -557,17 +558,10 @@ def test_names_that_become_one(src: Path, safe: Path) -> None:
     refused(RefusedError, "reserved", src, safe, rename=[("^b$", "__metadata__")])
 
 
-class Twice:
-    """Pickled as a dict in which one key is set twice."""
-
-    def __reduce__(self) -> Any:
-        items = [("a", torch.ones(1)), ("w", torch.ones(2)), ("w", torch.zeros(3))]
-        return dict, (), None, None, iter(items)
-
-
 def test_a_name_that_is_set_twice(src: Path, safe: Path) -> None:
     """Which of the two is meant is not guessed; without the first one it is what torch loads, the last."""
-    torch.save({"model": Twice()}, src)
+    items = [("a", torch.ones(1)), ("w", torch.ones(2)), ("w", torch.zeros(3))]
+    torch.save({"model": Reduced(dict, (), None, None, iter(items))}, src)
     refused(RefusedError, "a second value of that name", src, safe)
     assert_equal(converted(src, safe, exclude="model/w"), torch.load(src, weights_only=False)["model"])
 
@@ -851,7 +845,7 @@ def test_damage_is_found(kind: str, method: int | None, src: Path, safe: Path) -
 
 
 def damage(path: Path, tensor: torch.Tensor, *, deflated: bool = False) -> None:
-    """Flip a bit in the middle of the TENSOR in the archive at PATH; or, where it is deflated, one of its checksum."""
+    """Flip a bit in the middle of `tensor` in the archive at `path`; where it is `deflated`, one of its checksum."""
     data, raw = path.read_bytes(), tensor.numpy().tobytes()
     if deflated:
         name = next(name for name in zipfile.ZipFile(path).namelist() if name.endswith("data/1"))
@@ -893,13 +887,8 @@ def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
 
 def test_no_glob_is_printed_for_one_of_two_values(src: Path, safe: Path) -> None:
     """Of a key that is set twice the last value counts in Python: leaving that out would keep another."""
-    w, v = torch.ones(2), torch.zeros(2)
-
-    class Twice(dict):  # type: ignore[type-arg]
-        def __reduce__(self) -> Any:
-            return OrderedDict, (), {"_metadata": {}}, None, iter([("w", w), ("w", v)])
-
-    torch.save(Twice(), src)
+    items = [("w", torch.ones(2)), ("w", torch.zeros(2))]
+    torch.save(Reduced(OrderedDict, (), {"_metadata": {}}, None, iter(items)), src)
     assert refused(RefusedError, "second value of that name", src, safe).hint is None
 
 
@@ -994,7 +983,7 @@ def test_a_command_in_an_error_is_never_cut(src: Path, safe: Path) -> None:
 
 
 def left_of(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> list[str]:
-    """The paths of what the conversion of MADE leaves behind."""
+    """The paths of what the conversion of `made` leaves behind."""
     torch.save(made, folder / "made.pt")
     report = ckptconv.convert(folder / "made.pt", folder / f"out.{suffix}", force=True, **edits)
     return [left.path for left in report.left_behind]

@@ -225,7 +225,7 @@ def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> No
 
 
 def limit_headers(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    """Replace some LIMITS of headers."""
+    """Replace some limits of headers."""
     monkeypatch.setattr(safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, **limits))
 
 

@@ -29,7 +29,6 @@ from tests.support.judge import assert_same, tags_of
 from tests.support.legacy_files import (
     MAGIC,
     SYS_INFO,
-    Old,
     keys_and_data,
     legacy,
     legacy_file,
@@ -37,6 +36,7 @@ from tests.support.legacy_files import (
     storage_id,
 )
 from tests.support.memory import memory_below
+from tests.support.reduced import Reduced
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
@@ -77,7 +77,7 @@ def readable(name: str, path: Path) -> bool:
 
 @pytest.fixture
 def readable_file(name: str, src: Path) -> Path:
-    """The object NAME of the zoo in the older format; skips where torch cannot write or read it so."""
+    """The object `name` of the zoo in the older format; skips where torch cannot write or read it so."""
     saved(name, src, zoo.NEEDS_PROTOCOL.get(name, 2))
     if not readable(name, src):
         pytest.skip("torch cannot read it back")
@@ -301,9 +301,9 @@ def test_names_that_only_the_zip_loader_maps(src: Path, tmp_path: Path) -> None:
 
 
 def both(data: bytes, tmp_path: Path, **options: Any) -> list[Any]:
-    """What torch loads, with OPTIONS, of what DATA becomes as a zip and in the format itself.
+    """What torch loads, with `options`, of what `data` becomes as a zip and in the format itself.
 
-    DATA stays in ``old.pt``.
+    `data` stays in ``old.pt``.
     """
     src, new, again = tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "again.pt"
     src.write_bytes(data)
@@ -318,14 +318,14 @@ def storage(key: str = "0", tag: str = "cpu", part: Any = None) -> Any:
 
 
 def with_storages(obj: Any, *keys: str, **options: Any) -> bytes:
-    """A file with OBJ and storages of six numbers in it."""
+    """A file with `obj` and storages of six numbers in it."""
     return legacy_file(obj, dict.fromkeys(keys, (6, FLOATS)), **options)
 
 
-def rebuilt(storage: Any, offset: int, *size: int) -> Old:
+def rebuilt(storage: Any, offset: int, *size: int) -> Reduced:
     """A contiguous tensor as ``_rebuild_tensor`` makes it: no ``requires_grad``, no hooks."""
     stride = tuple(int(torch.tensor(size[i + 1 :]).prod()) for i in range(len(size)))
-    return Old(torch._utils._rebuild_tensor, (storage, offset, size, stride))
+    return Reduced(torch._utils._rebuild_tensor, (storage, offset, size, stride))
 
 
 def test_python_2(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_python_2(tmp_path: Path) -> None:
     """
     weight = rebuilt(storage("94057", "cuda:0"), 0, 2, 3)
     pairs = [["module.conv.weight", weight], ["module.a name longer than twenty letters", weight]]
-    data = with_storages(Old(OrderedDict, (pairs,)), "94057", python2=True)
+    data = with_storages(Reduced(OrderedDict, (pairs,)), "94057", python2=True)
     kept = both(data, tmp_path, map_location="cpu")
     src = tmp_path / "old.pt"
     wanted = torch.load(src, map_location="cpu", weights_only=False)
@@ -351,7 +351,7 @@ def test_python_2(tmp_path: Path) -> None:
 def test_pairs_that_somebody_else_has_stay(tmp_path: Path) -> None:
     """The list that an OrderedDict is made of is kept as it is where the checkpoint holds it as well."""
     pairs = [["a", 1], ["b", 2]]
-    for found in both(legacy_file([Old(OrderedDict, (pairs,)), pairs, pairs[0]], {}), tmp_path):
+    for found in both(legacy_file([Reduced(OrderedDict, (pairs,)), pairs, pairs[0]], {}), tmp_path):
         assert found == [OrderedDict(pairs), pairs, pairs[0]]
         assert found[1][0] is found[2]
 
@@ -371,7 +371,7 @@ def test_tensors_as_class_and_state(cls: Any, src: Path, dst: Path) -> None:
     CUDA is needed once it is on the CPU.
     """
     state = storage("1", "cuda:0" if cls == "cuda" else "cpu"), 2, (2, 2), (2, 1)
-    data = with_storages({"w": Old(torch.FloatTensor, (), state)}, "1")
+    data = with_storages({"w": Reduced(torch.FloatTensor, (), state)}, "1")
     if cls == "cuda":
         data = data.replace(b"ctorch\nFloatTensor", b"ctorch.cuda\nFloatTensor")
     src.write_bytes(data)
@@ -396,13 +396,15 @@ def old_parameters(style: str) -> dict[str, Any]:
     tensors = {name: rebuilt(storage(name), 0, 6) for name in ("grad", "frozen", "default")}
     if style == "state":
         grads = {"grad": True, "frozen": False}
-        return {name: Old(nn.Parameter, (tensors[name],), (grad, False, OrderedDict())) for name, grad in grads.items()}
+        return {
+            name: Reduced(nn.Parameter, (tensors[name],), (grad, False, OrderedDict())) for name, grad in grads.items()
+        }
     arguments = {
         "grad": (tensors["grad"], True),
         "frozen": (tensors["frozen"], False),
         "default": (tensors["default"],),
     }
-    return {name: Old(nn.Parameter, each) for name, each in arguments.items()}
+    return {name: Reduced(nn.Parameter, each) for name, each in arguments.items()}
 
 
 @pytest.mark.parametrize("style", ["state", "arguments"])
@@ -495,14 +497,14 @@ def parts_of(tensor_count: int = 2) -> tuple[bytes, bytes]:
 
 
 def with_id(*parts: Any) -> bytes:
-    """A file with one storage, whose persistent id has PARTS."""
+    """A file with one storage, whose persistent id has `parts`."""
     other = storage()
     other.parts = parts
     return with_storages([other], "0")
 
 
 def as_a_tar_archive(data: bytes) -> bytes:
-    """A tar archive that begins as DATA does: torch looks for a tar archive first, so it can be read in two ways."""
+    """A tar archive that begins as `data` does: torch looks for a tar archive first, so it can be read in two ways."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("x"))
@@ -546,13 +548,16 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a byte behind the end": (WHOLE + b"\0", "behind the last storage"),
     "a checkpoint behind the end": (WHOLE + WHOLE, "several checkpoints"),
     # torch unpickles the small pickles around the object as well: a call there is not dropped in silence
-    "a call in the system's information": (legacy_file([], {}, sys_info=Old(print, ("pwned",))), "code in the pickles"),
-    "a call in the keys": (
-        ONE + pickle.dumps([Old(str, (0,))], 2) + ONE_TAIL[len(pickle.dumps(["0"], 2)) :],
+    "a call in the system's information": (
+        legacy_file([], {}, sys_info=Reduced(print, ("pwned",))),
         "code in the pickles",
     ),
-    "a dangerous call": (legacy_file([Old(os.system, ("true",))], {}), "system"),
-    "a nested file": (legacy_file([Old(torch.storage._load_from_bytes, (WHOLE,))], {}), "_load_from_bytes"),
+    "a call in the keys": (
+        ONE + pickle.dumps([Reduced(str, (0,))], 2) + ONE_TAIL[len(pickle.dumps(["0"], 2)) :],
+        "code in the pickles",
+    ),
+    "a dangerous call": (legacy_file([Reduced(os.system, ("true",))], {}), "system"),
+    "a nested file": (legacy_file([Reduced(torch.storage._load_from_bytes, (WHOLE,))], {}), "_load_from_bytes"),
     "an id without a view": (
         with_id("storage", torch.FloatStorage, "0", "cpu", 6),
         "neither a storage nor a class",

@@ -420,7 +420,7 @@ def test_every_archive_of_the_corpus(corpus: Path, dst: Path, safe: Path) -> Non
 
 
 def lying(path: Path, old: bytes, new: bytes) -> Path:
-    """The program at PATH with OLD in its code replaced by NEW."""
+    """The program at `path` with `old` in its code replaced by `new`."""
     code = {name: data for name, data in records_of(path).items() if name.endswith(".py")}
     assert any(old in data for data in code.values())
     return rezip(path, path, {name: data.replace(old, new) for name, data in code.items()})

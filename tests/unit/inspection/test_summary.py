@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections import OrderedDict
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ckptconv.inspection.summary import inspect
 from tests.support.hostile_bytes import torch_zip_of
+from tests.support.judge import refusal
 from tests.support.reduced import Reduced
 
 
@@ -86,10 +86,8 @@ def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: 
     """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
     path = saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)
     found = inspect(path)
-    assert found["weights_only"] == (not reason)
+    assert found["weights_only"] == (refusal(path) is None) == (not reason)
     assert reason in " ".join(found["obstacles"])
-    with pytest.raises(pickle.UnpicklingError) if reason else nullcontext():
-        torch.load(path, weights_only=True)
 
 
 def test_devices_that_are_data(tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ def failure(
     patched: pytest.MonkeyPatch | None = None,
     **options: Any,
 ) -> Error:
-    """The error, a KIND that says WORDS in one line, in which writing the plan ends; what was PATCHED is undone."""
+    """The error, a `kind` that says `words` in one line, in which writing the plan ends.
+
+    What was `patched` is undone.
+    """
     with pytest.raises(kind, match=words) as caught:
         write(source, target, **options)
     if patched:
@@ -106,7 +109,7 @@ def failure(
 
 
 def assert_alone(target: Path, data: bytes | None) -> None:
-    """TARGET is DATA, or (None) not there, and its folder holds nothing else."""
+    """`target` is `data`, or (None) not there, and its folder holds nothing else."""
     assert os.listdir(target.parent) == [target.name] * (data is not None)
     assert data is None or target.read_bytes() == data
 

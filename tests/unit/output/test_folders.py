@@ -89,7 +89,7 @@ def convert_to(
 
 
 def failure(kind: type[Error], words: str | None, target: Path, source: Source, **options: Any) -> Error:
-    """The error, a KIND that says WORDS, in which writing the folder TARGET ends."""
+    """The error, a `kind` that says `words`, in which writing the folder `target` ends."""
     with pytest.raises(kind, match=words) as caught:
         convert_to(target, source, **options)
     return caught.value
@@ -110,7 +110,7 @@ def old(target: Path) -> Path:
 
 
 def assert_alone(target: Path, content: dict[str, bytes]) -> None:
-    """The folder TARGET has this CONTENT, and nothing stands beside it."""
+    """The folder `target` has this `content`, and nothing stands beside it."""
     assert tree(target) == content
     assert os.listdir(target.parent) == ["model"]
 

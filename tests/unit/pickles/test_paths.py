@@ -15,6 +15,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph, Node
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import Place, find_places, parse_path
+from tests.support.reduced import Reduced
 
 
 def graph_of(data: bytes) -> Graph:
@@ -44,11 +45,6 @@ class Stated(Thing):
         pass
 
 
-class Called(Thing):
-    def __reduce__(self) -> Any:
-        return Thing, (1, ["x"])
-
-
 class Named(Thing):
     def __getnewargs_ex__(self) -> Any:
         return ((5,), {"a/b": 1, "call": 2, "0": 3})
@@ -70,7 +66,7 @@ CYCLE.append(CYCLE)
         (Thing(lr=1, inner=Thing(x=2)), 2, [".", ".lr", ".inner", ".inner/.x"]),
         (Thing(**{"": 1, "a/b": 2}), 2, [".", ".\\e", ".a\\/b"]),
         (Stated(state=[7]), 2, [".", ".__state__", ".__state__[0]"]),
-        ({"c": Called()}, 2, [".", "c", "c/(0)", "c/(1)", "c/(1)[0]"]),
+        ({"c": Reduced(Thing, (1, ["x"]))}, 2, [".", "c", "c/(0)", "c/(1)", "c/(1)[0]"]),
         ({7}, 4, [".", "{0}"]),
         (frozenset([7]), 4, [".", "{0}"]),
         ({(1, "a"): 5}, 2, [".", "<0>", "<0>[0]", "<0>[1]", "[(1, 'a')]"]),
@@ -148,7 +144,7 @@ def test_nesting_is_limited() -> None:
 
 def test_leaves_are_reported_and_not_entered() -> None:
     """But for the attributes that they hand back; a leaf stands wherever it is used."""
-    graph = graph_of(pickle.dumps([Called(), {"k": 1}, Thing(a=1)], 2))
+    graph = graph_of(pickle.dumps([Reduced(Thing, (1, ["x"])), {"k": 1}, Thing(a=1)], 2))
 
     def leaf(node: Node) -> list[Any] | None:
         if type(node).__name__ != "Call":

@@ -55,7 +55,7 @@ def outcome(load: Callable[[], Any]) -> Any:
 
 
 def unloadable(path: Path, kind: type[Error], words: str | None, location: Any = None) -> Error:
-    """The error, a KIND that says WORDS, in which loading PATH ends."""
+    """The error, a `kind` that says `words`, in which loading `path` ends."""
     with pytest.raises(kind, match=words) as caught:
         ckptconv.load(path, location)
     return caught.value
@@ -284,7 +284,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(fixtures: Path, path: Path, m
 
 
 def with_pickle(path: Path, obj: Any, change: Callable[[bytes], bytes]) -> None:
-    """Write OBJ to PATH, with another pickle."""
+    """Write `obj` to `path`, with another pickle."""
     torch.save(obj, path)
     rezip(path, path, {"data.pkl": change(records_of(path)["data.pkl"])})
 

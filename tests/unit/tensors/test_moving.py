@@ -92,19 +92,20 @@ def saved_and_loaded(obj: Any) -> Any:
     return torch.load(io.BytesIO(saved(obj)), weights_only=False)
 
 
+def loss_of(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Tensor) -> torch.Tensor:
+    """The loss of `model` for `numbers`; the gradients are those of this alone."""
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(numbers).pow(2).sum()
+    loss.backward()
+    return loss
+
+
 def trained(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> Any:
     """A module after a step, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     made = optimizer(model.parameters(), **options)
-
-    def loss() -> torch.Tensor:
-        made.zero_grad()
-        value: torch.Tensor = model(torch.arange(6.0).view(2, 3)).pow(2).sum()
-        value.backward()
-        return value
-
-    made.step(loss)
+    made.step(lambda: loss_of(model, made, torch.arange(6.0).view(2, 3)))
     return model, made
 
 
@@ -816,13 +817,7 @@ class TestOnAGpu:
                     t.device for t in moving._tensors(theirs[key])
                 ], key
 
-        def loss() -> torch.Tensor:
-            optimizer.zero_grad()
-            value: torch.Tensor = model(torch.ones(2, 3, device=gpu)).sum()
-            value.backward()
-            return value
-
-        optimizer.step(loss)
+        optimizer.step(lambda: loss_of(model, optimizer, torch.ones(2, 3, device=gpu)))
 
     def test_an_lstm_keeps_its_weights_together(self, gpu: str) -> None:
         """cudnn wants them in one piece, and torch warns where they are not."""

@@ -100,9 +100,12 @@ def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def too_large(number: float, new: str) -> bool:
-    """Whether NUMBER is finite and nearer to what would come behind the largest number of NEW;
-    in the middle, whether the largest is odd.
+    """Whether `number` is finite and nearer to what would come behind the largest number of `new`;
+    in the middle, whether the largest is odd. An integer has to be one of `new`.
     """
+    if new in INTEGERS:
+        info = torch.iinfo(getattr(torch, new))
+        return not info.min <= number <= info.max
     if not isfinite(number) or new == "float64":
         return False
     largest, step = _LARGEST[new]
@@ -164,27 +167,16 @@ def integers(name: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, name))
 
 
-@pytest.mark.parametrize("new", sorted(INTEGERS))
+@pytest.mark.parametrize("new", [*sorted(INTEGERS), *TARGETS])
 @pytest.mark.parametrize("old", [*sorted(INTEGERS), "bool"])
 def test_integers_that_do_not_fit_are_counted(old: str, new: str) -> None:
-    """They become what ``.to()`` makes of them, which is another number; as many as have
-    no place in the new dtype are named.
+    """They become what ``.to()`` makes of them: another integer, or Inf or the largest number of a small float; as many
+    as have no place in the new dtype are named.
     """
     numbers = torch.tensor([True, False]) if old == "bool" else integers(old)
     found, overflowed = cast(numbers, new)
-    assert_bits(found, numbers.to(getattr(torch, new)))
-    info = torch.iinfo(getattr(torch, new))
-    assert overflowed == (old != new) * sum(not info.min <= n <= info.max for n in numbers.tolist())
-
-
-@pytest.mark.parametrize("new", TARGETS)
-@pytest.mark.parametrize("old", [*sorted(INTEGERS), "bool"])
-def test_integers_that_become_infinite_are_counted(old: str, new: str) -> None:
-    """A large integer in a small float is Inf, or the largest number."""
-    numbers = torch.tensor([True, False]) if old == "bool" else integers(old)
-    found, overflowed = cast(numbers, new)
     assert_bits(found, by_torch(numbers, new))
-    assert overflowed == sum(too_large(float(n), new) for n in numbers.tolist())
+    assert overflowed == sum(too_large(n, new) for n in numbers.tolist())
 
 
 @pytest.mark.parametrize(("swapped", "swap"), [(True, False), (False, True), (True, True)])

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import shlex
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +33,7 @@ from tests.support.conversions import converted, loaded, refused, run_without_to
 from tests.support.hostile_bytes import saved as saved_bytes
 from tests.support.judge import assert_same, tags_of
 from tests.support.no_files import NO_FILES
+from tests.support.reduced import Reduced
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -58,7 +56,7 @@ def by_torch(folder: Path, tmp_path: Path) -> Any:
 
 
 def first_range(data: Any) -> ByteRange:
-    """A range of bytes that DATA is made of."""
+    """A range of bytes that `data` is made of."""
     if isinstance(data, Concat):
         data = data.parts[0]
     elif isinstance(data, Assemble):
@@ -79,7 +77,7 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
 
 
 def assert_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """The tensors of WANTED, whole and in row-major order."""
+    """The tensors of `wanted`, whole and in row-major order."""
     for name, whole in wanted.items():
         assert_same(found[name], whole.contiguous())
 
@@ -342,7 +340,7 @@ def changed_metadata(folder: Path) -> Iterator[Any]:
 
 
 def replace_chunks(folder: Path, data: bytes) -> None:
-    """Put DATA in the place of the chunk of a folder with one; .metadata says how long it is."""
+    """Put `data` in the place of the chunk of a folder with one; .metadata says how long it is."""
     (folder / "__0_0.distcp").write_bytes(data)
     with changed_metadata(folder) as metadata:
         for info in metadata.storage_data.values():
@@ -417,23 +415,22 @@ def test_without_metadata(ranks: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_one_file_of_it_is_no_checkpoint(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
-    """A file of the folder, given alone, is said to be a part; the command that is named makes one file
-    of the whole.
-    """
+def test_one_file_of_it_is_no_checkpoint(
+    ranks: Path, tmp_path: Path, dst: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the folder, given alone, is said to be a part; the call that is named makes one file of the whole."""
+    monkeypatch.chdir(tmp_path)
     message = refusal(ranks / "mesh" / name, UnsupportedError)
     assert "a part of" in message
     assert str(refused(UnsupportedError, None, ranks / "mesh" / name, dst)) == message
-    command = message.partition("make it one file: ckptconv ")[2]
-    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], cwd=tmp_path, check=True)
+    eval(message.partition("make it one file: ")[2])
     assert torch.load(tmp_path / "out.pt").keys() == MESH.keys()
 
 
 def test_the_command_works_where_the_parts_stand(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stands in the folder gets a command that writes beside it, because among its parts nothing is written."""
+    """Who stands in the folder gets a call that writes beside it, because among its parts nothing is written."""
     monkeypatch.chdir(copy)
-    command = refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ckptconv ")[2]
-    subprocess.run([sys.executable, "-m", "ckptconv", *shlex.split(command)], check=True)
+    eval(refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ")[2])
     assert torch.load(tmp_path / "dcp.pt").keys() == MESH.keys()
 
 
@@ -530,15 +527,10 @@ def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -
 def test_objects_are_carried_and_never_run(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
     monkeypatch.chdir(tmp_path)
-    folder = saved(tmp_path / "dcp", {"bad": _Runs(), "weight": torch.ones(1)})
+    folder = saved(tmp_path / "dcp", {"bad": Reduced(os.system, ("touch ran",)), "weight": torch.ones(1)})
     refused(ckptconv.DangerousError, "system", folder, dst)
     ckptconv.convert(folder, dst, allow_unsafe=True)
     assert b"touch ran" in dst.read_bytes() and not (tmp_path / "ran").exists()
-
-
-class _Runs:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch ran",)
 
 
 def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> None:

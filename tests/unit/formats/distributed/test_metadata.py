@@ -31,6 +31,7 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.formats.distributed.metadata import Metadata as Read
 from ckptconv.formats.distributed.metadata import Stored, TensorItem, read_metadata
+from tests.support.reduced import Reduced
 
 WHERE = Path("folder/.metadata")
 
@@ -110,11 +111,6 @@ def test_every_dtype(name: str) -> None:
     assert item and item.dtype.name == name
 
 
-class _Runs:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("exit 1",)
-
-
 def _index(offset: Any) -> MetadataIndex:
     """The index of a chunk at OFFSET, whatever that is."""
     index = MetadataIndex("a.w")
@@ -144,16 +140,14 @@ def _chunk(metadata: Metadata) -> Any:
 
 def _size(*numbers: Any) -> Any:
     """A torch.Size of whatever NUMBERS are, as a pickle can have it."""
-
-    class Size:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return torch.Size, (numbers,)
-
-    return Size()
+    return Reduced(torch.Size, (numbers,))
 
 
 UNSUPPORTED = {
-    "os.system, or posix.system": (lambda m: m.state_dict_metadata.update(bad=_Runs()), "system"),
+    "os.system, or posix.system": (
+        lambda m: m.state_dict_metadata.update(bad=Reduced(os.system, ("exit 1",))),
+        "system",
+    ),
     "a class of others": (lambda m: setattr(m, "planner_data", _Other({})), "_Other"),
     "a field of others": (_set(lambda m: m, "mcore_data", {}), "mcore_data"),
     "another version": (_set(lambda m: m, "version", "2.0.0"), "2.0.0"),

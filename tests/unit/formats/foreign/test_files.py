@@ -42,7 +42,7 @@ OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), 
 
 
 def error_of(path: Path, words: str | None = None) -> InputError:
-    """The error in which reading PATH ends: one line that says WORDS."""
+    """The error in which reading `path` ends: one line that says `words`."""
     error = unreadable(path, InputError, words)
     assert "\n" not in str(error)
     return error
@@ -342,7 +342,7 @@ def run(command: str, folder: Path) -> None:
 
 
 def follow(path: Path, words: str) -> InputError:
-    """Type the command that the error of reading PATH, which says WORDS, gives; the error."""
+    """Type the command that the error of reading `path`, which says `words`, gives; the error."""
     error = error_of(path, words)
     run(str(error.hint).split(": ", 1)[1], path.parent)
     return error

@@ -24,6 +24,7 @@ from ckptconv.formats import opening
 from ckptconv.formats.foreign import folders as foreign_folders
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
+from ckptconv.inspection.summary import summary_of
 from ckptconv.limits import Limits
 from tests.support.conversions import read
 from tests.support.hostile_bytes import saved
@@ -49,7 +50,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def error_of(path: Path, words: str = "") -> InputError:
-    """What is said of the folder at PATH, in one line: WORDS too."""
+    """What is said of the folder at `path`, in one line: `words` too."""
     error = folder_error(path)
     assert "a folder and not a file" in str(error)
     assert "\n" not in str(error)
@@ -243,7 +244,7 @@ def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: P
     assert parts == [".metadata", "__0_0.distcp"]
     for name in parts:
         with pytest.raises(UnsupportedError, match=r"a part of a checkpoint of torch\.distributed") as caught:
-            inspect(folder / name)
+            summary_of(folder / name)
         assert words_of(caught.value) == expected
     (folder / ".metadata").rename(folder.parent / ".metadata")
     assert inspect(folder / "__0_0.distcp")["devices"] == {"cpu": mock.ANY}  # of one tensor, it is a checkpoint
@@ -350,14 +351,14 @@ def test_both_commands_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def hint_for(path: Path) -> str | None:
-    """The hint for PATH, which is not there."""
+    """The hint for `path`, which is not there."""
     with pytest.raises(InputError, match="No such file") as caught, open_input(path) as source:
         opening.read(source)
     return caught.value.hint
 
 
 def is_it(path: Path) -> str:
-    """The hint that names PATH, as a shell takes it."""
+    """The hint that names `path`, as a shell takes it."""
     return f"is it {shlex.quote(str(path))}?"
 
 

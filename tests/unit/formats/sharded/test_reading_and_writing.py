@@ -37,8 +37,9 @@ from ckptconv.errors import (
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading
 from tests.support.archives import without_crc32
-from tests.support.conversions import Error, metadata_of
+from tests.support.conversions import Error, ends_in, metadata_of
 from tests.support.judge import assert_same, tags_of
+from tests.support.no_files import NO_FILES
 from tests.support.tiny_models import tiny_model, transformers_offline
 from tests.support.zoo import tagging
 
@@ -77,7 +78,7 @@ def save_set(folder: Path, state: State, *, safe: bool, size: int | str = 900, *
 
 
 def save_shards(folder: Path, *shards: Any, **options: Any) -> Path:
-    """A set without an index in FOLDER: SHARDS, each as torch saves it."""
+    """A set without an index in `folder`: `shards`, each as torch saves it."""
     folder.mkdir()
     for n, shard in enumerate(shards, 1):
         torch.save(shard, folder / f"model-0000{n}-of-0000{len(shards)}.bin", **options)
@@ -111,8 +112,8 @@ def assert_equal(left: State, right: State) -> None:
 
 
 def refused(kind: type[Error], words: str, src: Path, dst: Path, **options: Any) -> Error:
-    """The error, a KIND that says WORDS, in which converting SRC to DST ends; DST is not there."""
-    with pytest.raises(kind, match=words) as caught:
+    """The error, a `kind` that says `words`, in which converting `src` to `dst` ends; `dst` is not there."""
+    with ends_in(kind, words, src.parent, dst.parent) as caught:
         convert(src, dst, **options)
     assert not dst.exists()
     return caught.value
@@ -358,14 +359,14 @@ def test_in_the_hubs_cache(saved: Path, tmp_path: Path) -> None:
 
 
 def mend(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the index of SAVED."""
+    """Change the index of `saved`."""
     index = index_of(saved)
     change(index)
     index_path(saved).write_text(json.dumps(index))
 
 
 def contradiction(saved: Path, no: Path, words: str) -> str:
-    """The hint of the error in which a set ends that contradicts itself; what it says begins with WORDS."""
+    """The hint of the error in which a set ends that contradicts itself; what it says begins with `words`."""
     error = refused(MalformedError, words, saved, no)
     assert error.what.startswith(words)
     assert "ckptconv convert" in (error.hint or "")
@@ -407,7 +408,7 @@ def test_an_index_that_contradicts_its_shards(
 
 def test_a_doubled_tensor(saved: Path, no: Path) -> None:
     """In two shards: which one is read depends on the reader, with an index and without."""
-    shards = sorted(path for path in saved.iterdir() if path.suffix != ".json")
+    shards = shards_of(saved)
     if shards[0].suffix == ".bin":
         torch.save({**torch.load(shards[1]), "module.0.weight": torch.zeros(1)}, shards[1])
     else:
@@ -454,21 +455,24 @@ def test_shards_of_older_formats(tmp_path: Path, out: Path) -> None:
     assert (out / "model-00001-of-00002.bin").read_bytes()[:2] == b"PK"
 
 
-@pytest.mark.parametrize(
-    ("put", "words"),
-    [
-        (os.mkfifo, "FIFO"),
-        (Path.mkdir, "folder"),
-        (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), "LFS"),
-    ],
-    ids=["FIFO", "folder", "pointer"],
-)
-def test_shards_that_are_no_files(saved: Path, no: Path, put: Callable[[Path], object], words: str) -> None:
-    """A FIFO, a folder: refused before anything waits for it. A clone without Git LFS is said to be one."""
-    shard = sorted(path for path in saved.iterdir() if path.suffix != ".json")[1]
+def shards_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix != ".json")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder"])
+def test_shards_that_are_no_files(saved: Path, no: Path, kind: str) -> None:
+    """Refused before anything waits for it."""
+    shard = shards_of(saved)[1]
     shard.unlink()
-    put(shard)
-    refused(InputError, words, saved, no)
+    NO_FILES[kind](shard)
+    refused(InputError, kind, saved, no)
+
+
+def test_shards_that_are_pointers(saved: Path, no: Path) -> None:
+    """A clone without Git LFS is said to be one."""
+    for path in shards_of(saved):
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    refused(InputError, "LFS", saved, no)
 
 
 def test_shards_of_two_formats(tmp_path: Path, no: Path) -> None:

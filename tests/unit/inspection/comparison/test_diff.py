@@ -742,29 +742,64 @@ def test_what_is_found_and_noted(case: str, tmp_path: Path) -> None:
     assert (findings(found), remarks(found), found.same) == (expected, notes, not expected)
 
 
-def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
-    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so; of
-    several globs those count that mean something there.
-    """
-    state = dict(run()["model"])
-    a, bare = saved(tmp_path / "a.pt", {"model": state}), saved(tmp_path / "bare.pt", state)
-    found = ckptconv.diff(a, bare, select="model")
-    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
-    save_file(state, tmp_path / "bare.safetensors")
-    found = ckptconv.diff(a, tmp_path / "bare.safetensors", select="model")
-    assert found.same and remarks(found) == ["B has nothing at model: compared whole"]
-    both = saved(tmp_path / "b.pt", {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")})
-    found = ckptconv.diff(both, bare, select="ema", state_dict=True)
-    assert remarks(found) == ["B has nothing at ema: compared whole"] and len(found.only_in_b) == 7
-    loose = saved(tmp_path / "loose.pt", [torch.ones(1)])
-    assert remarks(ckptconv.diff(a, loose, state_dict=True)) == ["B has no state dict: compared whole"]
-    found = ckptconv.diff(bare, both, include="0.*")
-    assert remarks(found) == ["no name in B matches '0.*': compared whole"] and len(found.only_in_b) == 3
-    wide = saved(tmp_path / "wide.pt", {**state, "head.w": torch.ones(1)})
-    found = ckptconv.diff(wide, bare, exclude=["head.*", "0.*"])
-    assert found.same and found.tensors == 5 and remarks(found) == ["no name in B matches 'head.*'"]
-    found = ckptconv.diff(wide, bare, include=["head.*", "1.*"])
-    assert len(found.only_in_a) == 1 and not found.only_in_b and found.tensors == 5
+STATE = dict(run()["model"])
+BARE = "B has nothing at model: compared whole"
+#: A, B, keywords; what is noted, how many tensors are in both, and how many are in one alone.
+LACKING: dict[str, tuple[Any, Any, dict[str, Any], list[str], tuple[int, int, int]]] = {
+    "nothing at the path": ({"model": STATE}, STATE, {"select": "model"}, [BARE], (7, 0, 0)),
+    "nothing at the path, and no state dict is taken": (
+        {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")},
+        STATE,
+        {"select": "ema", "state_dict": True},
+        ["B has nothing at ema: compared whole"],
+        (0, 1, 7),
+    ),
+    "no state dict": (
+        {"model": STATE},
+        [torch.ones(1)],
+        {"state_dict": True},
+        ["B has no state dict: compared whole"],
+        (0, 7, 1),
+    ),
+    "no such name": (
+        STATE,
+        {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")},
+        {"include": "0.*"},
+        ["no name in B matches '0.*': compared whole"],
+        (0, 2, 3),
+    ),
+    "of several globs those count that mean something there": (
+        {**STATE, "head.w": torch.ones(1)},
+        STATE,
+        {"exclude": ["head.*", "0.*"]},
+        ["no name in B matches 'head.*'"],
+        (5, 0, 0),
+    ),
+    "what one of them means in A alone is there alone": (
+        {**STATE, "head.w": torch.ones(1)},
+        STATE,
+        {"include": ["head.*", "1.*"]},
+        ["no name in B matches 'head.*'"],
+        (5, 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_b_has_not_is_compared_whole(case: str, tmp_path: Path) -> None:
+    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so."""
+    a, b, keywords, notes, (both, only_in_a, only_in_b) = LACKING[case]
+    found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b), **keywords)
+    assert (remarks(found), found.tensors) == (notes, both)
+    assert (len(found.only_in_a), len(found.only_in_b)) == (only_in_a, only_in_b)
+    assert found.same == (not only_in_a and not only_in_b)
+
+
+def test_safetensors_has_nothing_at_a_path(tmp_path: Path) -> None:
+    """It is compared whole, too."""
+    save_file(STATE, tmp_path / "b.safetensors")
+    found = ckptconv.diff(saved(tmp_path / "a.pt", {"model": STATE}), tmp_path / "b.safetensors", select="model")
+    assert found.same and remarks(found) == [BARE]
 
 
 @pytest.mark.parametrize(
@@ -776,9 +811,7 @@ def test_what_b_has_not_is_compared_whole(tmp_path: Path) -> None:
     ],
 )
 def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Path, command: Command) -> None:
-    """The error names the command with the files the other way round, which runs as it is
-    typed; in Python it says so in words.
-    """
+    """The error names the command, in Python the call, with the files the other way round; it runs as it is typed."""
     plain = saved(tmp_path / "a plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
     said = command("diff", plain, ddp, *flags, status=2).err
@@ -789,7 +822,8 @@ def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Pat
     if "module." in flags:
         with pytest.raises(ckptconv.NoMatchError) as caught:
             ckptconv.diff(plain, ddp, strip_prefix="module.")
-        assert caught.value.hint == hint
+        before, _, call = str(caught.value.hint).partition(": ")
+        assert before == hint and not eval(call).only_in_b
 
 
 def test_unwrap_that_changes_nothing_leaves_room_for_a_command(tmp_path: Path) -> None:
@@ -1063,26 +1097,31 @@ def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
     assert command("diff", a, b, "-q", status=1).out == ""
 
 
-def test_the_answer_says_that_all_values_are_the_same(tmp_path: Path) -> None:
+VALUES = {"w": torch.ones(2), "v": torch.ones(2), "n": torch.tensor(1)}
+NEAR = torch.full((2,), 1.001)
+WITHIN = "different: dtype of 1 tensor; all values within the tolerance; 3 tensors in both"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "keywords", "answer"),
+    [
+        ({}, {"w": torch.ones(2).half()}, {}, "different: dtype of 1 tensor; all values equal; 3 tensors in both"),
+        ({}, {"w": NEAR.half()}, {"rtol": 0.1}, WITHIN),
+        ({"w": NEAR}, {"v": torch.ones(2).double()}, {"rtol": 0.1}, WITHIN),
+        ({}, {"epoch": 3}, {}, "different: 1 other thing; all values equal; 3 tensors in both"),
+        ({}, {"w": torch.zeros(2)}, {}, None),
+        ({}, {"w": torch.ones(3)}, {}, None),
+        ({}, {"more": torch.ones(1)}, {"names_only": True}, None),
+    ],
+    ids=["dtype", "near", "one near, one of another dtype", "another thing", "values", "shape", "names only"],
+)
+def test_the_answer_says_that_all_values_are_the_same(
+    a: Any, b: Any, keywords: dict[str, Any], answer: str | None, tmp_path: Path
+) -> None:
     """Or within the tolerance, where other things differ; not where some were not compared, and not of names alone."""
-    state = {"w": torch.ones(2), "v": torch.ones(2), "n": torch.tensor(1)}
-    a = saved(tmp_path / "a.pt", state)
-
-    def answer(name: str, value: Any, **keywords: Any) -> str:
-        b = saved(tmp_path / "b.pt", {**state, name: value})
-        found = ckptconv.diff(a, b, **keywords)
-        return next(difference_lines(found, names_only=keywords.get("names_only", False)))
-
-    near = torch.full((2,), 1.001)
-    assert answer("w", torch.ones(2).half()) == "different: dtype of 1 tensor; all values equal; 3 tensors in both"
-    within = "different: dtype of 1 tensor; all values within the tolerance; 3 tensors in both"
-    assert answer("w", near.half(), rtol=0.1) == within
-    assert answer("epoch", 3) == "different: 1 other thing; all values equal; 3 tensors in both"
-    for value in (torch.zeros(2), torch.ones(3)):
-        assert "all values" not in answer("w", value)
-    assert "all values" not in answer("more", torch.ones(1), names_only=True)
-    saved(a, {**state, "w": near})
-    assert answer("v", torch.ones(2).double(), rtol=0.1) == within
+    files = saved(tmp_path / "a.pt", {**VALUES, **a}), saved(tmp_path / "b.pt", {**VALUES, **b})
+    first = next(difference_lines(ckptconv.diff(*files, **keywords), names_only=keywords.get("names_only", False)))
+    assert first == answer if answer else "all values" not in first
 
 
 def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:

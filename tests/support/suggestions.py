@@ -1,0 +1,90 @@
+"""Every option and command that messages of the package suggest, as its source says them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+import ckptconv
+from ckptconv.cli.main import cli
+from ckptconv.conversion.options import JobOptions
+from ckptconv.inspection.comparison.diff import DiffOptions
+
+_PACKAGE = Path(ckptconv.__file__).parent
+CONTEXT = click.Context(cli, **cli.context_settings)
+#: The commands, and the flags of each.
+COMMANDS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
+FLAGS = {
+    name: {flag for each in command.params for flag in each.opts if flag.startswith("--")}
+    for name, command in COMMANDS.items()
+}
+#: The keywords that functions have.
+KEYWORDS = {*JobOptions.__annotations__, *DiffOptions.__annotations__, "rtol", "atol", "names_only", "expect_sha256"}
+
+#: A flag of ours; or a call that would make one, in a text that was to be an f-string.
+_OURS = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, set().union(*FLAGS.values())))})(?![\w-])|{{option\(")
+_MAKERS = ("option", "Option", "command")
+_COMPOSED = (ast.BinOp, ast.JoinedStr, ast.FormattedValue)
+
+
+class Suggestion(NamedTuple):
+    """An option or a command: its name, the command around an option, the module and line, and the message there."""
+
+    name: str
+    command: str | None
+    module: str
+    line: int
+    message: str
+
+
+def suggestions() -> list[Suggestion]:
+    """All whose name the source says."""
+    return [each for module, tree in _modules() for each in _suggestions_in(module, tree)]
+
+
+def flags_in_texts() -> list[str]:
+    """Where a flag of ours stands in a text that is neither a docstring nor part of a declaration for click."""
+    found = []
+    for module, tree in _modules():
+        declared = {
+            id(node)
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("click.option", "click.command")
+            for node in ast.walk(call)
+        }
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in declared | docs:
+                found += [f"{module}: {flag}" for flag in _OURS.findall(node.value)]
+    return found
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    """The name and the tree of each module, but of the one in which flags are made."""
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path != _PACKAGE / "hints.py":
+            yield str(path.relative_to(_PACKAGE)), ast.parse(path.read_text())
+
+
+def _suggestions_in(module: str, tree: ast.Module) -> Iterator[Suggestion]:
+    above = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and (name := _made_by(call)):
+            message: ast.AST = call
+            command = None
+            while isinstance(above[id(message)], _COMPOSED) or _made_by(above[id(message)]):
+                message = above[id(message)]
+                command = _made_by(message) or command
+            yield Suggestion(name, command, module, call.lineno, ast.unparse(message))
+
+
+def _made_by(call: ast.AST) -> str | None:
+    """The name of the option or command that `call` makes."""
+    if isinstance(call, ast.Call) and ast.unparse(call.func) in _MAKERS and isinstance(call.args[0], ast.Constant):
+        return str(call.args[0].value)
+    return None
