@@ -1,21 +1,34 @@
 """Scan a pickle as leniently as the unpicklers that would run it, for the globals that it reaches.
 
-The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python
-runs what stands before a mistake, and takes for none much that the parser does. So this reader goes on
-wherever CPython's may (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go on
-counts. It may see more than runs, never less.
+The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python runs
+what stands before a mistake, and takes for none much that the parser does. So this reader forgives whatever one of
+CPython's two unpicklers forgives (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go
+on counts. It may see more than runs, never less: ``tests/fuzz/unpicklers.py`` holds it against both.
+
+What one of the two takes and the parser does not, beside values of wrong types:
+
+    NUL, spaces, a sign, underscores in the line of a GET or PUT    such a line ends at NUL in C
+    a last line without its end                                     Python takes it, but for its last byte
+    an empty line as a module or name                               Python looks it up
+    INST without a MARK                                             Python looks the class up first
+    FRAME anywhere, a frame that is longer than the pickle          Python reads what there is of it
+    PROTO in the middle, or none; marks and values left over; anything behind STOP
+    NEXT_BUFFER                                                     the loader may give buffers
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.pickles.graph import (
     Blob,
+    ByteArray,
     Call,
+    Dict,
     Effect,
     Extension,
     Global,
@@ -35,18 +48,23 @@ from ckptconv.pickles.parser import OPERATIONS, in_dispatch
 __all__ = ["NAMING", "STARTS", "LenientScan", "scan_lenient"]
 
 _HIGHEST_PROTOCOL = 5
+_DIGITS = re.compile(rb"\+?[0-9]+(?:_[0-9]+)*")
+_AT_ONCE = 4000  # digits that Python converts
+#: C's unpickler forgets what is left of a frame where an opcode needs more than that, if it reads what has no ``peek``;
+#: if it has, or in Python, nothing is forgotten. So one pickle is two programs. No writer makes such frames.
+_CUT = "a pickle whose frames cut its opcodes in two"
 
 
 class LenientScan(NamedTuple):
     """What was seen, and the offset up to which it was.
 
-    IS_WHOLE: up to STOP; IS_LONG: so many opcodes that the rest was left alone.
+    IS_WHOLE: up to STOP. DOUBT: why that may not be what a reader sees; None where it is, up to a mistake.
     """
 
     graph: Graph
     end: int
     is_whole: bool
-    is_long: bool
+    doubt: str | None
 
 
 def scan_lenient(read: Callable[[int, int], bytes], start: int, end: int, *, most: int) -> LenientScan:
@@ -55,17 +73,17 @@ def scan_lenient(read: Callable[[int, int], bytes], start: int, end: int, *, mos
     Raises nothing but what READ does.
     """
     machine = _Lenient(read, end, "", start)
-    is_whole = is_long = False
+    is_whole = False
     try:
         graph = machine.load(_DISPATCH, most)
         is_whole = True
     except LimitError:
-        is_long = True
+        machine.doubt = "a pickle too long to look into"
     except (_Broken, MalformedError, UnsupportedError):
         pass
     if not is_whole:
         graph = machine.finish(0)
-    return LenientScan(graph, machine.tell(), is_whole, is_long)
+    return LenientScan(graph, machine.tell(), is_whole, machine.doubt)
 
 
 class _Broken(Exception):
@@ -75,11 +93,35 @@ class _Broken(Exception):
 class _Lenient(PickleMachine):
     """Goes on where :class:`PickleMachine` fails and pickle's own may not."""
 
+    doubt: str | None = None
+
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:  # noqa: ARG002
         raise _Broken
 
+    def frame(self) -> None:
+        """Start a frame, which may be of any length, or go on in the one that there is."""
+        end = int.from_bytes(self.take(8), "little") + self.tell()
+        if self.frame_end is not None:
+            self.check_frame()
+        if self.frame_end is None:
+            self.frame_end = end
+        elif self.frame_end < end:
+            self.doubt = _CUT
+
+    def check_frame(self) -> None:
+        """Say so where an opcode reaches over the end of its frame."""
+        assert self.frame_end is not None
+        if self.tell() > self.frame_end:
+            self.doubt = _CUT
+        if self.tell() >= self.frame_end:
+            self.frame_end = None
+
     def finish(self, opcodes: int) -> Graph:
         """The graph of all that there is; its root is what lies on top of the stack, all else is thrown away."""
+        if self.frame_end is not None:
+            self.check_frame()
+        if opcodes and self.frame_end is not None and self.frame_end <= self.size:
+            self.doubt = _CUT  # what follows starts behind STOP or behind the frame
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
         root = left.pop() if left else None
         return Graph(
@@ -96,14 +138,21 @@ class _Lenient(PickleMachine):
             self.extensions,
         )
 
+    def line(self) -> bytes:
+        """A line as Python's unpickler takes it: the last one may have no end, and loses its last byte all the same."""
+        try:
+            return super().line()
+        except _Broken:
+            return self.take(self.size - self.tell())[:-1]
+
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - of any kind
-        """Note OPCODE where it stands on something that can be noted on; a class that gets a state is
-        called, in a way.
+        """Note OPCODE where it stands on something that can be noted on; a global that gets a state, an item or a
+        member is called, in a way: ``os.environ`` has a method for each.
         """
         target = self.stack[-1]
         if isinstance(target, Object):
             target.add(Effect(opcode, values, self.next_order()))
-        elif opcode == "BUILD" and isinstance(target, (Global, Extension)):
+        elif isinstance(target, (Global, Extension)):
             self.calls.append(Call("REDUCE", target, Tuple(values), order=self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
@@ -124,7 +173,8 @@ def _proto(m: PickleMachine) -> None:
 
 
 def _frame(m: PickleMachine) -> None:
-    m.length(8)
+    assert isinstance(m, _Lenient)
+    m.frame()
 
 
 def _number(m: PickleMachine) -> None:
@@ -140,10 +190,20 @@ def _long_bytes(m: PickleMachine, n: int) -> None:
 
 
 def _slot(m: PickleMachine) -> int:
+    """The slot that a line says: up to a NUL, behind which C's unpickler does not look."""
+    digits = m.line().split(b"\0", 1)[0]
     try:
-        return int(m.line())
+        return int(digits)
     except ValueError:
+        pass
+    if not _DIGITS.fullmatch(digits.strip()):
         m.fail("no slot of the memo")
+    slot = 0  # more digits than Python converts at once; before 3.11 it did
+    digits = digits.strip().replace(b"_", b"").lstrip(b"+")
+    for at in range(0, len(digits), _AT_ONCE):
+        part = digits[at : at + _AT_ONCE]
+        slot = slot * 10 ** len(part) + int(part)
+    return slot
 
 
 def _string(m: PickleMachine) -> None:
@@ -157,19 +217,40 @@ def _string(m: PickleMachine) -> None:
 
 
 def _stack_global(m: PickleMachine) -> None:
-    name, module = (_text(value) for value in (m.stack.pop(), m.stack.pop()))
-    if module is None or name is None:
+    names, modules = (_texts(value) for value in (m.stack.pop(), m.stack.pop()))
+    found = [m.find_class(module, name) for module in modules for name in names]
+    if not found:
         m.fail("STACK_GLOBAL needs two texts")
-    m.stack.append(m.find_class(module, name))
+    m.stack.append(found[0])
 
 
-def _text(value: Value) -> str | None:
-    """VALUE, where it is one or can be: what a call gives is ``__import__`` of something."""
+def _texts(value: Value) -> list[str]:
+    """What VALUE can be as a text: none, if it is no text; what Python 2 wrote is in one of two encodings; what a call,
+    a global or a persistent id gives is ``__import__`` of something, because nobody knows.
+    """
     if isinstance(value, Py2String):
-        return value.data.decode("latin-1")
-    if isinstance(value, (Call, Blob)):
-        return "builtins.__import__"
-    return value if isinstance(value, str) else None
+        latin_1 = value.data.decode("latin-1")
+        try:
+            return list({value.data.decode(): None, latin_1: None})
+        except UnicodeDecodeError:
+            return [latin_1]
+    if isinstance(value, (Call, Blob, Global, Extension, PersistentId)):
+        return ["builtins.__import__"]
+    return [value] if isinstance(value, str) else []
+
+
+def _items(m: PickleMachine, values: list[Value]) -> None:
+    """Set items, as Python's unpickler does up to a key that has no value."""
+    even = len(values) - len(values) % 2
+    m.effect("SETITEMS", values[:even])
+    if values[even:]:
+        m.fail("a key without a value")
+
+
+def _dict(m: PickleMachine) -> None:
+    values = m.pop_mark()
+    m.stack.append(Dict())
+    _items(m, values)
 
 
 def _newobj_ex(m: PickleMachine) -> None:
@@ -190,19 +271,23 @@ _DISPATCH = in_dispatch(
         "STRING": _string,
         "GET": lambda m: m.get(_slot(m)),
         "PUT": lambda m: m.put(_slot(m)),
+        "NEXT_BUFFER": lambda m: m.stack.append(ByteArray(b"")),
         "READONLY_BUFFER": lambda m: None,
         "STACK_GLOBAL": _stack_global,
+        "DICT": _dict,
+        "SETITEMS": lambda m: _items(m, m.pop_mark()),
         "NEWOBJ_EX": _newobj_ex,
     }
 )
-#: Codes that a pickle can start with, which take nothing from the stack or the memo.
+#: Codes that a pickle can start with, which take nothing from the stack or the memo, or not at first.
 STARTS = b"".join(
     CODES[name]
     for name in (
         "PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
         "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES",
         "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-        "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_SET", "GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID",
+        "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_SET", "GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "PERSID",
+        "NEXT_BUFFER",
     )
 )  # a table  # fmt: skip
 #: Codes without which a pickle names nothing.

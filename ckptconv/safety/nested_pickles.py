@@ -223,8 +223,8 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
         yield seen.end - at
         if _counts(seen):
             yield Inner(name, seen.graph, held)
-        if seen.is_long:
-            raise Undecidable("a pickle too long to look into")
+        if seen.doubt:
+            raise Undecidable(seen.doubt)
         if not seen.is_whole:
             return
         at = seen.end

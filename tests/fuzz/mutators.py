@@ -21,6 +21,7 @@ from tests.fuzz import json_changes, opcodes
 from tests.fuzz.archives import Record, archive, records_of
 from tests.fuzz.folders import pack, unpack
 from tests.fuzz.json_changes import Pairs
+from tests.fuzz.odd_pickles import made, mutated
 from tests.fuzz.opcodes import Change
 
 __all__ = ["MUTATORS", "Mutator", "storages_of"]
@@ -258,6 +259,7 @@ def _chunks(data: bytes, random: Random, change: Change) -> bytes:
 
 MUTATORS: dict[str, Mutator] = {
     "pickle": _pickle,
+    "lenient": lambda data, random, change: made(random) if random.random() < 0.3 else mutated(data, random, change),
     "zip": _zip,
     "legacy": _legacy,
     "safetensors": _safetensors,

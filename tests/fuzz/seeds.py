@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
+from tests.fuzz.odd_pickles import BY_HAND, made
 from tests.support.archives import rezipped
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.reduced import Reduced
@@ -152,26 +154,8 @@ def _legacies() -> Iterator[tuple[str, bytes]]:
     yield "python2", legacy_file({"a": tensor}, {"1": (4, bytes(16))}, python2=True)
 
 
-_BY_HAND = {
-    "rare": (
-        b"(I1\nL2L\nF1.5\nS'a'\nVb\nU\x01cT\x01\0\0\0d\x8a\x01\x05\x8b\x01\0\0\0\x05M\1\1J\1\1\1\1tp0\n0(g0\ng0\nlp1\n."
-    ),
-    "calls": b"\x80\x02cm\nf\n)Rq\0}q\1(K\1K\2ubh\0\x86.",
-    "instances": b"\x80\x02(cm\nC\nK\1o(im\nC\ncm\nC\n)\x81cm\nC\n)}\x92\x87\x86.",
-    "popped": b"\x80\x02cm\nf\n)R0(cm\ng\n)R1N.",
-    "sets": b"\x80\x04\x8f\x94(K\1K\2\x90(K\1\x91h\0\x87.",
-    "extensions": b"\x80\x02\x82\1\x83\1\1\x84\1\1\1\0\x87.",
-    "order": b"\x80\x02}q\x000ccollections\nOrderedDict\nh\0\x85Rh\0K\2K\2s\x86.",
-    "persistent": b"\x80\x02Pid\nK\1Q\x86.",
-    "stack_global": b"\x80\x04\x95\x09\0\0\0\0\0\0\0\x8c\1m\x8c\1f\x93)R.",
-    "memo": b"\x80\x02]r\xf0\xff\xff\xff2aj\xf0\xff\xff\xff\x86.",
-    "dangerous": b"cos\nsystem\n(S'true'\ntR.",
-    "cycle": b"\x80\x02]q\0(h\0}q\1h\1K\1h\0se.",
-}
-
-
 def _pickles() -> Iterator[tuple[str, bytes]]:
-    yield from _BY_HAND.items()
+    yield from BY_HAND.items()
     for name, data in _zips():
         main = [record.data for record in records_of(data) or () if record.name.endswith(b"/data.pkl")]
         yield from ((f"zip_{name}", pickled) for pickled in main)
@@ -179,6 +163,12 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
     for protocol in (0, 2, 4, 5):
         for name in ("views", "containers", "training"):
             yield f"{name}_{protocol}", pickle.dumps(objects[name], protocol)
+
+
+def _odd_pickles() -> Iterator[tuple[str, bytes]]:
+    yield from BY_HAND.items()
+    random = Random(0)
+    yield from ((f"made_{i}", made(random)) for i in range(100))
 
 
 def _safetensors() -> Iterator[tuple[str, bytes]]:
@@ -259,6 +249,7 @@ def _in_rows(files: dict[str, bytes]) -> bytes:
 
 SEEDS = {
     "pickle": _pickles,
+    "lenient": _odd_pickles,
     "zip": _zips,
     "legacy": _legacies,
     "safetensors": _safetensors,

@@ -270,7 +270,8 @@ def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
     except Exception:
         assert ran
     assert ran
-    assert names(write(nested(inner)))[0].startswith(f"{__name__}.runs at x (pickle inside)")
+    found = names(write(nested(inner)))
+    assert any(each.startswith(f"{__name__}.runs at x (pickle inside)") for each in found)
 
 
 def test_computed_names_inside(write: Write) -> None:

@@ -1,0 +1,130 @@
+"""The lenient reader: what it once missed and CPython's unpicklers reach, beside these themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptconv.pickles.lenient import LenientScan, scan_lenient
+from tests.fuzz import unpicklers
+
+PLAIN = unpicklers.Way("latin-1", calls_give_texts=False, names_give_texts=False)
+C, PYTHON, _ = (by for by, *_ in unpicklers.READERS)
+
+
+def frame(length: int) -> bytes:
+    return b"\x95" + length.to_bytes(8, "little")
+
+
+def scan(data: bytes) -> LenientScan:
+    return scan_lenient(lambda offset, length: data[offset : offset + length], 0, len(data), most=1000)
+
+
+def listed(data: bytes) -> set[tuple[str, str]]:
+    seen = scan(data)
+    return {(node.module, node.name) for node in seen.graph.globals}
+
+
+def reached_by(data: bytes) -> dict[str, list[tuple[str, str]]]:
+    return {each.by: each.globals for each in unpicklers.reached(data, PLAIN)}
+
+
+GLOBAL = b"cm\nf\n"
+FOUND = [("m", "f")]
+
+#: What each is, the pickle, who reaches m.f in it.
+FORGIVEN = [
+    ("NUL behind the slot of a PUT", b"Np1\0\n0g1\n0" + GLOBAL + b".", C),
+    ("NUL and more behind it", b"Np1\0 two\n0h\x01" + GLOBAL + b".", C),
+    ("NUL behind the slot of a GET", b"Nq\x010g1\0x\n" + GLOBAL + b".", C),
+    ("spaces around a slot", b"Np \t1 \r\n0h\x01" + GLOBAL + b".", C),
+    ("underscores and a sign", b"Np+1_0\n0h\x0a" + GLOBAL + b".", PYTHON),
+    ("an odd slot", b"Np123456789012345678901234567890\n0" + GLOBAL + b".", PYTHON),
+    ("NUL in an INT", b"I1\0x\n" + GLOBAL + b".", C),
+    ("NUL in a FLOAT", b"F1\0x\n" + GLOBAL + b".", C),
+    ("a LONG with L and underscores", b"L1_0L\n" + GLOBAL + b".", PYTHON),
+    ("a frame past the end", frame(255) + GLOBAL + b".", PYTHON),
+    ("a frame in the middle", b"N" + frame(len(GLOBAL)) + GLOBAL + b".", C),
+    ("a frame in a frame", frame(20) + frame(1) + b"N" + GLOBAL + b"." + bytes(20), C),
+    ("a frame of nothing", frame(0) + GLOBAL + b".", PYTHON),
+    ("the last line without its end", b"cm\nfX", PYTHON),
+    ("an empty line", b"cm\n\n.", PYTHON),
+    ("the first line alone", b"cmX", PYTHON),
+    ("INST without a MARK", b"im\nf\n.", PYTHON),
+    ("POP of a MARK", b"(0" + GLOBAL + b".", C),
+    ("no PROTO, and one in the middle", b"N\x80\x04" + GLOBAL + b".", C),
+    ("an out-of-band buffer", b"\x97\x98" + GLOBAL + b".", C),
+    ("duplicates of a global", GLOBAL + b"2\x86.", C),
+    ("nothing behind it", GLOBAL, PYTHON),
+    ("bytes behind STOP", GLOBAL + b".\xff\xff", C),
+    ("a key without a value behind it", b"}(" + GLOBAL + b"u.", PYTHON),
+]
+
+
+@pytest.mark.parametrize(("data", "by"), [row[1:] for row in FORGIVEN], ids=[row[0] for row in FORGIVEN])
+def test_what_is_forgiven(data: bytes, by: str) -> None:
+    """What one of CPython's unpicklers reaches is listed."""
+    found = reached_by(data)[by]
+    assert found and found[0][0] == "m"
+    assert set(found) <= listed(data)
+
+
+def test_slots_of_more_digits_than_python_converts() -> None:
+    """Python before 3.11 had no bound on them; however such a slot is spelled, it is one slot."""
+    digits = b"1" * 5000
+    data = b"cm\nf\np" + digits + b"\n0Vn\ng+1_" + digits[1:] + b"\n\x85R."
+    seen = scan(data)
+    assert seen.is_whole is False and listed(data) == set(FOUND)  # a text cannot be called
+    data = b"cm\nf\np" + digits + b"\n0g+1_" + digits[1:] + b"\n)R."
+    seen = scan(data)
+    assert seen.is_whole and seen.graph.calls
+
+
+@pytest.mark.parametrize(
+    "maker", [b"cn\nt\n", b"cn\nt\n)R", b"Pid\n", b"\x82\x01"], ids=["global", "call", "id", "code"]
+)
+def test_a_text_that_nobody_knows(maker: bytes) -> None:
+    """What a global is, or a call or a persistent id gives, can be a text: of STACK_GLOBAL it names anything."""
+    assert ("builtins.__import__", "f") in listed(maker + b"Vf\n\x93.")
+    assert ("m", "builtins.__import__") in listed(b"Vm\n" + maker + b"\x93" + GLOBAL + b".")
+
+
+def test_texts_of_python_2() -> None:
+    """Their loader says the encoding: UTF-8 and Latin-1 give two names, and both are listed."""
+    data = b"U\x01mU\x03f\xc3\xa9\x93U\x01mU\x02f\xe9\x93."
+    assert listed(data) == {("m", "fé"), ("m", "fÃ©")}
+
+
+@pytest.mark.parametrize("opcodes", [b"Na", b"(Ne", b"NNs", b"(NNu", b"(N\x90", b"Nb", b"(NNNu"])
+def test_what_is_done_to_a_global(opcodes: bytes) -> None:
+    """An item that is set on ``os.environ`` is set: it counts as a call."""
+    data = b"cos\nenviron\n" + opcodes + b"\xff"
+    seen = scan(data)
+    assert [call.callable for call in seen.graph.calls] == seen.graph.globals
+    assert any(each.used for each in unpicklers.reached(data, PLAIN))
+
+
+CUT = [
+    frame(5) + b"cm\nXf\n.",
+    frame(2) + b"cXm\nf\n.",
+    frame(4) + b"V\xff\xffXm\nVf\n\x93.",
+    frame(12) + b"N" + frame(6) + b"XX" + b"cm\nf\n.",
+    frame(10) + b"N" + frame(3) + b"cmXm\nf\n.",
+]
+
+
+@pytest.mark.parametrize("data", CUT)
+def test_frames_that_cut_opcodes(data: bytes) -> None:
+    """C's unpickler forgets what is left of a frame where it needs more, if what it reads has no ``peek``: one pickle
+    is two programs, and no verdict is given.
+    """
+    found = reached_by(data)
+    assert len({*map(tuple, found.values())}) > 1
+    seen = scan(data)
+    assert seen.doubt == "a pickle whose frames cut its opcodes in two"
+
+
+def test_stop_inside_a_frame() -> None:
+    """The next pickle starts behind STOP, or behind the frame: no verdict. Behind the end of all, there is none."""
+    for length, doubt in ((2, False), (3, True), (8, True), (9, False)):
+        seen = scan(frame(length) + b"N." + bytes(6))
+        assert seen.is_whole and bool(seen.doubt) == doubt
