@@ -46,6 +46,10 @@ class Limits:
     concerns: int = 1_000
     #: Of one pickle inside a byte string, which is in memory as a graph meanwhile: those of 30,000 tensors.
     nested_opcodes: int = 1_000_000
+    #: Of what starts as a pickle by chance and is another format: nobody writes that many opcodes by accident, nor that
+    #: many bytes in one of their lines.
+    second_reading_opcodes: int = 10_000
+    second_reading_bytes: int = 16 * MIB
     #: A checkpoint has one member for each storage; 60,000 are a lot.
     zip_members: int = 1_000_000
     #: The zip format's own bound on a name.

@@ -21,9 +21,10 @@ from ckptconv.formats.foreign.folders import distributed_part_error, folder_erro
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index_file
+from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.hints import shell
 
-__all__ = ["open_file", "open_input", "read"]
+__all__ = ["open_file", "open_input", "open_part", "read"]
 
 
 class Format(Protocol):
@@ -62,7 +63,7 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
     """
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name))):
-        return SourceFolder(name, faults, open_file)
+        return SourceFolder(name, faults, open_part)
     return open_file(path, faults)
 
 
@@ -79,6 +80,22 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         raise
 
 
+def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
+    """The file PATH, which belongs to a checkpoint of several.
+
+    Raises InputError, and MalformedError where it can be read in two ways.
+    """
+    source = open_file(path, faults)
+    try:
+        format_ = _format_of(source)
+        if format_:
+            refuse_two_readings(source, format_.NAME)
+    except InputError:
+        source.close()
+        raise
+    return source
+
+
 def read(source: Source | SourceFolder) -> Checkpoint:
     """The checkpoint in SOURCE, in whatever container.
 
@@ -91,25 +108,44 @@ def read_folder(source: SourceFolder) -> Checkpoint:
     """The checkpoint whose parts stand in SOURCE. Raises as :func:`read` does."""
     for format_ in FOLDER_FORMATS:
         if format_.looks_like(source):
-            return format_.read(source, read_file)
+            return format_.read(source, read_part)
     raise folder_error(source.path)
 
 
 def read_file(source: Source) -> Checkpoint:
-    """The checkpoint in the file SOURCE. Raises as :func:`read` does."""
-    part = distributed_part_error(source.path)
-    if part:
-        raise part
+    """The checkpoint in the file SOURCE. Raises as :func:`read` does, and MalformedError if it has two readings."""
+    format_ = _format_of(source)
+    if format_:
+        refuse_two_readings(source, format_.NAME)
+    return _read_as(source, format_)
+
+
+def read_part(source: Source) -> Checkpoint:
+    """The checkpoint in SOURCE, which :func:`open_part` has opened. Raises as :func:`read` does."""
+    return _read_as(source, _format_of(source))
+
+
+def _format_of(source: Source) -> Format | None:
+    """What SOURCE starts like; None where that is nothing that is read."""
     head = source.read(0, min(_HEAD, source.size))
     for format_ in FORMATS:
         if format_.looks_like(head):
-            checkpoint = format_.read(source)
-            with source.faults:
-                if torchscript.is_program(checkpoint):
-                    torchscript.read_program(source, checkpoint)
-            return checkpoint
-    if head and looks_like_pickle(source, head):  # protocols 0 and 1, which have no signature
-        return plain_pickle.read(source)
+            return format_
+    # protocols 0 and 1, which have no signature
+    return plain_pickle if head and looks_like_pickle(source, head) else None
+
+
+def _read_as(source: Source, format_: Format | None) -> Checkpoint:
+    """The checkpoint in `source`, a file of `format_` or of none that is read."""
+    part = distributed_part_error(source.path)
+    if part:
+        raise part
+    if format_:
+        checkpoint = format_.read(source)
+        with source.faults:
+            if torchscript.is_program(checkpoint):
+                torchscript.read_program(source, checkpoint)
+        return checkpoint
     error = foreign_file_error(source)
     if error:
         raise error
@@ -119,5 +155,5 @@ def read_file(source: Source) -> Checkpoint:
         "no checkpoint that this version reads",
         where=source.path,
         expected="a file of torch.save, pickle.dump or safetensors",
-        got=f"a file that starts with the bytes {head[:8].hex(' ')}",
+        got=f"a file that starts with the bytes {source.read(0, min(8, source.size)).hex(' ')}",
     )

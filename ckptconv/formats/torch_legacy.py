@@ -97,7 +97,6 @@ _VERSION = 1001
 _PICKLES = 5
 _WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
 _SIZE = 8  # bytes of the number of elements before each storage
-_TAR_BLOCK = 512
 #: What protocol 0 makes of a persistent id: its repr.
 _ID_TEXT = re.compile(
     r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"
@@ -131,7 +130,6 @@ class LegacyFile:
 
 def read(source: Source) -> Checkpoint:
     """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
-    _refuse_tar(source)
     parsed = parse_file(source, 0, source.size, str(source.path))
     checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
     checkpoint.class_ids = parsed.class_ids
@@ -197,17 +195,6 @@ def _refuse_code(graph: Graph, where: str) -> None:
         raise MalformedError(
             "there is code in the pickles around the object, which hold numbers and texts", where=where
         )
-
-
-def _refuse_tar(source: Readable) -> None:
-    """torch takes for a tar archive whatever tarfile does, before it looks for the magic number."""
-    if source.size < _TAR_BLOCK:
-        return
-    block = source.read(0, _TAR_BLOCK)
-    said = block[148:156].strip(b" \0")
-    total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-    if re.fullmatch(rb"[0-7]{1,7}", said) and int(said, 8) == total:
-        source.faults.found(MalformedError("the file can be read as a tar archive as well", where=source.path))
 
 
 def _says_big_endian(sys_info: Value) -> bool:

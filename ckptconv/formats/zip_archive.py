@@ -50,6 +50,7 @@ __all__ = [
     "EndMissing",
     "Member",
     "NewEntry",
+    "archives_behind",
     "central_directory",
     "first_member",
     "local_header",
@@ -68,6 +69,8 @@ ZIP64_END_SIZE, ZIP64_LOCATOR_SIZE = ZIP64_END_FIELDS.size, _ZIP64_LOCATOR.size
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
 LONGEST_END = END_SIZE + _ONES16  # with a comment
+_READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of that
+_ENTRIES_ASKED = 16  # of a directory that may be none
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
 UTF8 = 1 << 11
@@ -287,6 +290,61 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
     if signature != ZIP64_END or size != ZIP64_END_SIZE - 12:
         raise _bad(source, offset, "the zip64 end is damaged", ZIP64_END_SIZE - 12, size)
     return [offset, *numbers]
+
+
+def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
+    """From where on its offsets count, and where it ends, of each zip archive that a reader could find from the end of
+    SOURCE, whatever else that is: with its directory where the end says, or right before the end, where Python's
+    zipfile looks.
+
+    Stray signatures are none: an end, an entry and a local header would have to point at one another.
+    """
+    tail_offset = max(0, source.size - _READ_BACK)
+    tail = source.read(tail_offset, source.size - tail_offset)
+    at = tail.find(END)
+    while 0 <= at <= len(tail) - _END.size:
+        offset = tail_offset + at
+        *_, size, start, comment = _END.unpack_from(tail, at)
+        for before, nbytes, said in [(offset, size, start), *_zip64_directories(source, offset)]:
+            for directory in {said, before - nbytes}:
+                if _has_member(source, directory, directory + nbytes, directory - said):
+                    yield directory - said, min(offset + _END.size + comment, source.size)
+        at = tail.find(END, at + 1)
+
+
+def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
+    """What the zip64 end before END says: where it stands, and size and place of the directory."""
+    if end < _ZIP64_LOCATOR.size:
+        return
+    signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - _ZIP64_LOCATOR.size, _ZIP64_LOCATOR.size))
+    if signature != ZIP64_LOCATOR:
+        return
+    for at in {said, end - _ZIP64_LOCATOR.size - _ZIP64_END.size}:
+        if 0 <= at <= source.size - _ZIP64_END.size:
+            signature, *_, size, start = _ZIP64_END.unpack(source.read(at, _ZIP64_END.size))
+            if signature == ZIP64_END:
+                yield at, size, start
+
+
+def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
+    """Whether an entry of the directory from AT to END points at a local header, SHIFT bytes further or not, or there
+    are too many to ask all of them.
+    """
+    for _ in range(_ENTRIES_ASKED):
+        if at < 0 or at + _CENTRAL.size > min(end, source.size):
+            return False
+        fields = _CENTRAL.unpack(source.read(at, _CENTRAL.size))
+        if fields[0] != CENTRAL:
+            return False
+        header = fields[-1]
+        if header == _ONES32 or any(_is_local(source, place) for place in {header, header + shift}):
+            return True
+        at += _CENTRAL.size + sum(fields[10:13])
+    return True
+
+
+def _is_local(source: Readable, at: int) -> bool:
+    return 0 <= at <= source.size - _LOCAL.size and source.read(at, len(LOCAL)) == LOCAL
 
 
 # The central directory

@@ -67,12 +67,23 @@ class LenientScan(NamedTuple):
     doubt: str | None
 
 
-def scan_lenient(read: Callable[[int, int], bytes], start: int, end: int, *, most: int) -> LenientScan:
-    """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes.
+def scan_lenient(
+    read: Callable[[int, int], bytes],
+    start: int,
+    end: int,
+    *,
+    most: int,
+    nbytes: int | None = None,
+    leave: tuple[bytes, ...] = (),
+) -> LenientScan:
+    """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes in NBYTES, where that is
+    less than the limit.
 
-    Raises nothing but what READ does.
+    LEAVE is what :func:`~ckptconv.pickles.parser.parse` takes. Raises nothing but what READ does.
     """
-    machine = _Lenient(read, end, "", start)
+    machine = _Lenient(read, end, "", start, leave)
+    if nbytes is not None:
+        machine.budget = min(nbytes, machine.budget)
     is_whole = False
     try:
         graph = machine.load(_DISPATCH, most)
@@ -122,6 +133,8 @@ class _Lenient(PickleMachine):
             self.check_frame()
         if opcodes and self.frame_end is not None and self.frame_end <= self.size:
             self.doubt = _CUT  # what follows starts behind STOP or behind the frame
+        if opcodes and not self.stack:
+            self.fail("STOP of nothing stops every reader")
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
         root = left.pop() if left else None
         return Graph(

@@ -8,7 +8,8 @@ as their readers do (:mod:`ckptconv.pickles.lenient`), of which a pickle that na
 Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
 nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the numbers of tensors,
 lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives
-that are not called ``.pkl`` or ``.pickle``. Whoever loads one of these needs code to get at it.
+that are not called ``.pkl`` or ``.pickle`` and are no files of torch, archives without any name of a checkpoint in
+them. Whoever loads one of these needs code to get at it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.errors import InputChangedError, InputError, MalformedError
 from ckptconv.formats import torch_legacy, torch_zip
+from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
 from ckptconv.formats.plain_pickle import Decoded
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.limits import LIMITS
@@ -36,12 +38,12 @@ from ckptconv.pickles.python2_names import imported_name
 
 __all__ = [
     "Encoded",
+    "Inner",
     "Undecidable",
     "byte_strings",
-    "is_pickle",
-    "opened",
     "pickles_from",
     "pickles_in",
+    "pickles_in_member",
     "string_length",
 ]
 
@@ -158,20 +160,57 @@ def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[I
     looked at, MOST in all; less than none, where an archive has more. Raises Undecidable.
     """
     held = _readable(value, blobs)
-    head = held.read(0, min(_HEAD, held.size)) if held else b""
-    if held is None or head[:1] not in _FIRST:
+    if held is not None:
+        yield from _pickles_in_file(held, None, most, LIMITS.nested_pickles)
+
+
+def pickles_in_member(
+    held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
+) -> Iterator[Inner | int]:
+    """What :func:`pickles_in` gives, of MEMBER, called NAME, of the archive HELD, if it is a pickle by its name or a
+    file of torch by its first bytes; archives are looked into DEPTH deep. Raises Undecidable, InputError.
+    """
+    if _is_pickle(name) or _is_file_of_torch(_head_of(held, member)):
+        yield -member.size  # which can be more than the archive has
+        yield from _pickles_in_file(_opened(held, member), name, most, depth)
+
+
+def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
+    """The pickles at the start of HELD, called NAME if it has one, or those in it, if it is an archive."""
+    head = held.read(0, min(_HEAD, held.size))
+    if head[:1] not in _FIRST:
         return
     if torch_zip.looks_like(head):
-        for name, data in _members(held):
-            yield -data.size  # which can be more than the archive has
-            yield from _pickles_from(data, name, most)
+        if not depth:
+            raise Undecidable("archives nested too deeply")
+        for member in _members(held):
+            inner = f"{name}: {member.name}" if name else member.name
+            yield from _member(held, member, inner, most, depth - 1)
     else:
-        yield from _pickles_from(held, "torch file" if torch_legacy.looks_like(head) else "pickle", most)
+        known = name or ("torch file" if torch_legacy.looks_like(head) else "pickle")
+        yield from pickles_from(held, known, LIMITS.pickles_inside, most)
 
 
-def _pickles_from(held: Readable, name: str, most: int) -> Iterator[Inner | int]:
-    """All pickles in HELD, one behind the other."""
-    yield from pickles_from(held, name, LIMITS.pickles_inside, most)
+def _member(held: Readable, member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
+    """What :func:`pickles_in_member` gives of an archive that is not the checkpoint itself. Raises Undecidable."""
+    try:
+        yield from pickles_in_member(held, member, name, most, depth)
+    except InputChangedError:
+        raise
+    except InputError:
+        raise Undecidable("an archive that cannot be read") from None
+
+
+def _is_file_of_torch(head: bytes) -> bool:
+    return torch_zip.looks_like(head) or torch_legacy.looks_like(head)
+
+
+def _head_of(held: Readable, member: Member) -> bytes:
+    """The first bytes of MEMBER of the archive HELD. Raises InputError."""
+    if member.method == STORED:
+        return held.read(member.data_offset, min(_HEAD, member.size))
+    stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
+    return next(inflated(stream), b"")[:_HEAD]
 
 
 _FIRST = frozenset(bytes([code]) for code in STARTS)
@@ -256,36 +295,33 @@ def _counts(seen: LenientScan) -> bool:
     return bool(graph.calls) or any(map(is_dangerous, graph.globals))
 
 
-def _members(held: Readable) -> Iterator[tuple[str, Readable]]:
-    """The members of the archive HELD that are pickles by their names. Raises Undecidable."""
+def _members(held: Readable) -> tuple[Member, ...]:
+    """The members of the archive HELD, if one of them can be a checkpoint by its name. Raises Undecidable."""
     try:
-        members = read_archive(held, _want_pickles).members
-        for member in members:
-            if is_pickle(member.name):
-                yield member.name, opened(held, member)
+        return read_archive(held, _want_checkpoints).members
     except _OtherArchive:
-        return
+        return ()
     except InputChangedError:
         raise
     except InputError:
         raise Undecidable("an archive that cannot be read") from None
 
 
-def is_pickle(name: str) -> bool:
+def _is_pickle(name: str) -> bool:
     """Whether a member of an archive is a pickle by its NAME, in any case: so torch looks names up."""
     return name.casefold().endswith((".pkl", ".pickle"))
 
 
 class _OtherArchive(Exception):
-    """No member is a pickle."""
+    """No member is a pickle or a checkpoint."""
 
 
-def _want_pickles(names: list[str]) -> None:
-    if not any(map(is_pickle, names)):
+def _want_checkpoints(names: list[str]) -> None:
+    if not any(_is_pickle(name) or name.casefold().endswith(CHECKPOINT_SUFFIXES) for name in names):
         raise _OtherArchive
 
 
-def opened(held: Readable, member: Member) -> Readable:
+def _opened(held: Readable, member: Member) -> Readable:
     """MEMBER of the archive HELD; where it is deflated, in memory. Raises Undecidable, InputError."""
     if member.method == STORED:
         return SliceSource(held, member.data_offset, member.size)

@@ -40,12 +40,12 @@ from ckptconv.pickles.python2_names import imported_name
 from ckptconv.pickles.referrers import Referrers
 from ckptconv.safety.nested_pickles import (
     Encoded,
+    Inner,
     Undecidable,
     byte_strings,
-    is_pickle,
-    opened,
     pickles_from,
     pickles_in,
+    pickles_in_member,
     string_length,
 )
 
@@ -222,15 +222,17 @@ class _Search:
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
 
     def members(self, checkpoint: Checkpoint) -> None:
-        """Look at the pickles in the archive of CHECKPOINT that are not its own, which whoever knows them loads."""
+        """Look at the pickles and files of torch in the archive of CHECKPOINT that are not its own, which whoever knows
+        them loads.
+        """
         archive = checkpoint.container
-        known = {torch_zip.PICKLE, *checkpoint.beside}
+        known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
         for name, member in archive.names().items() if isinstance(archive, Archive) else ():
-            if not is_pickle(name) or name in known:
+            if name in known:
                 continue
             self.left = LIMITS.nested_pickles * member.size
             try:
-                self.member(opened(checkpoint.source, member), name)
+                self.member(pickles_in_member(checkpoint.source, member, name, self.left))
             except Undecidable as why:
                 self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
             except InputChangedError:
@@ -238,12 +240,12 @@ class _Search:
             except InputError:  # a fault of the archive's, which its checksums show
                 continue
 
-    def member(self, held: Readable, name: str) -> None:
-        """Look at the pickles in HELD, a member called NAME."""
-        for inner in pickles_from(held, name, LIMITS.pickles_inside, self.left):
+    def member(self, pickles: Iterable[Inner | int]) -> None:
+        """Look at PICKLES, which are in a member of an archive."""
+        for inner in pickles:
             if not isinstance(inner, int):
                 self.inside += 1
-                self.graph(inner.graph, _Where(inner.graph, f"{name}: "), inner.of, 1)
+                self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
         """Look at what GRAPH names, and into its byte strings, of which the long ones are ranges of BLOBS."""

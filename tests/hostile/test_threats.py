@@ -68,10 +68,26 @@ what is no checkpoint                             said in plain words, with the 
                                                   test_no_checkpoints, test_a_folder, test_programs
 an integer of more digits than Python prints      said without them
                                                   test_integers_that_nobody_prints
+a tar archive in the first 512 bytes of another   refused: two readings
+format, which torch.load looks for first          test_a_tar_archive_too
+a pickle at the first byte of safetensors         refused if it names anything; plain values hurt nobody
+                                                  test_a_pickle_at_the_first_byte, test_plain_values_at_the_first_byte
+a stream of torch's older format there            refused: torch.load runs it
+                                                  test_a_legacy_stream_at_the_first_byte
+a zip directory at the end of another format      refused; stray signatures are nothing
+                                                  test_a_zip_directory_at_the_end, test_stray_signatures
+one of these in a shard, or in .metadata          refused
+                                                  test_two_readings_of_a_part
+a hidden pickle spelled as only one of CPython's  named all the same; what is two programs is not judged
+unpicklers forgives                               test_hidden_pickles_that_one_unpickler_forgives
+a file of torch as a member or byte string        looked into, like a pickle
+                                                  test_files_of_torch_inside
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -116,6 +132,15 @@ from tests.support.hostile_bytes import (
     zip_of,
 )
 from tests.support.judge import assert_same
+from tests.support.polyglots import (
+    pickle_in_safetensors,
+    runs,
+    tar_in_legacy,
+    tar_in_pickle,
+    tar_in_safetensors,
+    zip_in_safetensors,
+    zip_of_pickle,
+)
 from tests.support.writers import distributed, scripted
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
@@ -595,6 +620,11 @@ def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -
         printed = "".join(capsys.readouterr())
         assert not set(printed) & set("\0\x1b\x07\ud800\u202e"), line
         assert "\nckptconv: all is well" not in printed
+
+
+def nothing_raised() -> Any:
+    """Stands where a block may not raise."""
+    return contextlib.nullcontext()
 
 
 def test_a_key_set_twice(write: Write) -> None:
@@ -1310,3 +1340,249 @@ def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> 
     next(iter(said.storage_data.values())).offset = HUGE
     metadata.write_bytes(pickle.dumps(said))
     assert_refused(metadata.parent, MalformedError, "no sound offset and length")
+
+
+# One file, two readers
+
+
+def assert_two_readings(path: Path, as_: str, other: str) -> None:
+    """All commands and functions that read PATH refuse it, and name both readings."""
+    what = f"it can be read in two ways: as a {as_} file, and as {other}"
+    assert_refused(path, MalformedError, what)
+    for read in (ckptconv.open, ckptconv.load, lambda path: ckptconv.diff(path, path)):
+        with pytest.raises(MalformedError, match=re.escape(what)):
+            read(path)
+    assert main(["diff", str(path), str(path)]) == 2
+    verdict = verify(path)
+    assert verdict.safety is None and verdict.format is None
+
+
+def assert_runs(load: Callable[[], object], marker: Path) -> None:
+    """LOAD writes MARKER, whatever it raises then: without that the test would show nothing."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        load()
+    assert marker.exists()
+    marker.unlink()
+
+
+TARS = {
+    "safetensors": (tar_in_safetensors, "m.bin"),  # torch.load goes by the suffix of a safetensors file
+    "torch legacy": (tar_in_legacy, "m.pt"),
+    "pickle": (tar_in_pickle, "m.pkl"),
+}
+
+
+@pytest.mark.parametrize("as_", TARS)
+def test_a_tar_archive_too(write: Write, tmp_path: Path, as_: str) -> None:
+    """torch.load takes it for the archive that torch wrote before 0.1.10, and runs what is in it."""
+    make, name = TARS[as_]
+    path = write(make(runs(tmp_path / "marker")), name)
+    assert_runs(lambda: torch.load(path, weights_only=False), tmp_path / "marker")
+    assert_two_readings(path, as_, "a tar archive, which torch.load looks for first")
+
+
+def test_a_pickle_at_the_first_byte(write: Write, tmp_path: Path) -> None:
+    """A safetensors header whose length is an opcode, and a tensor whose name and numbers go on: refused if it reaches
+    a global, an extension code or a persistent id, in the first pickle or one behind it.
+    """
+    path = write(pickle_in_safetensors(runs(tmp_path / "marker")), "m.safetensors")
+    assert safetensors.torch.load_file(path)
+    assert_runs(lambda: pickle.loads(path.read_bytes()), tmp_path / "marker")
+    assert_two_readings(path, "safetensors", "a pickle, which names builtins.open")
+    for opcodes, named in (
+        (b"cm\nf\n.", "m.f"),
+        (b"cm\nf\n0\0", "m.f"),
+        (b"N." + RUNS_NOTHING, "m.f"),
+        (b"\x82\x07.", "extension code 7"),
+        (b"\x82\x07)R\xff", "extension code 7"),
+        (b"Vid\nQ", "a persistent id"),
+        (b"Pid\n.", "a persistent id"),
+        (b"(Vstorage\nNtQ.", "a persistent id"),
+    ):
+        path = write(pickle_in_safetensors(opcodes), "m.safetensors")
+        assert_two_readings(path, "safetensors", f"a pickle, which names {named}")
+    for opcodes, doubt in ((b"N0" * 6000 + b".", "too long to look into"), (CUT_IN_TWO, "cut its opcodes in two")):
+        path = write(pickle_in_safetensors(opcodes), "m.safetensors")
+        assert_two_readings(path, "safetensors", f"a pickle: a pickle {'whose frames ' * (doubt[0] == 'c')}{doubt}")
+
+
+RUNS_NOTHING = b"\x80\x02cm\nf\n)R."
+#: m.f to C's unpickler where what it reads has no ``peek``, a text that is no text to all others.
+CUT_IN_TWO = b"\x95" + struct.pack("<Q", 5) + b"V\xff\xff\xff" + b"Xcm\nf\n)R."
+
+
+@pytest.mark.parametrize("opcodes", [b".", b"N.", b"]K\x01a.", b"}Vkey\nNs.", b"\xff", b"\x82\x07\0", b"K\x01Q."])
+def test_plain_values_at_the_first_byte(write: Write, opcodes: bytes) -> None:
+    """A pickle that names nothing is no second reading, nor is a code that nothing is done with: a header can be one
+    by chance.
+    """
+    assert_sound(write(pickle_in_safetensors(opcodes), "m.safetensors"), loads=False)
+
+
+def test_a_legacy_stream_at_the_first_byte(write: Write, tmp_path: Path) -> None:
+    """The magic number alone is a plain value, but torch.load goes on behind it."""
+    marker = tmp_path / "marker"
+    stream = saved_before_1_6(runs(marker))
+    path = write(pickle_in_safetensors(stream), "m.bin")
+    assert safetensors.torch.load(path.read_bytes())
+    assert_runs(lambda: torch.load(path, weights_only=False), marker)
+    assert_two_readings(path, "safetensors", "a pickle, which names builtins.open")
+
+
+def saved_before_1_6(payload: bytes) -> bytes:
+    """The older format's stream without its header, with PAYLOAD as the object."""
+    numbers = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    return b"".join(pickle.dumps(number, 2)[2:] for number in numbers) + payload
+
+
+def zip_in_legacy(payload: bytes) -> bytes:
+    """A file of torch before 1.6 whose last storage is an archive."""
+    stream = io.BytesIO()
+    tensor = torch.frombuffer(bytearray(zip_of_pickle(payload)), dtype=torch.uint8)
+    torch.save({"w": tensor}, stream, _use_new_zipfile_serialization=False)
+    return stream.getvalue()
+
+
+def zip_in_pickle(payload: bytes) -> bytes:
+    """A pickle of a tensor, and of a byte string that ends in an archive."""
+    return pickle.dumps({"w": torch.ones(2), "x": b"#!/bin/sh\n" + zip_of_pickle(payload)}, 4)
+
+
+EMBEDDED = {
+    "counted from the archive": (zip_in_safetensors, "safetensors", "m.safetensors"),
+    "counted from the file": (
+        lambda payload: zip_in_safetensors(payload, absolute=True),
+        "safetensors",
+        "m.safetensors",
+    ),
+    "zip64": (lambda payload: with_zip64(zip_in_safetensors, payload), "safetensors", "m.safetensors"),
+    "before 1.6": (zip_in_legacy, "torch legacy", "m.pt"),
+    "in a pickle": (zip_in_pickle, "pickle", "m.pkl"),
+}
+
+
+def with_zip64(make: Callable[[bytes], bytes], payload: bytes) -> bytes:
+    """What MAKE makes, its archive's end said in 64 bits: the other one has no place for the directory."""
+    data = make(payload + b" " * 200)
+    archive = zip64(zip_of_pickle(payload))
+    archive = patched(archive, end_of(archive) + 12, "<I", 0xFFFFFFFF)
+    archive = patched(archive, end_of(archive) + 16, "<I", 0xFFFFFFFF)
+    return data[: len(data) - len(archive)] + archive
+
+
+@pytest.mark.parametrize("how", EMBEDDED)
+def test_a_zip_directory_at_the_end(write: Write, tmp_path: Path, how: str) -> None:
+    """zipfile finds the archive, wherever it starts, and so does torch's own reader if the numbers are the file's."""
+    make, as_, name = EMBEDDED[how]
+    marker = tmp_path / "marker"
+    path = write(make(runs(marker)), name)
+
+    def load() -> None:
+        with zipfile.ZipFile(path) as archive:
+            pickle.loads(archive.read("a/data.pkl"))
+
+    assert_runs(load, marker)
+    if how == "counted from the file":
+        assert torch._C.PyTorchFileReader(str(path)).get_all_records() == ["data.pkl", "version"]
+    assert_two_readings(path, as_, "a zip archive, which zipfile and torch.jit.load find from its end")
+
+
+def test_stray_signatures(write: Write) -> None:
+    """Weights can have any bytes: an end that leads to no directory, and a directory that no end leads to."""
+    stray = b"PK\x05\x06" * 9 + b"PK\x06\x07" * 9 + b"PK\x01\x02" * 30 + b"PK\x03\x04" * 9 + zip_of_pickle(b"N.")[:-22]
+    tensor = torch.frombuffer(bytearray(stray + bytes(-len(stray) % 8)), dtype=torch.uint8)
+    assert_sound(write(safetensors.torch.save({"w": tensor}), "m.safetensors"), loads=False)
+    stream = io.BytesIO()
+    torch.save({"w": tensor}, stream, _use_new_zipfile_serialization=False)
+    assert_sound(write(stream.getvalue()))
+    assert_sound(write(saved({"w": tensor})))
+
+
+def test_two_readings_of_a_part(tmp_path: Path) -> None:
+    """A shard, and the metadata of torch.distributed.checkpoint, are asked too."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    marker = tmp_path / "marker"
+    data = tar_in_safetensors(runs(marker))
+    weights = safetensors.torch.save({"v": torch.ones(1)})
+    for i, part in enumerate((data, weights), 1):
+        (folder / f"model-{i:05}-of-00002.safetensors").write_bytes(part)
+    what = "it can be read in two ways: as a safetensors file, and as a tar archive"
+    for read in (ckptconv.inspect, ckptconv.load, lambda path: ckptconv.convert(path, tmp_path / "out.pt")):
+        with pytest.raises(MalformedError, match=what):
+            read(folder)
+    assert_found(folder, what)
+    saved_here = tmp_path / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=saved_here, no_dist=True)
+    metadata = saved_here / ".metadata"
+    prefix = tar_in_pickle(runs(marker))
+    thrown_away = prefix[: 2 + 5 + int.from_bytes(prefix[3:7], "little") + 1]
+    metadata.write_bytes(thrown_away + metadata.read_bytes()[2:])
+    what = "it can be read in two ways: as a pickle file, and as a tar archive"
+    with pytest.raises(MalformedError, match=what):
+        ckptconv.inspect(saved_here)
+    assert_found(saved_here, what)
+
+
+FORGIVEN = {
+    "NUL in a PUT": (b"Np1\0\n0g1\n0%b", "C"),
+    "NUL in a GET": (b"Np1\n0g1\0x\n0%b", "C"),
+    "a frame longer than the pickle": (b"\x80\x04\x95\xff\xff\0\0\0\0\0\0%b", "Python"),
+    "no PROTO, and one in the middle": (b"N0\x80\x03(0%b", "C"),
+    "bytes behind STOP": (b"%b\xff\xff", "C"),
+    "the last line without its end": (b"%b", "Python"),
+}
+
+
+@pytest.mark.parametrize("how", FORGIVEN)
+def test_hidden_pickles_that_one_unpickler_forgives(write: Write, tmp_path: Path, how: str) -> None:
+    """Inside a byte string nobody refuses it, so what it names is found."""
+    before, reader = FORGIVEN[how]
+    marker = tmp_path / "marker"
+    payload = before % runs(marker)
+    if how == "the last line without its end":
+        payload += b"cthis\ndX"
+    unpickler = pickle.Unpickler if reader == "C" else pickle._Unpickler
+    assert_runs(lambda: unpickler(io.BytesIO(payload)).load(), marker)
+    path = write(saved({"w": torch.ones(1), "x": payload}))
+    assert ckptconv.inspect(path)["dangerous"] == ["builtins.open"]
+    assert_found(path, "builtins.open", "dangerous")
+    assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+
+
+def test_hidden_pickles_that_are_two_programs(write: Write, tmp_path: Path) -> None:
+    """C's unpickler drops the first bytes of what a frame cuts in two, if what it reads has no ``peek``: what it is to
+    all others names nothing.
+    """
+    marker = tmp_path / "marker"
+    hidden = runs(marker)
+    number = b"\x8a\x06" + b"abcde" + b"f"  # of which the frame ends before the last byte: C takes the next six
+    payload = b"\x95" + struct.pack("<Q", 7) + number + b"X" + struct.pack("<I", len(hidden)) + hidden + b"0."
+    assert_runs(lambda: pickle.load(io.BytesIO(payload)), marker)
+    assert pickle.loads(payload) == int.from_bytes(b"abcdef", "little") and not marker.exists()
+    path = write(saved({"w": torch.ones(1), "x": payload}))
+    assert_found(path, "a pickle whose frames cut its opcodes in two", "unknown")
+    assert_not_converted(path, ckptconv.DangerousError, "cannot be judged")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("nested", ["as it is", "in another archive", "before 1.6"])
+def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested: str) -> None:
+    """Whoever knows of it loads it: as a member of any name, and as a byte string."""
+    marker = tmp_path / "marker"
+    inner = zip_of_pickle(runs(marker))
+    assert_runs(lambda: torch.load(io.BytesIO(inner), weights_only=False), marker)
+    if nested == "in another archive":
+        inner = zip_of({"b/extra/model.pt": inner}, method)
+    elif nested == "before 1.6":
+        inner = b"\x80\x02" + saved_before_1_6(runs(marker))
+        assert_runs(lambda: torch.load(io.BytesIO(inner), weights_only=False), marker)
+    member = torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "more/model.pt": inner}, method)
+    for data in (member, saved({"w": torch.ones(1), "x": inner})):
+        path = write(data)
+        assert ckptconv.inspect(path)["dangerous"] == ["builtins.open"]
+        assert_found(path, "builtins.open", "dangerous")
+        assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")

@@ -290,6 +290,8 @@ ELSEWHERE = {
     "nested_pickles": "safety/test_scan.py::test_depth",
     "nested_opcodes": "safety/test_scan.py::test_what_cannot_be_looked_into",
     "pickles_inside": "safety/test_scan.py::test_many_pickles_inside",
+    "second_reading_opcodes": "formats/test_two_readings.py::test_how_much_is_read",
+    "second_reading_bytes": "formats/test_two_readings.py::test_how_much_is_read",
     "concerns": "safety/test_scan.py::test_the_list_ends",
     "config_bytes": "test_limits.py::test_a_configuration",
     "folder_names": "formats/foreign/test_folders.py::test_a_bounded_number_of_names_is_looked_at",

@@ -1,0 +1,157 @@
+"""Refuse a file that another reader would take for something else: what is true of one reading is not of the other.
+
+Asked before a file is read, of what every other reader looks for, where it looks:
+
+    tarfile         the first 512 bytes, by ``tarfile.TarInfo.frombuf`` itself: torch.load asks tarfile first about
+                    every file that is no zip. Never ``is_tarfile``, which decompresses, and reads what PAX headers say
+    zipfile, torch  the last 64 KiB, where both look for the end of an archive, whatever stands before it. Not in an
+                    archive, nor one that is a byte string of a pickle, which is looked into as pickles there are
+    pickle          byte 0 of what is no pickle, and up to five pickles one behind another, as torch's format from
+                    before 1.6 has them
+    h5py            offsets 512, 1024, 2048, ..., where a file may start whose first bytes are its user's
+
+Of ordinary safetensors headers 0.2 % are a pickle by chance, because the bytes of their length are opcodes. Such a
+pickle names nothing, or names the header itself; so one counts only if it reaches
+
+- a global whose module could be one: without NUL, quotes or brackets, some of which every part of a header has;
+- an extension code, and either calls it or goes on to its end: those of a header's length do neither;
+- a persistent id that is a tuple, or a text without those characters.
+
+Read are some hundred kilobytes, and of what does start as a pickle at most 16 MiB, however large the file is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from ckptconv.byteranges.sources import Readable
+from ckptconv.errors import MalformedError
+from ckptconv.formats import plain_pickle, torch_legacy, torch_zip
+from ckptconv.formats.zip_archive import LOCAL, archives_behind
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2String, Tuple, Value
+from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["refuse_two_readings"]
+
+_BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_PICKLES = 5  # one behind another, before torch 1.6
+_PICKLED = (torch_legacy.NAME, plain_pickle.NAME)
+#: What stands in every part of a safetensors header, and in no name of a module.
+_OF_HEADERS = re.compile(r'[\0"{}\[\],:]')
+
+
+def refuse_two_readings(source: Readable, name: str) -> None:
+    """Raise MalformedError, which names both readings, where SOURCE, a file of the format NAME, has another one."""
+    for ask in _ASKED:
+        other = ask(source, name)
+        if other:
+            raise MalformedError(
+                f"it can be read in two ways: as a {name} file, and as {other}",
+                where=source.path,
+                hint="no program writes such files by accident; do not load it",
+            )
+
+
+def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    import tarfile  # here, because what has been refused before does without
+
+    try:
+        tarfile.TarInfo.frombuf(source.read(0, min(_BLOCK, source.size)), "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return None
+    return "a tar archive, which torch.load looks for first"
+
+
+def _zip(source: Readable, name: str) -> str | None:
+    if name == torch_zip.NAME:
+        return None
+    found = {*archives_behind(source)}
+    if not found or (name in _PICKLED and found <= _byte_strings(source)):
+        return None
+    return "a zip archive, which zipfile and torch.jit.load find from its end"
+
+
+def _byte_strings(source: Readable) -> set[tuple[int, int]]:
+    """Start and end of the byte strings in the pickles of SOURCE that start like an archive. (As much is parsed as
+    reading SOURCE takes.)
+    """
+    return {
+        (value.offset, value.offset + value.length)
+        for seen in _pickles(source, LIMITS.pickle_opcodes, LIMITS.pickle_bytes)
+        for value in seen.graph.byte_strings
+        if isinstance(value, Blob) and source.read(value.offset, min(len(LOCAL), value.length)) == LOCAL
+    }
+
+
+def _pickle(source: Readable, name: str) -> str | None:
+    if name in (torch_zip.NAME, *_PICKLED) or source.read(0, 1) not in _FIRST:
+        return None
+    for seen in _pickles(source, LIMITS.second_reading_opcodes, LIMITS.second_reading_bytes):
+        named = _named(seen)
+        if named:
+            return f"a pickle, which names {named}"
+        # Where no reader has a persistent_load, and that is what plain pickles are read with, PERSID is the end.
+        if seen.doubt and source.read(0, 1) != CODES["PERSID"]:
+            return f"a pickle: {seen.doubt}"
+    return None
+
+
+_FIRST = frozenset(bytes([code]) for code in STARTS)
+
+
+def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
+    """The pickles at the start of SOURCE, one behind another, of at most MOST opcodes in NBYTES each."""
+    at = 0
+    for _ in range(_PICKLES):
+        if at >= source.size:
+            return
+        seen = scan_lenient(source.read, at, source.size, most=most, nbytes=nbytes, leave=(LOCAL,))
+        yield seen
+        if not seen.is_whole:
+            return
+        at = seen.end
+
+
+def _named(seen: LenientScan) -> str | None:
+    """What a pickle that was SEEN names and could mean."""
+    graph = seen.graph
+    for node in graph.globals:
+        if not _OF_HEADERS.search(node.module):
+            return str(node)
+    if graph.extensions and (seen.is_whole or _calls_extensions(graph)):
+        return f"extension code {graph.extensions[0].code}"
+    return next((_ID for reference in graph.references if _is_meant(reference.id)), None)
+
+
+_ID = "a persistent id"
+
+
+def _calls_extensions(graph: Graph) -> bool:
+    return any(isinstance(call.callable, Extension) for call in graph.calls)
+
+
+def _is_meant(id_: Value) -> bool:
+    """Whether ID_ could be one: not the header's own bytes, a number, or nothing."""
+    if isinstance(id_, Py2String):
+        id_ = id_.data
+    if isinstance(id_, bytes):
+        id_ = id_.decode("latin-1")
+    if isinstance(id_, str):
+        return bool(id_) and not _OF_HEADERS.search(id_)
+    return isinstance(id_, PersistentId) or (isinstance(id_, Tuple) and bool(id_.items))
+
+
+def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    at = _BLOCK
+    while at + len(_HDF5) <= source.size:
+        if source.read(at, len(_HDF5)) == _HDF5:
+            return f"an HDF5 file from byte {at} on, which h5py finds"
+        at *= 2
+    return None
+
+
+_ASKED: tuple[Callable[[Readable, str], str | None], ...] = (_tar, _zip, _pickle, _hdf5)

@@ -1,0 +1,211 @@
+"""Files with two readings: a sound checkpoint to who reads it as one, and to another reader something that runs code.
+What they run writes a marker and nothing else. And ordinary safetensors files, which have one reading.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import save
+
+from ckptconv.formats.torch_legacy import MAGIC_BYTES
+
+__all__ = [
+    "checksummed",
+    "ordinary_safetensors",
+    "pickle_in_safetensors",
+    "runs",
+    "tar_in_legacy",
+    "tar_in_pickle",
+    "tar_in_safetensors",
+    "tar_of",
+    "zip_in_safetensors",
+    "zip_of_pickle",
+]
+
+_BLOCK = 512
+_CHECKSUM = slice(148, 156)
+_OBJECT = {"w": torch.arange(4.0)}
+
+
+def runs(marker: Path) -> bytes:
+    """A pickle that makes the file MARKER."""
+    return b"cbuiltins\nopen\n(V%b\nVw\ntR." % str(marker).encode()
+
+
+# tar
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    """A tar archive of MEMBERS."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def checksummed(block: bytes, spelled: bytes = b"%06o\0 ", *, signed: bool = False) -> bytes:
+    """BLOCK, a tar header, with its checksum SPELLED in that way."""
+    blank = block[:148] + b" " * 8 + block[156:_BLOCK]
+    total = sum(struct.unpack("512b" if signed else "512B", blank))
+    return block[:148] + (spelled % total).ljust(8, b"\0")[:8] + block[156:]
+
+
+def _tar_behind(start: bytes, payload: bytes) -> bytes:
+    """A tar archive that begins with START, in which torch finds PAYLOAD as the storages."""
+    tar = tar_of({"x": b"", "storages": payload})
+    return checksummed(start.ljust(100, b"\0") + tar[100:])
+
+
+def tar_in_pickle(payload: bytes) -> bytes:
+    """A plain pickle of a tensor that starts with a tar archive, as bytes that it throws away."""
+    length = len(_tar_behind(b"", payload))
+    start = b"\x80\x02B"
+    start += struct.pack("<I", length - len(start) - 4)
+    return _tar_behind(start, payload) + b"0" + pickle.dumps(_OBJECT, 2)[2:]
+
+
+def tar_in_legacy(payload: bytes) -> bytes:
+    """A file as torch wrote it before 1.6, with a tar archive in its first pickle."""
+    stream = io.BytesIO()
+    torch.save(_OBJECT, stream, _use_new_zipfile_serialization=False)
+    usual = b"\x80\x02" + MAGIC_BYTES
+    rest = stream.getvalue().removeprefix(usual)
+    length = len(_tar_behind(b"", payload))
+    start = usual + b"B" + struct.pack("<I", length - len(usual) - 5)
+    return _tar_behind(start, payload) + b"0" + rest
+
+
+def tar_in_safetensors(payload: bytes) -> bytes:
+    """A safetensors file whose first 512 bytes are a tar header, and whose one tensor goes on with the archive.
+
+    The numbers of that header are spaces, which are 0, but for the checksum, which is the tensor's shape.
+    """
+    data = tar_of({"storages": payload})
+    for filling in range(4000):
+        size = 20000
+        for _ in range(20):
+            block = _header_like_tar(size, filling)
+            total = int(f"{sum(block[:148]) + sum(block[156:]) + 8 * 32:o}")
+            if total == size:
+                return block + data.ljust(size, b"\0")
+            size = total
+    raise AssertionError("no checksum fits")
+
+
+def _header_like_tar(size: int, filling: int) -> bytes:
+    """The length and header of a tensor of SIZE bytes; FILLING makes another checksum."""
+    start = b'{"w":{"dtype":"U8","data_offsets":[0,%d],"shape":[' % size
+    start = (_BLOCK - 8).to_bytes(8, "little") + start.ljust(140) + b"%-8d" % size + b"]}"
+    text = ("~" * (filling // 90) + chr(33 + filling % 90)).replace('"', "#").replace("\\", "#")
+    start += b',"__metadata__":{"x":"%b"}' % text.encode()
+    return start.ljust(_BLOCK - 1) + b"}"
+
+
+# Pickle and zip
+
+
+def pickle_in_safetensors(opcodes: bytes) -> bytes:
+    """A safetensors file that is a pickle: a text of five bytes, the tensor's name, which throws it away and begins a
+    text that ends in the tensor's numbers, and there OPCODES.
+    """
+    length = 0x558  # BINUNICODE, 5, 0, 0, 0
+    data = b"\n0" + opcodes
+    header = json.dumps({"0V": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}})
+    return length.to_bytes(8, "little") + header.encode().ljust(length) + data
+
+
+def zip_of_pickle(payload: bytes) -> bytes:
+    """What torch takes for a checkpoint, with PAYLOAD as its pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("a/data.pkl", payload)
+        archive.writestr("a/version", "3\n")
+    return stream.getvalue()
+
+
+def zip_in_safetensors(payload: bytes, *, absolute: bool = False) -> bytes:
+    """A safetensors file whose last bytes are an archive. ABSOLUTE: its offsets count from the start of the file."""
+    archive = zip_of_pickle(payload)
+    file = save({"w": torch.frombuffer(bytearray(archive), dtype=torch.uint8)})
+    if not absolute:
+        return file
+    stream = io.BytesIO(file[: -len(archive)])
+    stream.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(stream, "a") as other:
+        other.writestr("a/data.pkl", payload)
+        other.writestr("a/version", "3\n")
+    assert len(stream.getvalue()) == len(file)
+    return stream.getvalue()
+
+
+# Ordinary files
+
+_WORDS = (
+    "model layers transformer h encoder decoder self_attn q_proj k_proj o_proj Q K V weight bias running_mean c_attn"
+    " num_batches_tracked embeddings position_ids LayerNorm conv1 bn1 downsample query key value w1 mlp Norm Quant"
+)
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-/ :"
+_OTHERS = "模型层权重偏置注意力编码器解码器éüñÀçßжлдяфЖщ日本語ت"
+_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+
+
+def ordinary_safetensors(random: Random) -> bytes:
+    """A safetensors file as programs write them: any names, minified or indented, aligned or not, any weights."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}} if random.random() < 0.6 else {}
+    at, parts = 0, []
+    for _ in range(random.choice((1, 1, 2, 3, 5, 8, 13, 40, 120))):
+        word = random.choice([*_SIZES])
+        nbytes = random.randint(0, 12) * _SIZES[word]
+        shape = [nbytes // _SIZES[word]]
+        name = _name(random)
+        if name not in header:
+            header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + nbytes]}
+            parts.append(_numbers(random, nbytes, _SIZES[word]))
+            at += nbytes
+    text = json.dumps(header, ensure_ascii=random.random() < 0.3, **_style(random)).encode()
+    if random.random() < 0.6:
+        text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+
+
+def _style(random: Random) -> dict[str, object]:
+    way = random.random()
+    return {"separators": (",", ":")} if way < 0.7 else {} if way < 0.85 else {"indent": random.choice((0, 1, 2, 4))}
+
+
+def _name(random: Random) -> str:
+    way = random.random()
+    if way < 0.5:
+        words = _WORDS.split()
+        parts = (random.choice(words) if random.random() < 0.8 else str(random.randrange(40)) for _ in range(6))
+        return ".".join([*parts][: random.randint(1, 6)])
+    letters = _LETTERS if way < 0.8 else _OTHERS + _LETTERS
+    return "".join(random.choices(letters, k=random.randint(1, 30)))
+
+
+def _numbers(random: Random, nbytes: int, size: int) -> bytes:
+    way = random.random()
+    if way < 0.5:
+        return random.randbytes(nbytes)
+    if way < 0.6:
+        return bytes(nbytes)
+    if way < 0.7:
+        return bytes([random.randrange(256)]) * nbytes
+    if way < 0.85:
+        return b"".join(i.to_bytes(size, "little") for i in range(nbytes // size))
+    if way < 0.9:
+        return bytes(random.choices(range(32, 127), k=nbytes))
+    stray = b"".join(random.choices((b"PK\x05\x06", b"PK\x01\x02", b"PK\x06\x07", b"PK\x03\x04", bytes(4)), k=nbytes))
+    return stray[:nbytes]
