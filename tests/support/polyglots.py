@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -58,7 +59,7 @@ def tar_of(members: dict[str, bytes]) -> bytes:
 def checksummed(block: bytes, spelled: bytes = b"%06o\0 ", *, signed: bool = False) -> bytes:
     """BLOCK, a tar header, with its checksum SPELLED in that way."""
     blank = block[:148] + b" " * 8 + block[156:_BLOCK]
-    total = sum(struct.unpack("512b" if signed else "512B", blank))
+    total: int = sum(struct.unpack("512b" if signed else "512B", blank))
     return block[:148] + (spelled % total).ljust(8, b"\0")[:8] + block[156:]
 
 
@@ -180,7 +181,7 @@ def ordinary_safetensors(random: Random) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"".join(parts)
 
 
-def _style(random: Random) -> dict[str, object]:
+def _style(random: Random) -> dict[str, Any]:
     way = random.random()
     return {"separators": (",", ":")} if way < 0.7 else {} if way < 0.85 else {"indent": random.choice((0, 1, 2, 4))}
 
