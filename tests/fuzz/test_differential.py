@@ -4,6 +4,7 @@ which forgives less is found out.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from tests.fuzz.odd_pickles import BY_HAND
 
 _ROOT = Path(__file__).parents[2]
-_COUNT = 15_000
+_COUNT = 500_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 15_000
 
 #: What the lenient reader once failed at, each in a way that a few thousand pickles show.
 _STRICTER = {
@@ -35,7 +36,7 @@ def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
         f" differential._FINDINGS = Path({str(folder)!r});"
     )
     command = [sys.executable, "-W", "ignore", "-c", f"{start}{program}"]
-    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=1800)
 
 
 def test_every_global_is_listed(tmp_path: Path) -> None:
