@@ -10,11 +10,13 @@ PACKAGE = ROOT / "ckptconv"
 
 
 def test_nothing_runs_a_pickle() -> None:
-    """No module of the package loads a pickle or imports what a file names."""
+    """No module of the package loads a pickle or imports what a file names; it imports by name only its own modules."""
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
         assert not re.search(
-            r"\bpickle\.loads?\(|weights_only=False|\bimport_module\(|__import__\(|\beval\(|\bexec\(", text
+            r"\bpickle\.loads?\(|weights_only=False|__import__\(|\beval\(|\bexec\("
+            r'|\bimport_module\((?!f"(\{__name__\}|ckptconv\.cli)\.)',
+            text,
         ), path
 
 
