@@ -302,26 +302,26 @@ def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
     tail_offset = max(0, source.size - _READ_BACK)
     tail = source.read(tail_offset, source.size - tail_offset)
     at = tail.find(END)
-    while 0 <= at <= len(tail) - _END.size:
+    while 0 <= at <= len(tail) - END_SIZE:
         offset = tail_offset + at
-        *_, size, start, comment = _END.unpack_from(tail, at)
+        *_, size, start, comment = END_FIELDS.unpack_from(tail, at)
         for before, nbytes, said in [(offset, size, start), *_zip64_directories(source, offset)]:
             for directory in {said, before - nbytes}:
                 if _has_member(source, directory, directory + nbytes, directory - said):
-                    yield directory - said, min(offset + _END.size + comment, source.size)
+                    yield directory - said, min(offset + END_SIZE + comment, source.size)
         at = tail.find(END, at + 1)
 
 
 def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
     """What the zip64 end before END says: where it stands, and size and place of the directory."""
-    if end < _ZIP64_LOCATOR.size:
+    if end < ZIP64_LOCATOR_SIZE:
         return
-    signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - _ZIP64_LOCATOR.size, _ZIP64_LOCATOR.size))
+    signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
     if signature != ZIP64_LOCATOR:
         return
-    for at in {said, end - _ZIP64_LOCATOR.size - _ZIP64_END.size}:
-        if 0 <= at <= source.size - _ZIP64_END.size:
-            signature, *_, size, start = _ZIP64_END.unpack(source.read(at, _ZIP64_END.size))
+    for at in {said, end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE}:
+        if 0 <= at <= source.size - ZIP64_END_SIZE:
+            signature, *_, size, start = ZIP64_END_FIELDS.unpack(source.read(at, ZIP64_END_SIZE))
             if signature == ZIP64_END:
                 yield at, size, start
 

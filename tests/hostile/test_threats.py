@@ -1513,10 +1513,7 @@ def test_two_readings_of_a_part(tmp_path: Path) -> None:
         with pytest.raises(MalformedError, match=what):
             read(folder)
     assert_found(folder, what)
-    saved_here = tmp_path / "dcp"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=saved_here, no_dist=True)
+    saved_here = distributed({"w": torch.ones(2)}, tmp_path / "dcp")
     metadata = saved_here / ".metadata"
     prefix = tar_in_pickle(runs(marker))
     thrown_away = prefix[: 2 + 5 + int.from_bytes(prefix[3:7], "little") + 1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.cli.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
 from ckptconv.hints import command_in
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = ["difference_lines"]
 _SHOWN = 8  # lines of a group, unless all are asked for
 _INDENT = "    "
 _GAP = "  "
-_PLAIN = Style()
 #: Groups of facts about tensors: the attribute that says one, and what it is called.
 _FACTS = (
     ("dtype", "dtype"),
@@ -35,7 +34,7 @@ _FACTS = (
 
 
 def difference_lines(
-    difference: Difference, style: Style = _PLAIN, *, everything: bool = False, names_only: bool = False
+    difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
     """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets.
 

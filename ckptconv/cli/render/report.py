@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.renames import Pattern, patterns
-from ckptconv.cli.render.text import Style, count, fact, first_of, headline, size
+from ckptconv.cli.render.text import PLAIN, Style, count, fact, first_of, headline, size
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import option
 
@@ -19,10 +19,9 @@ __all__ = ["report_lines"]
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
-_PLAIN = Style()
 
 
-def report_lines(report: Report, style: Style = _PLAIN, *, every_name: bool = False) -> Iterator[str]:
+def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     changes = report.changes
     done = (

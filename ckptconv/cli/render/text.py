@@ -14,6 +14,7 @@ from ckptconv.errors import count, printable
 from ckptconv.hints import Command, quoted
 
 __all__ = [
+    "PLAIN",
     "Style",
     "broken",
     "cells",
@@ -69,6 +70,10 @@ class Style(NamedTuple):
 
     def paint(self, text: str, style: str | None) -> str:
         return click.style(text, **_STYLES[style]) if self.colour and style and text else text  # type: ignore[arg-type]
+
+
+#: For programs.
+PLAIN = Style()
 
 
 # Numbers

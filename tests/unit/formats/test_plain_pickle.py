@@ -634,7 +634,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
         "bytes are missing",
     ),
     "an integer too long for any checkpoint": (
-        pickle.dumps([torch.ones(1)], 2)[:-2] + b"\x8b\xff\xff\xff\x00" + bytes(0xFFFFFF) + b"e.",
+        pickle.dumps([torch.ones(1)], 2)[:-2] + b"\x8b\x00\x00\x10\x00" + bytes(1 << 20) + b"e.",
         LimitError,
         "an integer in the pickle is too long",
     ),
