@@ -1,9 +1,9 @@
 """Change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
 
-On files: :func:`convert`, :func:`inspect`, :func:`diff`, :func:`verify`, :func:`open` (single tensors), :func:`load`,
-:func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`,
-:func:`devices`, :func:`strip_prefix`, :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are
-drawn in :mod:`ckptconv.errors`.
+On files: :func:`convert`, :func:`undo` (of a change in place), :func:`inspect`, :func:`diff`, :func:`verify`,
+:func:`open` (single tensors), :func:`load`, :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`,
+:func:`write_index`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`, :func:`add_prefix`. Every error is
+a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
 """
 
 from ckptconv.errors import (
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ckptconv.conversion.batches import convert_many, jobs_in, write_index
     from ckptconv.conversion.convert import convert
     from ckptconv.conversion.jobs import Job, Outcome
-    from ckptconv.conversion.plan import Report
+    from ckptconv.conversion.plan import InPlace, Report
+    from ckptconv.conversion.undo import undo
     from ckptconv.edits.changes import Changes, NameChange
     from ckptconv.edits.devices import MapLocation
     from ckptconv.edits.in_memory import add_prefix, strip_prefix
@@ -56,6 +57,7 @@ __all__ = [
     "DeviceUnavailable",
     "Difference",
     "Finding",
+    "InPlace",
     "InputChangedError",
     "InputError",
     "Job",
@@ -91,6 +93,7 @@ __all__ = [
     "remap",
     "save",
     "strip_prefix",
+    "undo",
     "verify",
     "write_index",
 ]
@@ -102,7 +105,8 @@ _HOMES = {
     "conversion.batches": "convert_many jobs_in write_index",
     "conversion.convert": "convert",
     "conversion.jobs": "Job Outcome",
-    "conversion.plan": "Report",
+    "conversion.plan": "InPlace Report",
+    "conversion.undo": "undo",
     "edits.changes": "Changes NameChange",
     "edits.devices": "MapLocation",
     "edits.in_memory": "add_prefix strip_prefix",

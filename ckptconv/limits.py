@@ -106,6 +106,8 @@ class Limits:
     foreign_members: int = 100
     #: That verify names of one checkpoint; the rest is counted. More lines nobody reads.
     findings: int = 1_000
+    #: An undo journal holds a pickle twice, or a header, and a zip's directory.
+    undo_journal: int = 1024 * MIB
     #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger
     #: of the two counts.
     gathered_bytes: int = 1024 * MIB

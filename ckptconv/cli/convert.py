@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ckptconv.cli.convert_batch import convert_batch
+from ckptconv.cli.in_place import convert_in_place
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.render.batch import skipped_line
@@ -22,7 +23,7 @@ from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError
 from ckptconv.formats.writers import WRITERS
-from ckptconv.hints import Option, Placeholder, command, option, shell
+from ckptconv.hints import Option, Placeholder, command, option
 
 __all__ = ["convert_command"]
 
@@ -69,6 +70,8 @@ __all__ = ["convert_command"]
     help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
 )
 @click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too.")
+@click.option("-i", "--in-place", is_flag=True, help="Change SRC in its own file, in milliseconds; no DST. See undo.")
+@click.option("--no-undo", is_flag=True, help="In place: keep no journal for undo once the change is on the disk.")
 @click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")
 @click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says.")
 @click.option(
@@ -98,9 +101,13 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay
     on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
     """
-    srcs, dst = _sources_and_target(paths)
     flags["map_location"] = _devices(flags)
     output = OutputOptions.of(flags)
+    if output.in_place:
+        return convert_in_place(paths, edits_from(**flags), output, as_json=as_json, quiet=quiet, verbose=verbose)
+    if output.no_undo:
+        raise UsageError(option("no_undo") + " goes with " + option("in_place"))
+    srcs, dst = _sources_and_target(paths)
     listing = list_items(srcs, dst, output)
     if listing.is_batch:
         return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
@@ -134,7 +141,7 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
         return paths[:-1], paths[-1]
     if len(paths) == 1:
         to_cpu = command("convert", paths[0], Placeholder("OUT"), Option("map_location", "cpu"))
-        in_place = f"{shell(paths[0], paths[0])} {option('force')}"
+        in_place = command("convert", paths[0], Option("map_location", "cpu"), Option("in_place"))
         raise UsageError(f"no output given: {to_cpu} (in place: {in_place})")
     raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
 

@@ -42,6 +42,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "rng_states": changes.rng_states,
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
+        "in_place": report.in_place and asdict(report.in_place),
     }
 
 

@@ -23,6 +23,7 @@ Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong
   ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
   ckptconv convert ddp.pt plain.pt --strip-prefix module.
+  ckptconv convert big.pt --to cpu --in-place   in the file itself; undo big.pt takes it back
   ckptconv diff a.pt b.safetensors            whether they are the same, and where not
   ckptconv verify model.pt                    whether it is whole, and safe to load
 """
@@ -80,16 +81,20 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
+#: The modules of the commands.
+_COMMANDS = {"convert": "convert", "diff": "diff", "inspect": "inspect", "undo": "in_place", "verify": "verify"}
+
+
 class _LazyGroup(click.Group):
     """Commands that are imported when they are used: ``inspect`` needs little of what ``convert`` does."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
-        return ["convert", "diff", "inspect", "verify"]
+        return [*_COMMANDS]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"ckptconv.cli.{cmd_name}"), f"{cmd_name}_command")
+        command: click.Command = getattr(import_module(f"ckptconv.cli.{_COMMANDS[cmd_name]}"), f"{cmd_name}_command")
         return command
 
 

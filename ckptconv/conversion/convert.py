@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
+from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
 from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
 from ckptconv.conversion.targets import find_item, format_of
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import RefusedError
+from ckptconv.errors import RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.opening import open_input
@@ -35,14 +36,16 @@ __all__ = ["convert", "run", "write"]
 
 @for_python
 @takes(ConvertOptions)
-def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]) -> Report:
+def convert(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str] | None = None, **options: Unpack[ConvertOptions]
+) -> Report:
     """Write the checkpoint `src` to `dst`, changed as asked, without loading or running it.
 
     Args:
         src: A file; a sharded set as the Hub has them, by its folder or index; or a folder of
             ``torch.distributed.checkpoint``. A folder of many checkpoints is for :func:`convert_many`.
         dst: A file, which sets become too where it has a suffix; or a folder, where a set stays a set, with the
-            checkpoints that stand beside it.
+            checkpoints that stand beside it. Nothing with ``in_place=True``.
         **options: The keys of :class:`~ckptconv.conversion.options.ConvertOptions`.
 
     Returns:
@@ -52,7 +55,15 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], **options:
         CkptconvError: One of its subclasses; `dst` is then as it was.
         TypeError: An option has a wrong type, or there is none of that name.
     """
-    return in_python(run(src, dst, edits_from(**options), OutputOptions.of(options)))
+    output = OutputOptions.of(options)
+    edits = edits_from(**options)
+    if output.in_place:
+        if dst is not None:
+            raise UsageError("an in-place change has no output", got=os.fspath(dst))
+        return in_python(change_in_place(src, edits, output))
+    if dst is None:
+        raise TypeError("convert() needs dst, the output, unless in_place is True")
+    return in_python(run(src, dst, edits, output))
 
 
 def run(

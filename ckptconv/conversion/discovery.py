@@ -12,7 +12,7 @@ from ckptconv.errors import InputError
 from ckptconv.formats.distributed.dcp import looks_like_metadata
 from ckptconv.formats.foreign.folders import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
-from ckptconv.output.files import is_temporary
+from ckptconv.output.files import is_own_file
 
 __all__ = ["Found", "Kind", "find", "find_in"]
 
@@ -64,7 +64,7 @@ def find_in(folder: Path) -> list[Found]:
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
     """The links to folders INSIDE of FOLDER, and the hidden folders that hold something."""
     for name, is_link in inside.items():
-        if not is_temporary(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
+        if not is_own_file(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
             yield Found(folder / name, "unentered", ())
 
 
@@ -77,7 +77,7 @@ def _holds_something(folder: Path) -> bool:
 
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
     """What the files called NAMES, which stand in FOLDER, are."""
-    names = [name for name in names if not is_temporary(name)]
+    names = [name for name in names if not is_own_file(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
     if ".metadata" in names and (chunks or looks_like_metadata(folder)):
         chunks.append(".metadata")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 from ckptconv.edits.options import EditOptions, Edits, check_flags
 from ckptconv.formats.writers import WRITERS, FormatWord
 
-__all__ = ["USUAL", "ConvertOptions", "JobOptions", "OutputOptions", "SaveOptions", "takes"]
+__all__ = ["USUAL", "ConvertOptions", "JobOptions", "OutputOptions", "SaveOptions", "WriteOptions", "takes"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -38,8 +38,8 @@ class SaveOptions(EditOptions, total=False):
     ]
 
 
-class ConvertOptions(SaveOptions, total=False):
-    """The keywords of :func:`ckptconv.convert`."""
+class WriteOptions(SaveOptions, total=False):
+    """The keywords of whatever writes a checkpoint to another place."""
 
     max_shard_size: Annotated[
         int | str | None,
@@ -50,7 +50,18 @@ class ConvertOptions(SaveOptions, total=False):
     jobs: Annotated[int, "Threads that write the files of a folder."]
 
 
-class JobOptions(ConvertOptions, total=False):
+class ConvertOptions(WriteOptions, total=False):
+    """The keywords of :func:`ckptconv.convert`."""
+
+    in_place: Annotated[
+        bool,
+        "Change `src` in its own file, without `dst`: devices and names alone, under an undo journal"
+        " (:func:`ckptconv.undo`).",
+    ]
+    no_undo: Annotated[bool, "Remove that journal once the change is on the disk."]
+
+
+class JobOptions(WriteOptions, total=False):
     """The keywords of :class:`ckptconv.Job`."""
 
     skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]
@@ -70,6 +81,8 @@ class OutputOptions:
     copy_others: bool = False
     dry_run: bool = False
     jobs: int = 1
+    in_place: bool = False
+    no_undo: bool = False
 
     def __post_init__(self) -> None:
         """Raise TypeError where a flag is neither True nor False."""

@@ -24,7 +24,7 @@ from ckptconv.hints import option
 from ckptconv.output.other_files import OtherFile
 from ckptconv.safety.scan import dangers_carried
 
-__all__ = ["Plan", "Report", "make_plan", "report_of"]
+__all__ = ["InPlace", "Plan", "Report", "make_plan", "report_of"]
 
 _SHOWN = 5  # dangers in an error
 
@@ -54,6 +54,22 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class InPlace:
+    """How a file was changed in place.
+
+    Attributes:
+        way: ``same size``: within the old bytes of the pickle or header; ``appended``: the file grew; ``nothing``: it
+            says already what it was to say.
+        nbytes: How many bytes were written, or would be.
+        journal: Where the undo journal stands; None: there is none.
+    """
+
+    way: str
+    nbytes: int
+    journal: str | None
+
+
+@dataclass(frozen=True)
 class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
 
@@ -62,7 +78,7 @@ class Report:
     ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts alone (name →
     the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to
     know, ``overflowed`` how many numbers were too large for their new dtype, by the paths of the tensors that share
-    their storage (which only writing can tell).
+    their storage (which only writing can tell), ``in_place`` how the source itself was changed, where it was.
     """
 
     src: str
@@ -78,6 +94,7 @@ class Report:
     overflowed: Overflow = field(default_factory=dict)
     files: tuple[tuple[str, int], ...] = ()
     failed: tuple[tuple[str, CkptconvError], ...] = ()
+    in_place: InPlace | None = None
 
 
 def make_plan(

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.locks import lock_shared
 from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.undo_journal import HOT, state_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
@@ -22,7 +24,7 @@ from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
-from ckptconv.hints import shell
+from ckptconv.hints import command, shell
 
 __all__ = ["open_file", "open_input", "open_part", "read"]
 
@@ -70,7 +72,13 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
     """The file PATH. Raises InputError, which says what a folder is, and which name is like that of a missing file."""
     try:
-        return Source(path, faults)
+        source = Source(path, faults)
+        try:
+            lock_shared(source.fd, source.path)
+        except InputError:
+            source.close()
+            raise
+        return source
     except InputError as error:
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
@@ -101,7 +109,20 @@ def read(source: Source | SourceFolder) -> Checkpoint:
 
     Raises UnsupportedError with what it is instead, and what the reader raises.
     """
-    return read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
+    if isinstance(source, SourceFolder):
+        return read_folder(source)
+    if state_of(source.path) != HOT:
+        return read_file(source)
+    said = (
+        "a change of this file in place was interrupted: " + command("undo", source.path) + " gives the old bytes back"
+    )
+    try:
+        checkpoint = read_file(source)
+    except InputError as error:
+        error.hint = said
+        raise
+    checkpoint.notes.append(said)
+    return checkpoint
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:

@@ -48,9 +48,9 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     return keys
 
 
-def pickle_pieces(checkpoint: Checkpoint) -> list[Literal | ByteRange]:
-    """The pickle, its blobs as ranges of what they stand in."""
-    parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph))
+def pickle_pieces(checkpoint: Checkpoint, *, short: bool = False) -> list[Literal | ByteRange]:
+    """The pickle, its blobs as ranges of what they stand in; `short`: with as little in the memo as will do."""
+    parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph), short=short)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 

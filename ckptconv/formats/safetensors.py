@@ -33,9 +33,10 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["NAME", "WRITER", "layout", "looks_like", "read"]
+__all__ = ["NAME", "WRITER", "DataStart", "header_in_place", "layout", "looks_like", "read"]
 
 NAME = "safetensors"
+_LENGTH = 8  # bytes before the header, which are its length
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
 _PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
 _PART = "one process's part of it"
@@ -173,6 +174,26 @@ WRITER = Writer(
     texts=True,
     safe_loader=False,
 )
+
+
+def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | None:
+    """The length and header of `checkpoint`, whose tensors were renamed, in as many bytes as they take now.
+
+    None where that is too little. The data stays where it is.
+    """
+    taken, _ = _sort_out(checkpoint)
+    kept = read_header(checkpoint.source).metadata
+    metadata = {key: text for key, text in (kept or {}).items() if key not in checkpoint.ties}
+    entries = []
+    for name, info in _untied(taken, metadata).items():
+        word, shape = _word_and_shape(info)
+        data = info.storage and info.storage.data.stored()
+        start = data.offset - container.data_offset if data else 0
+        entries.append(Entry(name, word, shape, start, start + info.nbytes))
+    header = header_bytes(metadata if metadata or kept is not None else None, entries)
+    text = header[_LENGTH:].rstrip(b" ")
+    room = container.data_offset - _LENGTH
+    return room.to_bytes(_LENGTH, "little") + text.ljust(room) if len(text) <= room else None
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:

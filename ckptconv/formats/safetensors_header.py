@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError
@@ -59,7 +59,7 @@ class Header:
     data_offset: int
 
 
-def read_header(source: Source) -> Header:
+def read_header(source: Readable) -> Header:
     """The header of SOURCE, checked against the file's size. Raises MalformedError, LimitError."""
     return _Reader(source).header()
 
@@ -67,7 +67,7 @@ def read_header(source: Source) -> Header:
 class _Reader:
     """Reads one header, and says what is wrong with it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Readable) -> None:
         self.source = source
 
     def error(
@@ -231,13 +231,13 @@ def is_text(string: str) -> bool:
     return string.isascii() or not any("\ud800" <= c <= "\udfff" for c in string)
 
 
-def header_bytes(metadata: dict[str, str], entries: Iterable[Entry], *, like: int | None = None) -> bytes:
+def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, like: int | None = None) -> bytes:
     """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
 
     LIKE: a place in another file; the data then starts at the same place modulo a block, so
     that filesystems can share its blocks.
     """
-    top: dict[str, object] = {METADATA: metadata}
+    top: dict[str, object] = {} if metadata is None else {METADATA: metadata}
     for entry in entries:
         top[entry.name] = {"dtype": entry.word, "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
     text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()

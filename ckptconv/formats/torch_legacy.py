@@ -84,6 +84,7 @@ __all__ = [
     "looks_like",
     "parse_file",
     "read",
+    "respell",
     "storage_file_head",
     "unreadable",
 ]
@@ -116,7 +117,8 @@ class LegacyFile:
     """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the
     object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not
     the object, where they are not as torch writes them. ``class_ids``: see
-    :class:`~ckptconv.checkpoint.model.Checkpoint`.
+    :class:`~ckptconv.checkpoint.model.Checkpoint`. ``pickle_offset`` and ``pickle_length`` say where the object's
+    pickle stands, in bytes.
     """
 
     head: ByteRange | None
@@ -126,6 +128,8 @@ class LegacyFile:
     class_ids: dict[Global, PersistentId]
     notes: list[str]
     around: list[Graph]
+    pickle_offset: int
+    pickle_length: int
 
 
 def read(source: Source) -> Checkpoint:
@@ -145,8 +149,8 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
     try:
         head, notes, before, at = _read_head(source, start, end, where)
-        graph, at = parse(source.read, end, where=where, offset=at)
-        keys, at = parse(source.read, end, where=where, offset=at)
+        graph, end_of_object = parse(source.read, end, where=where, offset=at)
+        keys, end_of_keys = parse(source.read, end, where=where, offset=end_of_object)
     except MalformedError as error:
         error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: " + error.what
         error.hint = DOWNLOAD_AGAIN
@@ -155,9 +159,9 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     ids, class_ids = _read_ids(graph, where)
     modernize(graph)
     listed = _keys(keys.root, where)
-    spans = _read_sizes(source, at, end, listed, ids, where)
+    spans = _read_sizes(source, end_of_keys, end, listed, ids, where)
     notes += _flatten_views(graph, ids, spans, where)
-    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, [*before, keys])
+    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, [*before, keys], at, end_of_object - at)
 
 
 def _read_head(
@@ -471,7 +475,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     else:
         first = [key for key in own.spans if key in checkpoint.storages]
         storages = {key: checkpoint.storages[key] for key in dict.fromkeys([*first, *checkpoint.storages])}
-    _respell(checkpoint)
+    respell(checkpoint)
     head, keys = (own and own.head) or Literal(_head()), Literal(_pickled(_list([*storages])))
     pieces: list[Piece] = [head, *pickle_pieces(checkpoint), keys]
     for key, storage in storages.items():
@@ -526,8 +530,8 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
         )
 
 
-def _respell(checkpoint: Checkpoint) -> None:
-    """Say ids and classes as this format does."""
+def respell(checkpoint: Checkpoint) -> None:
+    """Say ids and classes as this format does, in the graph of `checkpoint`."""
     for reference in checkpoint.references:
         reference.node.id = _as_a_whole(reference.node.id)
     if checkpoint.class_ids:

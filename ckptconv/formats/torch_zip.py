@@ -21,6 +21,7 @@ layout are left out, and torch looks.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,6 +75,7 @@ __all__ = [
     "NAME",
     "NO_CHECKSUMS",
     "PICKLE",
+    "REPLACED",
     "WRITER",
     "archived",
     "layout",
@@ -87,6 +89,9 @@ NAME = "torch zip"
 PICKLE = "data.pkl"
 NO_CHECKSUMS = "the file has no checksums, so damage to it cannot be seen"
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
+#: What an in-place change that appends a new pickle replaces: the old one, and what describes the layout.
+REPLACED = (PICKLE, ".format_version", ".storage_alignment")
+_SUPERSEDED = re.compile("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 
@@ -126,6 +131,11 @@ def read(source: Readable) -> Checkpoint:
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
         if _is_storage(name) and name not in used
+    ]
+    checkpoint.unused += [
+        LeftBehind(name, member.size, "a change in place replaced it")
+        for name, member in names.items()
+        if _SUPERSEDED.fullmatch(name)
     ]
     if not checked:
         checkpoint.notes.append(NO_CHECKSUMS)
@@ -282,7 +292,8 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     added = [name for name in storages if name not in members]
     keys = renumber(checkpoint) if dropped or added else {}
     new = {f"data/{key}": f"data/{number}" for key, number in keys.items()}
-    kept = [(name, member) for name, member in members.items() if name not in _LAYOUT_RECORDS and name not in dropped]
+    dropped.update(name for name in members if name in _LAYOUT_RECORDS or _SUPERSEDED.fullmatch(name))
+    kept = [(name, member) for name, member in members.items() if name not in dropped]
     pickle = pickle_pieces(checkpoint)
     writer = _Writer(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):

@@ -50,10 +50,15 @@ __all__ = [
     "EndMissing",
     "Member",
     "NewEntry",
+    "RawDirectory",
+    "RawEntry",
     "archives_behind",
     "central_directory",
+    "central_entry",
+    "end_records",
     "first_member",
     "local_header",
+    "raw_directory",
     "read_archive",
 ]
 
@@ -576,41 +581,79 @@ class NewEntry:
     header_offset: int
 
 
+class RawEntry(NamedTuple):
+    """An entry of a central directory as it stands there.
+
+    Attributes:
+        name: The member's name, as bytes.
+        data: The whole entry, as bytes.
+        offset: Where the entry stands, in bytes from the start of the file.
+    """
+
+    name: bytes
+    data: bytes
+    offset: int
+
+    @property
+    def crc32_offset(self) -> int:
+        """Where its checksum stands."""
+        return self.offset + 16
+
+    def renamed(self, name: bytes) -> bytes:
+        """The entry with another name of the same length."""
+        return self.data[: _CENTRAL.size] + name + self.data[_CENTRAL.size + len(name) :]
+
+
+class RawDirectory(NamedTuple):
+    """A central directory as it stands in a file, which was read as an archive before.
+
+    Attributes:
+        start: Where it begins, in bytes from the start of the file.
+        entries: In its order.
+        end: Where the end record begins.
+        comment: The archive's comment.
+    """
+
+    start: int
+    entries: list[RawEntry]
+    end: int
+    comment: bytes
+
+
+def raw_directory(source: Readable) -> RawDirectory:
+    """The central directory of `source`, as it stands there. Raises as :func:`read_archive` does."""
+    count, _, start = _read_end(source)
+    data = source.read(start, source.size - start)
+    entries, at = [], 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(data, at)
+        end = at + _CENTRAL.size + sum(fields[10:13])
+        entries.append(RawEntry(data[at + _CENTRAL.size : at + _CENTRAL.size + fields[10]], data[at:end], start + at))
+        at = end
+    end = data.rfind(END)
+    return RawDirectory(start, entries, start + end, data[end + END_SIZE :])
+
+
 def central_directory(entries: list[NewEntry], start: int) -> bytes:
-    """The directory of ENTRIES (all stored) at offset START, and the end of the archive."""
-    out = bytearray()
-    for entry in entries:
-        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
-        extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
-        shown = min(entry.size, _ONES32)
-        out += (
-            _CENTRAL.pack(
-                CENTRAL,
-                0,
-                45 if wide else 20,
-                entry.flags,
-                STORED,
-                0,
-                0,
-                entry.crc32,
-                shown,
-                shown,
-                len(entry.name),
-                len(extra),
-                0,
-                0,
-                0,
-                0,
-                min(entry.header_offset, _ONES32),
-            )
-            + entry.name
-            + extra
-        )
-    count, size, end = len(entries), len(out), start + len(out)
+    """The directory of `entries` (all stored) at offset `start`, and the end of the archive."""
+    out = b"".join(map(central_entry, entries))
+    return out + end_records(len(entries), len(out), start)
+
+
+def central_entry(entry: NewEntry) -> bytes:
+    """The entry of a stored member in the central directory."""
+    wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
+    extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
+    version, shown = 45 if wide else 20, min(entry.size, _ONES32)
+    head = (CENTRAL, 0, version, entry.flags, STORED, 0, 0, entry.crc32, shown, shown, len(entry.name), len(extra))
+    return _CENTRAL.pack(*head, 0, 0, 0, 0, min(entry.header_offset, _ONES32)) + entry.name + extra
+
+
+def end_records(count: int, size: int, start: int, comment: bytes = b"") -> bytes:
+    """The end of an archive whose directory of `count` entries has `size` bytes and begins at `start`."""
+    out = b""
     if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
         out += ZIP64_END_FIELDS.pack(ZIP64_END, ZIP64_END_SIZE - 12, 45, 45, 0, 0, count, count, size, start)
-        out += _ZIP64_LOCATOR.pack(ZIP64_LOCATOR, 0, end, 1)
-    out += END_FIELDS.pack(
-        END, 0, 0, min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32), 0
-    )
-    return bytes(out)
+        out += _ZIP64_LOCATOR.pack(ZIP64_LOCATOR, 0, start + size, 1)
+    shown = min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32)
+    return out + END_FIELDS.pack(END, 0, 0, *shown, len(comment)) + comment

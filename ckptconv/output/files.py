@@ -17,8 +17,9 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
+from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.hints import option
+from ckptconv.hints import command, option
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
 
@@ -26,6 +27,7 @@ __all__ = [
     "as_output_error",
     "check_target",
     "fill",
+    "is_own_file",
     "is_temporary",
     "make_folder",
     "mode_at",
@@ -37,6 +39,7 @@ __all__ = [
     "write",
 ]
 
+_UNDO_JOURNAL = re.compile(r"\..*\.ckptconv-undo", re.DOTALL)
 _TEMPORARY = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -52,6 +55,8 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise RefusedError("the output is there and is no regular file", where=path)
     if not replace:
         raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
+    if state_of(path) == HOT:
+        raise RefusedError("a change of it in place was interrupted", where=path, hint=command("undo", path))
 
 
 def mode_at(path: Path) -> int | None:
@@ -92,6 +97,8 @@ def write(
                 raise
             source.check_unchanged()
             _publish(temporary, file.path, replace)
+            with contextlib.suppress(FileNotFoundError):  # of the file that was replaced
+                os.unlink(journal_path(file.path))
     finally:
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
@@ -144,6 +151,11 @@ def temporary_beside(target: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """Whether what is called NAME is a temporary of ours, of a conversion that goes on or was killed."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether what is called `name` is a temporary or an undo journal of ours, which no copy takes along."""
+    return is_temporary(name) or _UNDO_JOURNAL.fullmatch(name) is not None
 
 
 def _keep_mode(fd: int, target: Path) -> None:

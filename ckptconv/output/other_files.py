@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import OutFile, Progress
 from ckptconv.errors import InputChangedError
-from ckptconv.output.files import fill, is_temporary
+from ckptconv.output.files import fill, is_own_file
 
 __all__ = ["OtherFile", "copy_into", "others_in", "rest_of"]
 
@@ -64,14 +64,14 @@ def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFil
 
 def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
     """What is in FOLDER and, if DEEP, below, as paths from there, folders before what they hold; links are not
-    followed, and our own temporaries not seen. Raises OSError.
+    followed, and our own temporaries and journals not seen. Raises OSError.
     """
     waiting = [""]
     while waiting:
         below = waiting.pop()
         with os.scandir(folder / below) as entries:
             for entry in sorted(entries, key=lambda each: each.name):
-                if is_temporary(entry.name):
+                if is_own_file(entry.name):
                     continue
                 name = os.path.join(below, entry.name)
                 yield name, entry.stat(follow_symlinks=False)

@@ -50,17 +50,31 @@ _BINPUT, _BINGET, _BININT1 = (
 _LONG_BINPUT, _LONG_BINGET = CODES["LONG_BINPUT"], CODES["LONG_BINGET"]
 
 
-def emit(graph: Graph, *, loadable: bool) -> list[bytes | Blob]:
-    """The pickle of GRAPH in pieces: bytes, and the blobs that stay where they are.
+def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | Blob]:
+    """The pickle of `graph` in pieces: bytes, and the blobs that stay where they are.
 
-    LOADABLE: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
+    Args:
+        graph: What to say.
+        loadable: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
+        short: Put into the memo only what is read from it again, which takes twice the time.
     """
     if not graph.discarded:
         try:
-            return _Plain(graph, loadable).pickle()
+            return _written(_Plain, graph, loadable, short)
         except _OutOfOrder:
             pass
-    return _Replayed(graph, loadable=False).pickle()
+    return _written(_Replayed, graph, False, short)
+
+
+def _written(way: type[_Plain | _Replayed], graph: Graph, loadable: bool, short: bool) -> list[bytes | Blob]:
+    if not short:
+        return way(graph, loadable).pickle()
+    noting = type("_Noting", (_NotesReads, way), {})(graph, loadable)
+    noting.pickle()
+    shortened = type("_Short", (_PutsWhatIsRead, way), {})(graph, loadable)
+    shortened.read = noting.read
+    pieces: list[bytes | Blob] = shortened.pickle()
+    return pieces
 
 
 class _OutOfOrder(Exception):
@@ -259,6 +273,33 @@ def _edited(made: Node) -> list[_Step]:
     if not isinstance(made, Object):
         return []
     return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
+
+
+class _NotesReads(_Writer):
+    """Notes which memo slots are read."""
+
+    def __init__(self, graph: Graph, loadable: bool) -> None:
+        super().__init__(graph, loadable)
+        self.read: set[int] = set()
+
+    def get(self, slot: int) -> None:
+        self.read.add(slot)
+        super().get(slot)
+
+
+class _PutsWhatIsRead(_Writer):
+    """Leaves out the puts that an earlier run over the same graph, whose puts are counted alike, never `read`."""
+
+    read: set[int]
+    puts = 0
+
+    def put(self, value: Value) -> None:
+        number = self.puts
+        self.puts += 1
+        if number in self.read:
+            super().put(value)
+        else:
+            self.kept.append(value)
 
 
 _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"], Set: CODES["EMPTY_SET"]}

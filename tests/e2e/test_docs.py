@@ -74,7 +74,7 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
         args = [arg.strip("'") for arg in line.split()[1:]]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")
-        if args[0] == "convert" and "--force" not in args:
+        if args[0] == "convert" and not {"--force", "--in-place"} & {*args}:
             paths = list(itertools.takewhile(lambda word: not word.startswith("-"), args[1:]))
             Path(paths[-1]).unlink(missing_ok=True)
         assert main(args) == 0, line

@@ -35,7 +35,7 @@ _BIG_WRITES = 1 << 5
 
 #: What the log is made of: offset, length, then so many bytes; a flush has a length of 0.
 _RECORD = struct.Struct("<QQ")
-_SECTOR = 4096  # what a disk writes at once, or not at all
+_SECTOR = 512  # what a disk writes at once, or not at all
 
 
 def serve(file: str, image: BinaryIO, log: BinaryIO) -> None:

@@ -12,7 +12,7 @@ import click
 
 import ckptconv
 from ckptconv.cli.main import cli
-from ckptconv.conversion.options import JobOptions
+from ckptconv.conversion.options import ConvertOptions, JobOptions
 from ckptconv.inspection.comparison.diff import DiffOptions
 
 _PACKAGE = Path(ckptconv.__file__).parent
@@ -24,7 +24,12 @@ FLAGS = {
     for name, command in COMMANDS.items()
 }
 #: The keywords that functions have.
-KEYWORDS = {*JobOptions.__annotations__, *DiffOptions.__annotations__, "rtol", "atol", "names_only", "expect_sha256"}
+KEYWORDS = {
+    *ConvertOptions.__annotations__,
+    *JobOptions.__annotations__,
+    *DiffOptions.__annotations__,
+    *("rtol", "atol", "names_only", "expect_sha256"),
+}
 
 #: A flag of ours; or a call that would make one, in a text that was to be an f-string.
 _OURS = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, set().union(*FLAGS.values())))})(?![\w-])|{{option\(")

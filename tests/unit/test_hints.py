@@ -199,7 +199,9 @@ def test_every_edit_is_an_option() -> None:
 
 def test_no_flag_stands_in_a_text() -> None:
     """But in the examples of the help, and where words are looked at before click does it."""
-    assert flags_in_texts() == ["cli/main.py: --to", "cli/main.py: --strip-prefix", "cli/main.py: --debug"]
+    assert flags_in_texts() == [
+        f"cli/main.py: {flag}" for flag in ("--to", "--strip-prefix", "--to", "--in-place", "--debug")
+    ]
 
 
 def test_parts_are_data() -> None:

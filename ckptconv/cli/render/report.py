@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptconv.cli.render.renames import Pattern, patterns
 from ckptconv.cli.render.text import PLAIN, Style, count, fact, first_of, headline, size
 from ckptconv.formats.writers import writer_of
-from ckptconv.hints import option
+from ckptconv.hints import command, option
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
@@ -19,16 +19,18 @@ __all__ = ["report_lines"]
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
+_IN_PLACE = {
+    "nothing": "nothing had to change",
+    "same size": "within the old bytes of its header",
+    "appended": "with a new pickle behind the tensors; the old one stays in the file until it is converted",
+}
 
 
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     changes = report.changes
-    done = (
-        f"{size(report.size)} written in {report.seconds:.2f} s"
-        if report.written
-        else f"would write {size(report.size)}"
-    )
+    written = report.in_place.nbytes if report.in_place else report.size
+    done = f"{size(written)} written in {report.seconds:.2f} s" if report.written else f"would write {size(written)}"
     old_format, new_format = report.formats
     what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
     yield from headline(style, report.dst, f"{what}, {done}")
@@ -55,6 +57,10 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
     changed = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
     if not (changed or report.left_behind or old_format != new_format):
         yield from fact(style, "changes", "none")
+    if report.in_place:
+        yield from fact(style, "in place", _IN_PLACE[report.in_place.way])
+        if report.in_place.journal and report.written:
+            yield from fact(style, "undo", command("undo", report.dst) + " gives the old bytes back")
     for note in report.notes:
         yield from fact(style, "note", note)
 

@@ -22,7 +22,7 @@ from tests.support.command import Command
 @pytest.mark.parametrize(
     ("args", "status", "words"),
     [
-        (["convert", "{src}"], 2, ["no output given", "--force"]),
+        (["convert", "{src}"], 2, ["no output given", "--in-place"]),
         (["convert", "{src}", "a.pt", "b.pt"], 2, ["several inputs need a folder"]),
         (["convert"], 2, ["SRC... DST"]),
         (["convert", "{src}", "{out}", "--to", "cuda:999"], 2, ["0 to 127"]),

@@ -1,0 +1,241 @@
+"""The undo journal: which bytes of a file an in-place change replaces, the old ones and the new ones.
+
+It stands beside the file as ``.NAME.ckptconv-undo`` from before the first byte changes. *Hot*: the change has begun and
+was not finished. *Done*: it was. Nothing reads a journal to restore a file unasked.
+
+Layout, integers little-endian:
+
+    magic     16 bytes
+    state     4 bytes: b"hot " or b"done"; the only bytes that ever change, within one sector
+    length    4 bytes: of the header
+    header    JSON: version, inode, old_size, new_size, patches [[offset, old length, new length], ...],
+              poison [[offset, byte], ...], leader, members
+    bytes     of each change the old ones, then the new ones
+    sum       32 bytes: SHA-256 of all but the state
+
+A journal is hostile input: whoever can write the folder can plant one. It counts only where nobody but the owner of
+the file, or the user who runs this, can have written it (:func:`read_journal`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptconv.byteranges.patches import SECTOR, Patch
+from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
+from ckptconv.limits import LIMITS
+
+__all__ = ["DONE", "HOT", "MAGIC", "Journal", "journal_path", "read_journal", "state_of"]
+
+MAGIC = b"ckptconv undo 1\n"
+HOT, DONE = b"hot ", b"done"
+_LENGTH = struct.Struct("<I")
+_HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
+_SUM = hashlib.sha256().digest_size
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True)
+class Journal:
+    """One in-place change of one file.
+
+    Attributes:
+        inode: That of the file. The device is not kept: a reboot changes its number.
+        old_size: The file's size before, in bytes.
+        new_size: Its size afterwards.
+        patches: In the order of their offsets; none overlaps another.
+        poison: Offsets, and the byte that stands at each while the change goes on: no reader takes such a file.
+        leader: The name of the file whose journal says whether the whole set is done; None: this one.
+        members: In the leader's journal, the names of all files of the set.
+    """
+
+    inode: int
+    old_size: int
+    new_size: int
+    patches: tuple[Patch, ...]
+    poison: tuple[tuple[int, int], ...] = ()
+    leader: str | None = None
+    members: tuple[str, ...] = ()
+
+    @property
+    def fits_a_sector(self) -> bool:
+        """Whether the disk writes the whole change at once, so that no reader can see a part of it."""
+        first, last = self.patches[0].offset, self.patches[-1].end - 1
+        return self.old_size == self.new_size and first // SECTOR == last // SECTOR
+
+    def packed(self) -> bytes:
+        """The bytes of the journal, hot."""
+        header = {
+            "version": 1,
+            "inode": self.inode,
+            "old_size": self.old_size,
+            "new_size": self.new_size,
+            "patches": [[each.offset, len(each.old), len(each.new)] for each in self.patches],
+            "poison": [list(each) for each in self.poison],
+            "leader": self.leader,
+            "members": list(self.members),
+        }
+        text = json.dumps(header).encode()
+        rest = _LENGTH.pack(len(text)) + text + b"".join(part for each in self.patches for part in (each.old, each.new))
+        return MAGIC + HOT + rest + hashlib.sha256(MAGIC + rest).digest()
+
+
+def journal_path(target: Path) -> Path:
+    """Where the journal of the file `target` stands."""
+    return target.parent / f".{target.name}.ckptconv-undo"
+
+
+def state_of(target: Path) -> bytes | None:
+    """The state that the journal beside `target` claims, without trusting it; None: there is no journal.
+
+    Anything odd under that name counts as hot: it is for a person to look at.
+    """
+    try:
+        with _opened(journal_path(target)) as fd:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return HOT
+            return DONE if os.pread(fd, 20, 0) == MAGIC + DONE else HOT
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return HOT
+
+
+def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
+    """The journal of `target`, and its state.
+
+    Args:
+        target: The file that it belongs to.
+        owner: The user who owns that file.
+
+    Raises:
+        InputError: There is none, or it cannot be read.
+        RefusedError: Somebody else may have written it.
+        MalformedError: It is damaged.
+        LimitError: It is too large.
+    """
+    path = journal_path(target)
+    try:
+        with _opened(path) as fd:
+            info = os.fstat(fd)
+            _check_owner(path, info, owner)
+            if info.st_size > LIMITS.undo_journal:
+                raise LimitError(
+                    "the undo journal is too large",
+                    where=path,
+                    expected=f"at most {LIMITS.undo_journal:,} bytes",
+                    got=info.st_size,
+                )
+            data = _read_all(fd, info.st_size)
+    except FileNotFoundError as error:
+        raise InputError("there is no undo journal: nothing was changed in place here", where=target) from error
+    except OSError as error:
+        raise InputError(f"the undo journal cannot be read: {error.strerror}", where=path) from error
+    return _parsed(path, data), data[len(MAGIC) : len(MAGIC) + len(HOT)]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | _FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, size: int) -> bytes:
+    parts = []
+    at = 0
+    while at < size and (part := os.pread(fd, size - at, at)):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)
+
+
+def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
+    """Raise RefusedError unless nobody but the file's owner, or we, can have written what `info` describes."""
+    problem = None
+    if not stat.S_ISREG(info.st_mode):
+        problem = "it is no regular file"
+    elif info.st_nlink != 1:
+        problem = "it has several names"
+    elif info.st_uid not in (owner, os.geteuid()):
+        problem = "it belongs to another user than the file"
+    elif info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "others may write it"
+    if problem:
+        raise RefusedError(f"the undo journal is not trusted: {problem}", where=path)
+
+
+def _parsed(path: Path, data: bytes) -> Journal:
+    damaged = MalformedError("the undo journal is damaged", where=path)
+    if len(data) < _HEAD + _SUM or not data.startswith(MAGIC) or data[16:20] not in (HOT, DONE):
+        raise damaged
+    body = data[len(MAGIC) + len(HOT) : -_SUM]
+    if hashlib.sha256(MAGIC + body).digest() != data[-_SUM:]:
+        raise damaged
+    (length,) = _LENGTH.unpack_from(body)
+    try:
+        journal = _from_header(json.loads(body[_LENGTH.size : _LENGTH.size + length]), body[_LENGTH.size + length :])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise damaged from error
+    if not _is_sound(journal):
+        raise damaged
+    return journal
+
+
+def _from_header(header: dict[str, Any], data: bytes) -> Journal:
+    patches = []
+    at = 0
+    for offset, n_old, n_new in header["patches"]:
+        middle, end = at + n_old, at + n_old + n_new
+        patches.append(Patch(offset, data[at:middle], data[middle:end]))
+        at = end
+    if at != len(data) or header["version"] != 1:
+        raise ValueError
+    return Journal(
+        header["inode"],
+        header["old_size"],
+        header["new_size"],
+        tuple(patches),
+        tuple((offset, byte) for offset, byte in header["poison"]),
+        header["leader"],
+        tuple(header["members"]),
+    )
+
+
+def _is_sound(journal: Journal) -> bool:
+    """Whether the numbers and names in `journal`, which may be anything that JSON can say, make sense together."""
+    numbers = [journal.inode, journal.old_size, journal.new_size]
+    numbers += [number for offset, byte in journal.poison for number in (offset, byte)]
+    numbers += [each.offset for each in journal.patches]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or not journal.patches:
+        return False
+    names = [*journal.members, *([] if journal.leader is None else [journal.leader])]
+    if not all(type(name) is str and name and "/" not in name and "\0" not in name for name in names):
+        return False
+    at = 0
+    for each in journal.patches:
+        last = each is journal.patches[-1]
+        same_length = len(each.old) == len(each.new)
+        to_the_end = each.offset + len(each.old) == journal.old_size and each.offset + len(each.new) == journal.new_size
+        if each.offset < at or not (same_length or (last and to_the_end)):
+            return False
+        at = each.end
+    grows = journal.old_size != journal.new_size
+    within = at <= max(journal.old_size, journal.new_size) and grows == (
+        len(journal.patches[-1].old) != len(journal.patches[-1].new)
+    )
+    return within and all(
+        byte < 256 and any(each.offset <= offset < each.end for each in journal.patches)
+        for offset, byte in journal.poison
+    )

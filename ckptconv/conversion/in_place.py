@@ -1,0 +1,294 @@
+"""Change a checkpoint in its own file, or a set in its own files: open, lock, edit, journal, write."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ckptconv.byteranges.locks import lock_exclusive
+from ckptconv.byteranges.patches import Patch, Patches
+from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
+from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.plan import InPlace, Report
+from ckptconv.edits.apply import apply
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.options import Edits
+from ckptconv.errors import InputError, NoMatchError, OutputError, RefusedError, UsageError
+from ckptconv.formats import opening
+from ckptconv.formats.in_place import patches_of
+from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
+from ckptconv.hints import Option, Placeholder, command, option
+from ckptconv.output.files import as_output_error
+from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place.writing import apply as write_new
+from ckptconv.pickles.graph import gc_paused
+
+__all__ = ["change_in_place", "open_locked", "resolved"]
+
+#: Edits that move tensor bytes, and options of an output that there is none of.
+_MOVES = ("dtypes", "compact", "select", "state_dict", "include", "exclude")
+_NO_OUTPUT = ("format", "copy_tied", "max_shard_size", "copy_others")
+_KEYWORDS = {"dtypes": "dtype"}
+
+
+@dataclass
+class _File:
+    """A file that changes: open, locked, and what changes in it."""
+
+    path: Path
+    fd: int
+    patches: Patches | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything in it changes."""
+        return self.patches is not None and bool(self.patches.patches)
+
+
+def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOptions) -> Report:
+    """Change the checkpoint `src` in its own file, or the set of shards in its own files, under an undo journal.
+
+    Args:
+        src: A file, of which a link is followed; or a sharded set, by its folder or its index.
+        edits: Of devices and names alone.
+        output: Of it ``dry_run``, ``no_undo``, and ``force``: hard links are no obstacle.
+
+    Raises:
+        UsageError: An edit would move tensor bytes.
+        RefusedError: The file cannot be changed in place, or not now.
+        OutputError: Writing failed; the journal has the old bytes.
+    """
+    _refuse_moves(edits, output)
+    started = time.monotonic()
+    index, paths = _files_of(Path(os.fsdecode(src)))
+    with ExitStack() as opened, gc_paused():
+        notes: list[str] = []
+        files = []
+        for path in paths:
+            target, about = resolved(path)
+            notes += about
+            files.append(_File(target, opened.enter_context(open_locked(target))))
+            _check_file(files[-1], force=output.force)
+        changes, format_ = _plan(files, index, edits)
+        changed = [file for file in files if file.changes]
+        if not output.dry_run:
+            written = _write(changed, keep_journal=not output.no_undo)
+    planned = [file.patches for file in files if file.patches]
+    done = InPlace(
+        "appended" if any(each.way == "appended" for each in planned) else "same size" if changed else "nothing",
+        sum(each.nbytes for each in planned) if output.dry_run else written,
+        str(journal_path(changed[0].path)) if changed and not output.no_undo else None,
+    )
+    name = os.fspath(src)
+    return Report(
+        name,
+        name,
+        (format_, format_),
+        sum(each.new_size for each in planned),
+        changes,
+        (),
+        (),
+        (*notes, *dict.fromkeys(changes.notes)),
+        time.monotonic() - started,
+        not output.dry_run,
+        in_place=done,
+    )
+
+
+def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
+    """The index, if there is one, and all files that change with `path`, the index last."""
+    if not path.is_dir() and not is_index_file(path):
+        return None, [path]
+    found = find_set(path)
+    if found is None:
+        raise UsageError("no sharded set is in the folder", where=path, expected="a file, or a folder with shards")
+    folder = path if path.is_dir() else path.parent
+    if found.index is None:
+        return None, [folder / name for name in found.shards]
+    index = folder / found.index
+    with Source(index) as source:
+        return index, [*(folder / name for name in read_index(source).shards()), index]
+
+
+def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes, str]:
+    """What changes in each of `files`, all decided before the first is written; all changes, and the format."""
+    shards = files[:-1] if index else files
+    if edits.unwrap and len(shards) > 1:
+        raise UsageError(
+            option("unwrap") + " in place is for one file: it asks whether all names have a wrapper",
+            hint=option("strip_prefix", "module.") + " names the wrapper",
+        )
+    total = Changes()
+    missing: list[NoMatchError] = []
+    format_ = ""
+    for file in shards:
+        try:
+            format_ = _plan_file(file, edits, total)
+        except NoMatchError as error:  # it may match in another shard
+            missing.append(error)
+    if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
+        raise missing[0]
+    if index:
+        _plan_index(files[-1], {change.old: change.new for change in total.names})
+    return total, f"sharded {format_}" if index or len(shards) > 1 else format_
+
+
+def _plan_file(file: _File, edits: Edits, total: Changes) -> str:
+    """What changes in one `file` that is a checkpoint, added to `total`; its format."""
+    with Source(file.path) as source:  # which is not locked: this process has the lock already
+        if not source.is_same_file(os.fstat(file.fd)):
+            raise RefusedError("another file took its place", where=file.path, hint="try again")
+        checkpoint = opening.read(source)
+        format_ = checkpoint.format
+        changes = apply(checkpoint, edits)
+        file.patches = patches_of(checkpoint)
+        if file.patches is None:
+            raise _does_not_fit(file.path)
+        source.check_unchanged()
+    for key, (tensors, nbytes) in changes.devices.items():
+        before = total.devices.get(key, (0, 0))
+        total.devices[key] = before[0] + tensors, before[1] + nbytes
+    total.names += changes.names
+    total.unprefixed += changes.unprefixed
+    total.rng_states += changes.rng_states
+    total.notes += changes.notes
+    return format_
+
+
+def _plan_index(file: _File, names: dict[str, str]) -> None:
+    """The index with the new `names` in it, in the order that it has."""
+    with Source(file.path) as source:
+        old = source.read(0, source.size)
+    said = json.loads(old)
+    said["weight_map"] = {names.get(name, name): shard for name, shard in said["weight_map"].items()}
+    if isinstance(said.get("metadata"), dict):  # ties stand there
+        said["metadata"] = {
+            names.get(key, key): names.get(value, value) if isinstance(value, str) else value
+            for key, value in said["metadata"].items()
+        }
+    new = (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode() if names else old
+    patches = (Patch(0, old, new),) if new != old else ()
+    file.patches = Patches("same size", patches, len(old), len(new), ((0, 0xFF),))
+
+
+def _refuse_moves(edits: Edits, output: OutputOptions) -> None:
+    """Raise UsageError for what cannot be done without moving tensor bytes."""
+    usual = Edits()
+    said = [name for name in _MOVES if getattr(edits, name) != getattr(usual, name)]
+    said += [
+        each.name for each in fields(output) if each.name in _NO_OUTPUT and getattr(output, each.name) != each.default
+    ]
+    if said:
+        asked = option(_KEYWORDS.get(said[0], said[0]), None)
+        raise UsageError(
+            asked + " moves tensor bytes, and " + option("in_place") + " does not",
+            hint="give an output: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
+        )
+    if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap):
+        raise UsageError(
+            option("in_place") + " without anything to change",
+            expected="another device, or other names, to be asked for",
+        )
+
+
+def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
+    """The file that `path` means, and a note where that is another. Raises RefusedError in the Hub's cache."""
+    named = Path(os.fsdecode(path))
+    target = Path(os.path.realpath(named))
+    if target == Path(os.path.abspath(named)):
+        return named, ()
+    if target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir():
+        raise RefusedError(
+            "the file is in the Hub's cache, where its name is its checksum",
+            where=named,
+            hint="convert it to another file",
+        )
+    return target, (f"{named} is a link: {target} was changed",)
+
+
+@contextmanager
+def open_locked(path: Path) -> Iterator[int]:
+    """The file at `path`, open for writing and locked. Raises InputError, OutputError, RefusedError."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise InputError("no regular file", where=path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise InputError("no such file", where=path) from error
+    except OSError as error:
+        raise OutputError(f"cannot be changed: {error.strerror}", where=path) from error
+    try:
+        lock_exclusive(fd, path)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _check_file(file: _File, *, force: bool) -> None:
+    """Raise unless the open `file` may be changed now."""
+    links = os.fstat(file.fd).st_nlink
+    if links > 1 and not force:
+        raise RefusedError(
+            f"the file has {links} names (hard links), and all would change",
+            where=file.path,
+            hint=option("force") + " changes it",
+        )
+    if state_of(file.path) == HOT:
+        raise RefusedError(
+            "an in-place change of this file was interrupted",
+            where=file.path,
+            hint=command("undo", file.path),
+        )
+
+
+def _does_not_fit(path: Path) -> RefusedError:
+    return RefusedError(
+        "the new header does not fit where the old one stands",
+        where=path,
+        hint=command("convert", path, path, Option("force")) + ", with the same edits, writes the file anew",
+    )
+
+
+def _write(files: list[_File], *, keep_journal: bool) -> int:
+    """Write the patches of `files`, each under its journal; how many bytes were written.
+
+    The journal of the first says whether all are done: its mark commits the set.
+    """
+    if not files:
+        return 0
+    leader = files[0]
+    names = tuple(file.path.name for file in files) if len(files) > 1 else ()
+    journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
+    for file, journal in zip(files, journals_, strict=True):
+        with as_output_error(file.path):
+            journals.write(file.path, journal)
+    written = 0
+    try:
+        for file, journal in zip(files, journals_, strict=True):
+            written += write_new(file.fd, journal)
+        for file in files:  # the leader first
+            journals.mark(file.path, DONE)
+        for file in files[::-1] if not keep_journal else ():
+            journals.discard(file.path)
+    except OSError as error:
+        raise OutputError(
+            f"the change could not be finished: {error.strerror}",
+            where=leader.path,
+            hint=command("undo", leader.path),
+        ) from error
+    return written
+
+
+def _journal(file: _File, members: tuple[str, ...], leader: str | None) -> Journal:
+    assert file.patches
+    patches = file.patches
+    inode = os.fstat(file.fd).st_ino
+    own = () if leader else members
+    return Journal(inode, patches.old_size, patches.new_size, patches.patches, patches.poison, leader, own)

@@ -1,0 +1,130 @@
+"""Give a file, or the files of a set, the bytes back that they had before a change in place."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal
+from ckptconv.conversion.in_place import open_locked, resolved
+from ckptconv.errors import InputError, RefusedError
+from ckptconv.formats import opening
+from ckptconv.hints import for_python
+from ckptconv.output.files import as_output_error
+from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place.writing import check_restorable, restore
+from ckptconv.pickles.graph import gc_paused
+
+__all__ = ["undo"]
+
+
+@for_python
+def undo(path: str | os.PathLike[str]) -> int:
+    """Give back the bytes that a file, or all files of its set, had before the last change in place.
+
+    Args:
+        path: A file; of a sharded set, any of its files that changed.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        InputError: There is no journal, or it is damaged.
+        RefusedError: A journal is not to be trusted, or a file was written anew since; nothing was changed.
+        OutputError: Writing failed; this can be done again.
+    """
+    target, _ = resolved(path)
+    with ExitStack() as opened:
+        fd = opened.enter_context(open_locked(target))
+        journal, state = read_journal(target, os.fstat(fd).st_uid)
+        files = [(target, fd, journal, state)]
+        if journal.leader is not None or journal.members:
+            files = _set_of(target, fd, journal, state, opened)
+        for each, fd, journal, state in files:
+            check_restorable(fd, journal, each, done=state == DONE)
+            _check_whole(each, journal)
+        written = 0
+        with as_output_error(target):
+            for each, *_ in files:  # the leader first: from here on the set is hot, whatever happens
+                journals.mark(each, HOT)
+            for _, fd, journal, _ in files:
+                written += restore(fd, journal)
+            for each, *_ in files[::-1]:  # the leader last
+                journals.discard(each)
+    return written
+
+
+_Opened = tuple[Path, int, Journal, bytes]
+
+
+def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitStack) -> list[_Opened]:
+    """The files of the set that `target` belongs to, the leader first. Raises as :func:`undo` does.
+
+    A member without a journal was given its old bytes before, by an undo that was interrupted.
+    """
+    known = {target.name: (target, fd, journal, state)}
+
+    def open_member(name: str) -> _Opened:
+        if name not in known:
+            path = target.with_name(name)
+            fd = opened.enter_context(open_locked(path))
+            known[name] = path, fd, *read_journal(path, os.fstat(fd).st_uid)
+        return known[name]
+
+    leader = open_member(journal.leader or target.name)
+    names = leader[2].members
+    if leader[0].name not in names or target.name not in names:
+        raise RefusedError("the undo journals of a set contradict each other", where=target, got=leader[0].name)
+    others = [
+        name for name in names if name != leader[0].name and os.path.lexists(journal_path(target.with_name(name)))
+    ]
+    files = [leader, *map(open_member, others)]
+    for path, _, member, _ in files[1:]:
+        if member.leader != leader[0].name:
+            raise RefusedError("the undo journals of a set contradict each other", where=path, got=member.leader)
+    return files
+
+
+class _AsBefore(Source):
+    """A file as it was before the change that a journal is of."""
+
+    def __init__(self, path: Path, journal: Journal) -> None:
+        super().__init__(path)
+        self.size = journal.old_size
+        self._patches = journal.patches
+
+    def read(self, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        end = min(offset + len(buffer), os.fstat(self.fd).st_size)
+        super().read_into(offset, buffer[: max(0, end - offset)])
+        for each in self._patches:
+            start, stop = max(offset, each.offset), min(offset + len(buffer), each.offset + len(each.old))
+            if start < stop:
+                buffer[start - offset : stop - offset] = each.old[start - each.offset : stop - each.offset]
+
+
+def _check_whole(path: Path, journal: Journal) -> None:
+    """Raise RefusedError unless what `journal` gives back is a checkpoint, and nothing of it is in its tensors."""
+    if path.suffix == ".json":  # the index of a set has no tensors
+        return
+    with _AsBefore(path, journal) as source, gc_paused():
+        try:
+            checkpoint = opening.read(source)
+        except InputError as error:
+            raise RefusedError(
+                f"what the undo journal would give back is no checkpoint ({error.what})", where=path
+            ) from error
+        tensors = [span for storage in checkpoint.storages.values() if (span := storage.data.stored())]
+    for patch in journal.patches:
+        if any(
+            span.offset < patch.offset + len(patch.old) and patch.offset < span.offset + span.length for span in tensors
+        ):
+            raise RefusedError(
+                "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"
+            )

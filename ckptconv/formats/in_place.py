@@ -1,0 +1,207 @@
+"""What an in-place change writes into a file: the new pickle or header in the bytes of the old one, or behind them.
+
+*Same size*: the new pickle is at most as long as the old one once nothing is put into the memo that is not read again,
+and is padded with opcodes that do nothing. Tensor bytes stay where they are.
+
+*Appended* (zip): the new pickle stands where the directory stood, and a new directory follows. The old pickle is kept
+as a member with another name of the same length, so that every byte still belongs to one member; ``convert`` drops it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
+from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import ByteRange, Literal
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.errors import UnsupportedError
+from ckptconv.formats import safetensors, torch_legacy, torch_zip
+from ckptconv.formats.pickle_writing import pickle_pieces
+from ckptconv.formats.zip_archive import (
+    END_SIZE,
+    HAS_DESCRIPTOR,
+    LOCAL_SIZE,
+    STORED,
+    UTF8,
+    Archive,
+    Member,
+    NewEntry,
+    RawDirectory,
+    RawEntry,
+    central_entry,
+    end_records,
+    local_header,
+    raw_directory,
+)
+from ckptconv.limits import LIMITS
+
+__all__ = ["patches_of"]
+
+#: No pickle, no end of an archive, starts with it.
+_POISON = 0xFF
+_STOP = b"."
+_BINPUT, _LONG_BINPUT = b"q", b"r"
+
+
+def patches_of(checkpoint: Checkpoint) -> Patches | None:
+    """What changes in the file of `checkpoint`, whose graph was edited; None where it has to be written anew.
+
+    Raises:
+        UnsupportedError: The format cannot be changed in place.
+    """
+    if isinstance(checkpoint.container, Archive) and checkpoint.script_classes is None:
+        return _zip(checkpoint, checkpoint.container)
+    if isinstance(checkpoint.container, torch_legacy.LegacyFile):
+        return _stream(checkpoint, checkpoint.container)
+    if isinstance(checkpoint.container, safetensors.DataStart):
+        header = safetensors.header_in_place(checkpoint, checkpoint.container)
+        return (
+            _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
+        )  # the top byte of its length
+    raise UnsupportedError(
+        f"{checkpoint.format} cannot be changed in place",
+        where=checkpoint.source.path,
+        expected="a file of torch.save or a safetensors file",
+        hint="convert it to another file",
+    )
+
+
+def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tuple[int, int]) -> Patches:
+    """What differs between `source` and `parts`, each bytes and the offset at which they shall stand."""
+    patches = [patch for offset, new in parts for patch in between(offset, source.read(offset, len(new)), new)]
+    at, _ = poison
+    is_whole = (
+        not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR
+    )  # a disk writes all or nothing
+    if not is_whole and not any(each.offset <= at < each.end for each in patches):
+        byte = source.read(at, 1)
+        patches = sorted([*patches, Patch(at, byte, byte)], key=lambda each: each.offset)
+    return Patches("same size", tuple(patches), source.size, source.size, () if is_whole else (poison,))
+
+
+# Pickles
+
+
+def _fitted(checkpoint: Checkpoint, length: int) -> bytes | None:
+    """The pickle of `checkpoint` in exactly `length` bytes, if that can be."""
+    for short in (False, True):
+        pieces = pickle_pieces(checkpoint, short=short)
+        size = sum(piece.length for piece in pieces)
+        if size <= length and size <= LIMITS.pickle_bytes:
+            fitted = _padded(_joined(pieces), length - size)
+            if fitted is not None:
+                return fitted
+    return None
+
+
+def _joined(pieces: list[Literal | ByteRange]) -> bytes:
+    parts = [
+        piece.data if isinstance(piece, Literal) else piece.source.read(piece.offset, piece.length) for piece in pieces
+    ]
+    return b"".join(parts)
+
+
+def _padded(pickle: bytes, more: int) -> bytes | None:
+    """`pickle` with so many bytes `more` before its STOP that change nothing: puts into a slot that is not read again,
+    which every unpickler takes, torch's safe one too.
+    """
+    if more in (1, 3):
+        return None
+    long = _LONG_BINPUT + bytes(4) if more % 2 else b""
+    return pickle[:-1] + long + (_BINPUT + b"\0") * ((more - len(long)) // 2) + _STOP
+
+
+# Streams
+
+
+def _stream(checkpoint: Checkpoint, file: torch_legacy.LegacyFile) -> Patches | None:
+    """Of torch's older format: the object's pickle, behind which the keys and bytes of the storages stay."""
+    if checkpoint.storages.keys() != file.keys:  # parts of storages that stand alone now
+        return None
+    torch_legacy.respell(checkpoint)
+    pickle = _fitted(checkpoint, file.pickle_length)
+    if pickle is None:
+        return None
+    return _same_size(checkpoint.source, [(file.pickle_offset, pickle)], (file.pickle_offset, _POISON))
+
+
+# Zips
+
+
+def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
+    member = archive.names()[torch_zip.PICKLE]
+    directory = raw_directory(checkpoint.source)
+    pickle = _fitted(checkpoint, member.size) if member.method == STORED else None
+    if pickle is None:
+        return _appended(checkpoint, archive, directory)
+    parts = [(member.data_offset, pickle)]
+    if archive.has_checksums:
+        parts += _checksums(checkpoint.source, member, _entry(directory, member), zlib.crc32(pickle))
+    return _same_size(checkpoint.source, sorted(parts), (member.data_offset, _POISON))
+
+
+def _entry(directory: RawDirectory, member: Member) -> RawEntry:
+    return next(entry for entry in directory.entries if entry.name == member.name.encode())
+
+
+def _checksums(source: Readable, member: Member, entry: RawEntry, crc32: int) -> list[tuple[int, bytes]]:
+    """Where the checksum of `member` stands, wherever it is not left out, and the new one."""
+    new = crc32.to_bytes(4, "little")
+    places = [entry.crc32_offset]
+    local = member.header_offset + 14
+    if any(source.read(local, 4)):
+        places.append(local)
+    if member.flags & HAS_DESCRIPTOR:
+        end = member.data_offset + member.stored_size
+        signed = member.end - end in (16, 24)
+        places.append(end + 4 * signed)
+    return [(place, new) for place in places]
+
+
+def _appended(checkpoint: Checkpoint, archive: Archive, directory: RawDirectory) -> Patches | None:
+    """The new pickle where the directory stood, and a directory that names the old one as superseded."""
+    source = checkpoint.source
+    names = archive.names()
+    pickle = _joined(pickle_pieces(checkpoint))
+    new_names: dict[bytes, bytes] = {}
+    for name in torch_zip.REPLACED:
+        if name in names:
+            new_name = _free_name(name, names)
+            if new_name is None:
+                return None
+            new_names[names[name].name.encode()] = f"{archive.root}/{new_name}".encode()
+    raw_name = names[torch_zip.PICKLE].name.encode()
+    crc32 = zlib.crc32(pickle) if archive.has_checksums else 0
+    record = local_header(raw_name, crc32, len(pickle), 0) + pickle
+    entries = [
+        entry.renamed(new_names[entry.name]) if entry.name in new_names else entry.data for entry in directory.entries
+    ]
+    entries.append(central_entry(NewEntry(raw_name, UTF8, crc32, len(pickle), directory.start)))
+    listed = b"".join(entries)
+    start = directory.start + len(record)
+    end = end_records(len(entries), len(listed), start, directory.comment)
+    tail = record + listed + end
+    old = source.read(directory.start, source.size - directory.start)
+    renames = [
+        Patch(member.header_offset + LOCAL_SIZE, raw, new_names[raw])
+        for member in archive.members
+        if (raw := member.name.encode()) in new_names
+    ]
+    new_size = directory.start + len(tail)
+    ends = [directory.end, start + len(listed) + len(end) - len(directory.comment) - END_SIZE]
+    return Patches(
+        "appended",
+        (*renames, Patch(directory.start, old, tail)),
+        source.size,
+        new_size,
+        tuple((offset, _POISON) for offset in ends),
+    )
+
+
+def _free_name(name: str, names: dict[str, Member]) -> str | None:
+    """A name of the same length that no record has."""
+    taken = {each.casefold() for each in names}
+    tries = (f"{name[:-4]}.{number:03}" for number in range(1000))
+    return next((each for each in tries if each.casefold() not in taken), None)

@@ -1,0 +1,55 @@
+"""Write the undo journal of a file, and what it says of how far the change is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ckptconv.byteranges.undo_journal import MAGIC, Journal, journal_path
+from ckptconv.output.files import sync_folder, temporary_beside
+
+__all__ = ["discard", "mark", "write"]
+
+
+def write(target: Path, journal: Journal) -> None:
+    """Let `journal`, hot, stand beside the file `target`, on the disk before this returns.
+
+    Raises:
+        OSError: It cannot be written; then there is none.
+    """
+    path = journal_path(target)
+    temporary = temporary_beside(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            data = memoryview(journal.packed())
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def mark(target: Path, state: bytes) -> None:
+    """Let the journal of `target` say `state`, on the disk before this returns. Raises OSError."""
+    fd = os.open(journal_path(target), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        os.pwrite(fd, state, len(MAGIC))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard(target: Path) -> None:
+    """Remove the journal of `target`, if there is one. Raises OSError."""
+    path = journal_path(target)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+        sync_folder(path.parent)

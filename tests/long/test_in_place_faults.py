@@ -1,0 +1,173 @@
+"""Faults at every write-side call of a change in place and of its undoing, which strace puts there.
+
+Afterwards the file is the old one, the new one, or one that torch and we refuse; and ``undo`` gives the old one back
+wherever the journal is hot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
+
+pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="there is no strace")
+
+FAULTS = ("error=EIO", "error=ENOSPC", "error=EINTR", "signal=SIGKILL", "signal=SIGTERM")
+CALLS = ("openat", "write", "pwrite64", "fsync", "rename", "ftruncate", "unlink", "close", "flock")
+LONG = "a.name.that.is.much.longer.than.it.was."
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a file of some format: the arguments of the command line before the file."""
+
+    format: str
+    arguments: tuple[str, ...]
+    undoes: bool = False
+
+
+CHANGES = {
+    "zip": Change("zip", ("convert", "-q", "--in-place", "--to", "cuda:1")),
+    "zip, no undo": Change("zip", ("convert", "-q", "--in-place", "--no-undo", "--to", "cuda:1")),
+    "zip, appended": Change("zip", ("convert", "-q", "--in-place", "--rename", "^", LONG)),
+    "legacy": Change("legacy", ("convert", "-q", "--in-place", "--add-prefix", "module.")),
+    "shards": Change("shards", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
+    "undo": Change("zip", ("undo", "-q"), undoes=True),
+    "undo, shards": Change("shards", ("undo", "-q"), undoes=True),
+}
+
+
+def make(folder: Path, format_: str) -> Path:
+    """A checkpoint of twenty tensors in a new folder, or a set of three shards; what the command line is given."""
+    folder.mkdir(parents=True)
+    state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
+    path = folder / "model.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=format_ != "legacy")
+    if format_ != "shards":
+        return path
+    ckptconv.convert(path, folder / "set", max_shard_size=150, format="pt")
+    path.unlink()
+    return folder / "set"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The checkpoint's own files, without journals and temporaries."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name: file.read_bytes() for file in files if not file.name.startswith(".")}
+
+
+def command(change: Change, path: Path) -> list[str]:
+    target = path if path.is_file() or not change.undoes else path / next(iter(contents(path)))
+    return [sys.executable, "-m", "ckptconv", *change.arguments, str(target)]
+
+
+def traced(change: Change, path: Path, *options: str) -> tuple[int, list[str]]:
+    """Run it under strace; its exit status, and what was traced."""
+    log = path.parent / "strace.log"
+    options = ("-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *options)
+    done = subprocess.run(["strace", *options, *command(change, path)], capture_output=True)
+    return done.returncode, log.read_text().splitlines()
+
+
+def points(change: Change, path: Path) -> list[tuple[str, int]]:
+    """(call, its number among the calls of that name) of all that have to do with the folder of `path`."""
+    seen: dict[str, int] = {}
+    found = []
+    for line in traced(change, path)[1]:
+        name = line.split(maxsplit=1)[1].split("(")[0]
+        seen[name] = seen.get(name, 0) + 1
+        if name in CALLS and re.search(re.escape(str(path.parent)) + r"(?!/strace)", line):
+            found.append((name, seen[name]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """The interpreter's own calls are the same each time."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(Path(ckptconv.__file__).parent)], check=False)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_faults(change: Change, tmp_path: Path) -> None:
+    sample = make(tmp_path / "sample", change.format)
+    shutil.copytree(sample.parent, tmp_path / "kept")  # torch's older format says addresses: each file is another
+    old = contents(sample)
+    first = next(each for each in CHANGES.values() if each.format == change.format and not each.undoes)
+    subprocess.run(command(first if change.undoes else change, sample), check=True)
+    new = contents(sample)
+    assert new.keys() == old.keys()
+
+    def prepared(name: str) -> Path:
+        path = shutil.copytree(tmp_path / "kept", tmp_path / name) / sample.name
+        if change.undoes:
+            subprocess.run(command(first, path), check=True)
+        return path
+
+    everything = points(change, prepared("points"))
+    assert {"pwrite64", "fsync"} <= {call for call, _ in everything}
+
+    def tried(number: int, call: str, at: int, fault: str) -> str | None:
+        path = prepared(f"try{number}")
+        status, lines = traced(change, path, "-e", f"inject={call}:{fault}:when={at}")
+        what = f"{fault} at {call} {at}, exit {status}: "
+        if not any("INJECTED" in line or "--- SIG" in line or "+++ killed" in line for line in lines):
+            return what + "the call never came"
+        wrong = judged(change, path, status, old, new)
+        if wrong is None:
+            shutil.rmtree(path.parent)
+        return wrong and what + wrong
+
+    jobs = [(call, at, fault) for call, at in everything for fault in FAULTS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda job: tried(job[0], *job[1]), enumerate(jobs)))
+    wrong = [each for each in results if each]
+    print(f"\n{len(results)} faults")
+    assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong[:10])
+
+
+def judged(change: Change, path: Path, status: int, old: dict[str, bytes], new: dict[str, bytes]) -> str | None:
+    """What must not be so after a fault."""
+    found = contents(path)
+    files = [path] if path.is_file() else [path / name for name in found]
+    if status == 0 and found != (old if change.undoes else new):
+        return "success without the new bytes"
+    hot = [file for file in files if state_of(file) == HOT]
+    if found not in (old, new):
+        torn = [file for file in files if found[file.name] not in (old[file.name], new[file.name])]
+        if not hot:
+            return "a mixture without a hot journal"
+        for file in torn:
+            if loads(file):
+                return f"{file.name} is torn and loads"
+    if hot:
+        done = subprocess.run([sys.executable, "-m", "ckptconv", "undo", "-q", str(hot[0])], capture_output=True)
+        if done.returncode:
+            return f"undo failed: {done.stderr.decode()}"
+        if contents(path) != old:
+            return "undo did not give the old bytes back"
+        if any(os.path.lexists(journal_path(file)) for file in files):
+            return "undo left a journal"
+    return None
+
+
+def loads(file: Path) -> bool:
+    """Whether torch or we take `file` for whole."""
+    for load in (lambda: torch.load(file, weights_only=True), lambda: ckptconv.inspect(file)):
+        try:
+            load()
+        except Exception:
+            continue
+        return True
+    return False

@@ -1,0 +1,92 @@
+"""Every state in which a file can be after a loss of power in the middle of a function that writes to it.
+
+The calls by which the function writes are recorded; between two syncs a disk may write any of their sectors, in any
+order, or none.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptconv.byteranges.patches import SECTOR
+
+#: What was done: ("write", offset, bytes), ("size", bytes) or ("sync",).
+Operation = tuple[Any, ...]
+
+
+def operations_of(module: Any, function: Callable[[int], object], path: Path) -> list[Operation]:
+    """What `function` of `module`, which calls `module.os`, does to the file at `path`, which it is given open."""
+    done: list[Operation] = []
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        done.append(("write", offset, bytes(data)))
+        return os.pwrite(fd, data, offset)
+
+    def ftruncate(fd: int, size: int) -> None:
+        done.append(("size", size))
+        os.ftruncate(fd, size)
+
+    def fsync(fd: int) -> None:
+        done.append(("sync",))
+        os.fsync(fd)
+
+    recording = SimpleNamespace(pwrite=pwrite, ftruncate=ftruncate, fsync=fsync, pread=os.pread, fstat=os.fstat)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "os", recording)
+            function(fd)
+    finally:
+        os.close(fd)
+    return done
+
+
+def torn_states(before: bytes, operations: list[Operation], choice: random.Random, tries: int) -> Iterator[bytes]:
+    """What the file may be, for each moment at which power is lost, chosen `tries` times."""
+    durable = before
+    pending: list[Operation] = []
+    for operation in [*operations, ("sync",)]:
+        if operation[0] == "sync":
+            durable = _done(durable, pending)
+            pending = []
+            yield durable
+            continue
+        pending.append(operation)
+        for _ in range(tries):
+            yield _done(durable, [part for each in pending for part in _some_of(each, choice)])
+
+
+def _some_of(operation: Operation, choice: random.Random) -> list[Operation]:
+    """Some of the sectors of a write; or whether a change of size is done."""
+    if operation[0] == "size":
+        return [operation] if choice.random() < 0.5 else []
+    _, offset, data = operation
+    parts = []
+    at = 0
+    while at < len(data):
+        stop = min(at + SECTOR - (offset + at) % SECTOR, len(data))
+        if choice.random() < 0.5:
+            parts.append(("write", offset + at, data[at:stop]))
+        at = stop
+    return parts
+
+
+def _done(content: bytes, operations: list[Operation]) -> bytes:
+    """`content` after `operations`; a hole is zeros, as a filesystem has it."""
+    room = bytearray(content)
+    for operation in operations:
+        if operation[0] == "size":
+            size = operation[1]
+            room = room[:size] + bytes(max(0, size - len(room)))
+        else:
+            _, offset, data = operation
+            room += bytes(max(0, offset + len(data) - len(room)))
+            room[offset : offset + len(data)] = data
+    return bytes(room)

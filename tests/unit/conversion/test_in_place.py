@@ -1,0 +1,477 @@
+"""Changes in place: torch loads of the file what it loads of a converted copy, undo gives the old bytes back, and no
+state in between is taken for a whole file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptconv
+from ckptconv.byteranges.patches import Patch
+from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal, state_of
+from ckptconv.conversion import in_place
+from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place import writing
+from tests.support.judge import assert_same
+from tests.support.torn_writes import operations_of, torn_states
+
+LONG = [("^", "a.name.that.is.much.longer.than.it.was.")]
+EDITS: dict[str, dict[str, Any]] = {
+    "to": {"map_location": "cuda:1"},
+    "map": {"map_location": {"cpu": "mps"}},
+    "add": {"add_prefix": "module."},
+    "long": {"rename": LONG},
+}
+
+
+@pytest.fixture(params=["zip", "legacy", "zip without checksums"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A state dict of enough names that a part of the change can reach the disk without the rest."""
+    state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
+    path = tmp_path / "model.pt"
+    torch.serialization.set_crc32_options(request.param != "zip without checksums")
+    try:
+        torch.save(state, path, _use_new_zipfile_serialization=request.param != "legacy")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return path
+
+
+def is_zip(path: Path) -> bool:
+    return path.read_bytes()[:2] == b"PK"
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
+def test_it_is_what_convert_writes_and_undo_gives_the_old_bytes(checkpoint: Path, edits: dict[str, Any]) -> None:
+    before = checkpoint.read_bytes()
+    converted = checkpoint.with_name("converted.pt")
+    ckptconv.convert(checkpoint, converted, **edits)
+    if "rename" in edits and not is_zip(checkpoint):
+        pytest.skip("a stream cannot grow")
+    report = ckptconv.convert(checkpoint, in_place=True, **edits)
+    assert report.in_place is not None
+    assert report.in_place.way == ("appended" if "rename" in edits else "same size")
+    assert_same(load(checkpoint), load(converted))
+    assert ckptconv.diff(checkpoint, converted).same
+    assert ckptconv.verify(checkpoint).ok
+    ckptconv.undo(checkpoint)
+    assert checkpoint.read_bytes() == before
+    assert not journal_path(checkpoint).exists()
+
+
+@pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_no_torn_state_is_taken_for_whole(
+    checkpoint: Path, edits: dict[str, Any], back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power is lost at any write of a change, or of its undoing: the file is the old one, the new one, or one that
+    torch and we refuse; and its journal gives the old one back.
+    """
+    if "rename" in edits and not is_zip(checkpoint):
+        pytest.skip("a stream cannot grow")
+    old = checkpoint.read_bytes()
+    ckptconv.convert(checkpoint, in_place=True, **edits)
+    new = checkpoint.read_bytes()
+    journal, state = read_journal(checkpoint, os.getuid())
+    assert state == DONE
+    function = writing.restore if back else writing.apply
+    checkpoint.write_bytes(new if back else old)
+    operations = operations_of(writing, lambda fd: function(fd, journal), checkpoint)
+    assert checkpoint.read_bytes() == (old if back else new)
+    torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
+    assert torn or journal.fits_a_sector
+    journals.mark(checkpoint, HOT)
+    for content in torn:
+        checkpoint.write_bytes(content)
+        with pytest.raises(Exception):  # noqa: B017, PT011 - torch has no type for it
+            load(checkpoint)
+        with pytest.raises(ckptconv.InputError, match=r"ckptconv\.undo\(.*\) gives the old bytes back"):
+            ckptconv.inspect(checkpoint)
+        with open(checkpoint, "r+b") as file:
+            writing.check_restorable(file.fileno(), journal, checkpoint, done=False)
+            writing.restore(file.fileno(), journal)
+        assert checkpoint.read_bytes() == old
+
+
+def test_without_the_poison_torn_states_load(tmp_path: Path) -> None:
+    """The control: what the poison is for."""
+    path = tmp_path / "model.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({f"layer{i}.weight": torch.arange(4.0) for i in range(200)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    old = path.read_bytes()
+    ckptconv.convert(path, in_place=True, rename=[("layer", "LAYER")])
+    new = path.read_bytes()
+    journal, _ = read_journal(path, os.getuid())
+    bare = Journal(journal.inode, journal.old_size, journal.new_size, journal.patches, ())
+    path.write_bytes(old)
+    operations = operations_of(writing, lambda fd: writing.apply(fd, bare), path)
+    loaded = 0
+    for content in set(torn_states(old, operations, random.Random(1), 8)) - {old, new}:
+        path.write_bytes(content)
+        try:
+            load(path)
+            loaded += 1
+        except Exception:
+            continue
+    assert loaded
+
+
+def test_a_stream_cannot_grow(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    before = path.read_bytes()
+    with pytest.raises(ckptconv.RefusedError, match=r"does not fit where the old one stands; ckptconv\.convert"):
+        ckptconv.convert(path, in_place=True, rename=LONG)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    """Names change within the header's spaces; there is no device to change; what is longer is refused."""
+    path = tmp_path / "model.safetensors"
+    save_file({"module.weight": torch.ones(3), "module.bias": torch.zeros(2)}, path)
+    before = path.read_bytes()
+    assert ckptconv.convert(path, in_place=True, map_location="cuda:0").in_place.way == "nothing"
+    assert path.read_bytes() == before
+    ckptconv.convert(path, in_place=True, strip_prefix="module.")
+    assert sorted(ckptconv.load(path)) == ["bias", "weight"]
+    assert path.stat().st_size == len(before)
+    ckptconv.undo(path)
+    assert path.read_bytes() == before
+    with pytest.raises(ckptconv.RefusedError, match="does not fit"):
+        ckptconv.convert(path, in_place=True, rename=LONG)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bf16"}, {"compact": True}, {"state_dict": True}, {"include": "a"}, {"format": "pt"}, {"select": "a"}],
+    ids=str,
+)
+def test_what_moves_tensor_bytes_is_refused(checkpoint: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ckptconv.UsageError, match="moves tensor bytes"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda", **options)
+
+
+def test_nothing_to_change_and_no_output(checkpoint: Path) -> None:
+    with pytest.raises(ckptconv.UsageError, match="without anything to change"):
+        ckptconv.convert(checkpoint, in_place=True)
+    with pytest.raises(ckptconv.UsageError, match="has no output"):
+        ckptconv.convert(checkpoint, "out.pt", in_place=True, map_location="cpu")
+    with pytest.raises(TypeError, match="needs dst"):
+        ckptconv.convert(checkpoint, map_location="cpu")
+
+
+def test_a_dry_run_changes_nothing(checkpoint: Path) -> None:
+    before = checkpoint.read_bytes()
+    report = ckptconv.convert(checkpoint, in_place=True, dry_run=True, map_location="cuda")
+    assert report.in_place.way == "same size"
+    assert 0 < report.in_place.nbytes < len(before)
+    assert checkpoint.read_bytes() == before
+    assert not journal_path(checkpoint).exists()
+
+
+def test_no_undo(checkpoint: Path) -> None:
+    report = ckptconv.convert(checkpoint, in_place=True, no_undo=True, map_location="cuda")
+    assert report.in_place.journal is None
+    assert not journal_path(checkpoint).exists()
+    with pytest.raises(ckptconv.InputError, match="there is no undo journal"):
+        ckptconv.undo(checkpoint)
+
+
+def test_what_a_file_keeps(checkpoint: Path) -> None:
+    """Mode and inode stay; the time moves on."""
+    checkpoint.chmod(0o640)
+    os.utime(checkpoint, (1, 1))
+    before = checkpoint.stat()
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda")
+    after = checkpoint.stat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+    assert after.st_mtime > 1
+
+
+def test_links(checkpoint: Path, tmp_path: Path) -> None:
+    """A link is followed and named; hard links need force; a blob of the Hub's cache is never changed."""
+    link = tmp_path / "latest.pt"
+    link.symlink_to(checkpoint)
+    report = ckptconv.convert(link, in_place=True, map_location="cuda:1")
+    assert link.is_symlink()
+    assert f"{link} is a link: {checkpoint} was changed" in report.notes
+    ckptconv.undo(link)
+    os.link(checkpoint, tmp_path / "second.pt")
+    with pytest.raises(ckptconv.RefusedError, match="2 names"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1", force=True)
+    cache = tmp_path / "models--x--y"
+    for folder in ("blobs", "snapshots/main"):
+        (cache / folder).mkdir(parents=True)
+    shutil.copy(checkpoint, cache / "blobs/0123")
+    (cache / "snapshots/main/model.pt").symlink_to("../../blobs/0123")
+    with pytest.raises(ckptconv.RefusedError, match="Hub's cache"):
+        ckptconv.convert(cache / "snapshots/main/model.pt", in_place=True, map_location="cpu")
+
+
+def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
+    """torch.save over a file keeps the inode and often the size: two epochs of one run."""
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    size = checkpoint.stat().st_size
+    state = {name: value + 1 for name, value in load(checkpoint).items()}
+    torch.save(state, checkpoint, _use_new_zipfile_serialization=is_zip(checkpoint))
+    now = checkpoint.read_bytes()
+    assert len(now) == size or not is_zip(checkpoint)
+    with pytest.raises(ckptconv.RefusedError, match="written anew"):
+        ckptconv.undo(checkpoint)
+    assert checkpoint.read_bytes() == now
+    journals.mark(checkpoint, HOT)
+    with contextlib.suppress(ckptconv.RefusedError):  # or there is nothing to restore: the same bytes are there
+        ckptconv.undo(checkpoint)
+    assert checkpoint.read_bytes() == now
+
+
+def test_every_damaged_byte_of_a_journal_is_seen(checkpoint: Path) -> None:
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    path, now = journal_path(checkpoint), checkpoint.read_bytes()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ckptconv.CkptconvError, match="undo journal is damaged"):
+            read_journal(checkpoint, os.getuid())
+    for length in range(0, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ckptconv.MalformedError, match="damaged"):
+            ckptconv.undo(checkpoint)
+    assert checkpoint.read_bytes() == now
+
+
+def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A journal that another user may have written is not trusted, nor one that is no plain file of its own."""
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    path = journal_path(checkpoint)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    now, whole = checkpoint.read_bytes(), path.read_bytes()
+
+    def refused(why: str) -> None:
+        with pytest.raises(ckptconv.CkptconvError, match=why):
+            ckptconv.undo(checkpoint)
+        assert checkpoint.read_bytes() == now
+
+    path.chmod(0o620)
+    refused("others may write it")
+    path.chmod(0o600)
+    os.link(path, tmp_path / "second")
+    refused("several names")
+    (tmp_path / "second").unlink()
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+        refused("belongs to another user")
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(whole)
+    path.symlink_to(tmp_path / "elsewhere")
+    refused("cannot be read")
+    path.unlink()
+    os.mkfifo(path)
+    refused("no regular file")
+
+
+def forged(target: Path, *patches: Patch) -> None:
+    """Let a journal with other patches stand beside `target`."""
+    size = target.stat().st_size
+    journals.write(target, Journal(target.stat().st_ino, size, size, patches))
+    journals.mark(target, DONE)
+
+
+def test_a_journal_may_not_change_tensors(checkpoint: Path) -> None:
+    now = checkpoint.read_bytes()
+    at = now.index(torch.arange(4.0).numpy().tobytes())
+    forged(checkpoint, Patch(at, bytes(16), now[at : at + 16]))
+    with pytest.raises(ckptconv.RefusedError, match="the bytes of a tensor"):
+        ckptconv.undo(checkpoint)
+    forged(checkpoint, Patch(0, bytes(8), now[:8]))
+    with pytest.raises(ckptconv.RefusedError, match="no checkpoint"):
+        ckptconv.undo(checkpoint)
+    assert checkpoint.read_bytes() == now
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"old_size": -1},
+        {"inode": 1.5},
+        {"version": 2},
+        {"patches": []},
+        {"patches": [[0, 1, 2]]},
+        {"patches": [[0, -1, -1]]},
+        {"patches": [["a", 1, 1]]},
+        {"patches": {}},
+        {"poison": [[0, 999]]},
+        {"poison": [[10**6, 1]]},
+        {"leader": "../x"},
+        {"members": ["a/b"]},
+        {"members": [1]},
+    ],
+    ids=str,
+)
+def test_headers_that_make_no_sense(checkpoint: Path, header: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is right, as whoever forges a journal makes it."""
+    real = json.dumps
+    journal = Journal(checkpoint.stat().st_ino, 10, 10, (Patch(0, b"a", b"b"),))
+    monkeypatch.setattr(json, "dumps", lambda said: real({**said, **header}))
+    journals.write(checkpoint, journal)
+    monkeypatch.undo()
+    with pytest.raises(ckptconv.MalformedError, match="undo journal is damaged"):
+        ckptconv.undo(checkpoint)
+
+
+def test_a_hot_journal(checkpoint: Path) -> None:
+    """Nothing is restored unasked: changing the file, and replacing it, are refused, and every reader says it."""
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    journals.mark(checkpoint, HOT)
+    assert state_of(checkpoint) == HOT
+    now = checkpoint.read_bytes()
+    with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cpu")
+    report = ckptconv.convert(checkpoint, checkpoint.with_name("copy.pt"), map_location="cpu")
+    assert any("was interrupted: ckptconv.undo" in note for note in report.notes)
+    assert checkpoint.read_bytes() == now
+
+
+def test_a_reader_and_a_writer_at_once(checkpoint: Path) -> None:
+    """Neither waits for the other."""
+    with ckptconv.open(checkpoint), pytest.raises(ckptconv.RefusedError, match="another process reads or changes"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    with in_place.open_locked(checkpoint), pytest.raises(ckptconv.InputError, match="another process changes the file"):
+        ckptconv.inspect(checkpoint)
+
+
+def test_twice_and_once_more(tmp_path: Path) -> None:
+    """Each change that appends keeps the pickle before it as a record; convert drops them all."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    names = [f"{'very.' * 40 * i}long." for i in (1, 2, 3)]
+    for name in names:
+        assert ckptconv.convert(path, in_place=True, rename=[("^", name)]).in_place.way == "appended"
+    assert [*load(path)] == ["".join(reversed(names)) + "a"]
+    assert ckptconv.verify(path).ok
+    ckptconv.convert(path, tmp_path / "out.pt")
+    data = (tmp_path / "out.pt").read_bytes()
+    assert b"data.000" not in data and b"data.pkl" in data
+    buffer = io.BytesIO(path.read_bytes())
+    assert_same(torch.load(buffer, weights_only=True), torch.load(path, mmap=True, weights_only=True))
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def sharded(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with three shards and their index."""
+    source = tmp_path / ("source.safetensors" if request.param == "safetensors" else "source.pt")
+    state = {f"module.layer{i}.weight": torch.arange(300.0) + i for i in range(6)}
+    if request.param == "safetensors":
+        save_file(state, source)
+    else:
+        torch.save(state, source)
+    ckptconv.convert(
+        source, tmp_path / "set", max_shard_size=2500, format="safetensors" if request.param != "bin" else "pt"
+    )
+    return tmp_path / "set"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_sharded_set_changes_as_one(sharded: Path) -> None:
+    """With its index; undo of any of its files gives all of them back."""
+    before = contents(sharded)
+    assert len(before) == 4
+    report = ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    assert len(report.changes.names) == 6
+    assert ckptconv.verify(sharded).ok
+    assert sorted(ckptconv.load(sharded)) == [f"layer{i}.weight" for i in range(6)]
+    changed = [name for name in contents(sharded) if name in before and contents(sharded)[name] != before[name]]
+    assert len(changed) == 4
+    ckptconv.undo(sharded / changed[1])
+    assert contents(sharded) == before
+
+
+def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
+    """Some of its files are restored, and their journals gone; the leader's is the last to go."""
+    before = contents(sharded)
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    changed = [path for path in sorted(sharded.iterdir()) if path.name in before]
+    (leader,) = [path for path in changed if read_journal(path, os.getuid())[0].members]
+    for path in changed:
+        journals.mark(path, HOT)
+    member = next(path for path in changed if path != leader)
+    journal, _ = read_journal(member, os.getuid())
+    with open(member, "r+b") as file:
+        writing.restore(file.fileno(), journal)
+    journal_path(member).unlink()
+    with pytest.raises(ckptconv.RefusedError, match="was interrupted"):
+        ckptconv.convert(sharded, in_place=True, rename=[("layer", "l")])
+    ckptconv.undo(leader)
+    assert contents(sharded) == before
+
+
+def test_journals_of_a_set_that_contradict_each_other(sharded: Path) -> None:
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    now = {name: data for name, data in contents(sharded).items() if not name.startswith(".")}
+    names = [*now]
+    journal, _ = read_journal(sharded / names[1], os.getuid())
+    for leader in (names[2], names[1]):
+        journals.write(sharded / names[1], dataclasses.replace(journal, leader=leader, members=()))
+        with pytest.raises(ckptconv.RefusedError, match="contradict each other"):
+            ckptconv.undo(sharded / names[1])
+    assert {name: data for name, data in contents(sharded).items() if not name.startswith(".")} == now
+
+
+def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
+    """What matches in one shard is no typo; what matches in none is."""
+    before = contents(sharded)
+    ckptconv.convert(sharded, in_place=True, rename=[("^module.layer0", "module.first")])
+    assert "module.first.weight" in ckptconv.load(sharded)
+    ckptconv.undo(next(path for path in sharded.iterdir() if path.suffix == ".json"))
+    assert contents(sharded) == before
+    with pytest.raises(ckptconv.NoMatchError):
+        ckptconv.convert(sharded, in_place=True, strip_prefix="model.")
+    assert contents(sharded) == before
+    with pytest.raises(ckptconv.UsageError, match="for one file"):
+        ckptconv.convert(sharded, in_place=True, unwrap=True)
+
+
+def test_copies_leave_journals_out(sharded: Path, tmp_path: Path) -> None:
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    ckptconv.convert(sharded, tmp_path / "copy", copy_others=True)
+    assert not [path for path in (tmp_path / "copy").iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
+    """Unless it is hot: then replacing the file is refused."""
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    other = checkpoint.with_name("other.pt")
+    shutil.copy(checkpoint, other)
+    journals.mark(checkpoint, HOT)
+    with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
+        ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
+    with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
+        ckptconv.save({"a": torch.ones(1)}, checkpoint)
+    journals.mark(checkpoint, DONE)
+    ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
+    assert not journal_path(checkpoint).exists()
