@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.pickles.graph import (
-    SET_CLASSES,
     Blob,
     ByteArray,
     Call,
     Dict,
     Extension,
-    FrozenSet,
     Global,
     List,
     Node,
     PersistentId,
     Py2String,
-    Set,
     Tuple,
     Value,
     is_global,
+    members_of,
 )
 
 __all__ = ["describe", "is_flat"]
@@ -32,7 +28,7 @@ _LOOKED_AT = 64  # members of what a call makes
 
 def is_flat(node: Value) -> bool:
     """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
-    members = members_of(node)
+    members = members_of(node, _LOOKED_AT)
     if members is not None:
         return not any(isinstance(item, Node) for item in members)
     if isinstance(node, Call) and (torch_device(node) is not None or is_global(node.callable, "torch.Size")):
@@ -40,30 +36,9 @@ def is_flat(node: Value) -> bool:
     return isinstance(node, Dict) and not node.effects
 
 
-def members_of(node: Value) -> list[Value] | None:
-    """What is in a sequence or set, None if NODE is neither.
-
-    Before protocol 4 a set is a call of its class with a list. Of that the first members will do:
-    any number of calls can have the same one.
-    """
-    if isinstance(node, (Tuple, FrozenSet)):
-        return list(node.items)
-    if isinstance(node, (List, Set)):
-        return list(node.elements())
-    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
-        match node.args:
-            case Tuple(items=[]):
-                return []
-            case Tuple(items=[Tuple() as inner]):
-                return inner.items[:_LOOKED_AT]
-            case Tuple(items=[List() as inner]):
-                return list(islice(inner.elements(), _LOOKED_AT))
-    return None
-
-
 def describe(node: Value) -> str:
     """A line for NODE that costs little whatever it is."""
-    members = members_of(node)
+    members = members_of(node, _LOOKED_AT)
     if members is not None and is_flat(node):
         return _short_sequence(node, members)
     if isinstance(node, Dict):

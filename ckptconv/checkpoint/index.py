@@ -11,14 +11,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, TensorReader, device_arguments, is_word
+from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word
 from ckptconv.checkpoint.safe_globals import obstacles
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
-from ckptconv.pickles.graph import Call, Graph, Node, PersistentId, Value, args_of, walk
+from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
 from ckptconv.pickles.referrers import Referrers
 
 __all__ = ["Index", "leaf_of"]
+
+#: How functions are called that give what they rebuild the attributes in their fourth argument.
+_WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
 
 
 class Index:
@@ -164,9 +167,7 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:
             return [] if is_word(node) else None
-        function, args = str(node.callable), args_of(node)
-        has_state = function in FROM_TYPE or function.endswith("_with_state")
-        built = [effect.values[0] for effect in node.effects if effect.opcode == "BUILD"]
-        return args[3:4] + built if has_state else built
+        has_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE)
+        return args_of(node)[3:4] + node.states() if has_state else node.states()
 
     return leaf

@@ -100,9 +100,7 @@ def _set_items(call: Call, graph: Graph) -> None:
 
 def _state(call: Call) -> Tuple | None:
     """The one thing that is done to what CALL gives, if it is a state that is a tuple."""
-    if call.kind != "REDUCE" or len(call.effects) != 1 or call.effects[0].opcode != "BUILD":
-        return None
-    state = call.effects[0].values[0]
+    state = next(iter(call.states()), None) if call.kind == "REDUCE" and len(call.effects) == 1 else None
     return state if isinstance(state, Tuple) else None
 
 

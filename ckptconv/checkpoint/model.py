@@ -97,8 +97,9 @@ class Checkpoint:
 
     def restart_paths(self) -> None:
         """Let paths begin where the checkpoint itself stands, not at the root of the source that it is a part of."""
-        self.root = Place(None, "", self.graph.root, 0)
-        self.changed(same_tensors=True)
+        if self.root.parent:
+            self.root = Place(None, "", self.graph.root, 0)
+            self.changed(same_tensors=True)
 
     @property
     def detected(self) -> Detected:

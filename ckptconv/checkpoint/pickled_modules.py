@@ -24,20 +24,17 @@ from dataclasses import dataclass, field
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, STRIDED
 from ckptconv.pickles.graph import (
-    SET_CLASSES,
     Call,
     Dict,
-    FrozenSet,
     Global,
-    List,
     Node,
     Object,
-    Set,
     Tuple,
     Value,
     args_of,
     children,
     is_global,
+    members_of,
     strings_of,
 )
 from ckptconv.pickles.paths import Place
@@ -204,7 +201,7 @@ class _Reader:
     def members(self, node: Value) -> frozenset[str]:
         """The strings in the set NODE."""
         if id(node) not in self.sets:  # once: any number of modules can share it too
-            self.sets[id(node)] = frozenset(_members(node))
+            self.sets[id(node)] = frozenset(each for each in members_of(node) or () if isinstance(each, str))
         return self.sets[id(node)]
 
     # What is in one
@@ -231,7 +228,7 @@ class _Reader:
         """The parts of a module that has attributes."""
         states = _states(node)
         level.opened += states
-        level.opened += [state for state in _built(node) if isinstance(state, Tuple)]
+        level.opened += [state for state in node.states() if isinstance(state, Tuple)]
         parameters, buffers, modules = (self.attribute(node, part) for part in PARTS)
         passing = self.members(self.attribute(node, _NOT_PERSISTENT))
         for mapping, left_out in ((parameters, frozenset[str]()), (buffers, passing)):
@@ -282,7 +279,7 @@ class _Reader:
         found, opened = self.packed[id(packed)]
         self.room -= len(opened)
         level.opened += opened
-        state = next(iter(_built(packed)), None)
+        state = next(iter(packed.states()), None)
         if isinstance(state, Tuple) and state.items[1:] == [_PACKED_LINEAR] and len(found) <= 2:
             names = ["weight", "bias"]
         else:
@@ -351,11 +348,6 @@ def _trouble(again: bool, prefix: str, room: int) -> str | None:
     return "its modules stand in one another so often that the names are too many" if room < 0 else None
 
 
-def _built(node: Call) -> list[Value]:
-    """The states that the object NODE is given."""
-    return [effect.values[0] for effect in node.effects if effect.opcode == "BUILD"]
-
-
 def _states(node: Call) -> list[Dict]:
     """What gives the object NODE its attributes, in order.
 
@@ -364,7 +356,7 @@ def _states(node: Call) -> list[Dict]:
     found: list[Value] = []
     if isinstance(node.callable, Global) and node.callable.module == _FX:
         found += args_of(node)[:1]
-    for state in _built(node):
+    for state in node.states():
         found += state.items if isinstance(state, Tuple) and len(state.items) == 2 else [state]
     return [state for state in found if isinstance(state, Dict)]
 
@@ -374,7 +366,7 @@ def _conv_state(node: Call) -> Tuple | None:
     cls = node.callable
     if not isinstance(cls, Global) or "quantized" not in cls.module or "Conv" not in cls.name:
         return None
-    state = next(iter(_built(node)), None)
+    state = next(iter(node.states()), None)
     return state if isinstance(state, Tuple) and len(state.items) == _CONV_LENGTH else None
 
 
@@ -383,17 +375,6 @@ def _class_of(node: Call) -> str:
     if is_global(cls, *_OLD_CLASS) and args_of(node):
         cls = args_of(node)[0]
     return str(cls) if isinstance(cls, Global) else "?"
-
-
-def _members(node: Value) -> Iterable[str]:
-    """The strings in a set, which before protocol 4 is a call of its class with a list."""
-    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES):
-        node = next(iter(args_of(node)), None)
-    if isinstance(node, (Tuple, FrozenSet)):
-        values = node.items
-    else:
-        values = list(node.elements()) if isinstance(node, (List, Set)) else []
-    return (value for value in values if isinstance(value, str))
 
 
 def _is_empty(node: Value) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
+from operator import attrgetter
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.storage_ids import storage_id
@@ -68,6 +69,7 @@ STRIDED = (
     "torch._utils._rebuild_qtensor",
 )
 _SHOWN = 3  # paths in a note
+_facts_of = attrgetter(*TensorInfo.__slots__)
 #: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that
 #: is spread over many.
 _PARTIAL = ("DTensor", "ShardedTensor")
@@ -184,7 +186,7 @@ class TensorReader:
         function = None if known else _rebuilder(node)
         if not known and function is None and not _is_partial(node.callable):
             return
-        info = known and replace(known)
+        info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
         try:
             if info is None:
                 info = self.read(function, args_of(node)) if function else self.sharded_object(node)
@@ -413,8 +415,8 @@ def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 def _built(node: Value) -> Value:
     """The state of the object NODE, if that is all that is done to it."""
-    effects = node.effects if isinstance(node, Call) else []
-    return effects[0].values[0] if len(effects) == 1 and effects[0].opcode == "BUILD" else None
+    states = node.states() if isinstance(node, Call) and len(node.effects) == 1 else []
+    return next(iter(states), None)
 
 
 def _item(mapping: Value, key: str) -> Value:

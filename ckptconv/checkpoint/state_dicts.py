@@ -187,8 +187,7 @@ class _Reader:
 
 def _metadata(node: Object) -> Object | None:
     """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
-    for effect in node.effects:
-        state = effect.values[0] if effect.opcode == "BUILD" else None
+    for state in node.states():
         found = strings_of(state).get("_metadata") if isinstance(state, Dict) else None
         if isinstance(found, (Dict, Call)):
             return found

@@ -7,6 +7,7 @@ what they are.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple, cast
 
 from ckptconv.checkpoint.legacy_python import text_of
@@ -132,12 +133,9 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
         out.
     """
     sizes: dict[str, int] = {}
-    for reference in graph.references:
-        items = reference.id.items if isinstance(reference.id, Tuple) else []
-        if len(items) < 5 or text_of(items[0]) != STORAGE:
-            continue
-        cls, key, numel = items[1], text_of(items[2]), items[4]
-        dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
-        if dtype and key is not None and is_count(numel):
-            sizes[key] = numel * dtype.itemsize
+    for node in graph.references:
+        parts = node.id.items[:5] if isinstance(node.id, Tuple) else []  # the older format has a sixth
+        with suppress(MalformedError):
+            said = checked_storage_id(PersistentId(Tuple(parts)), "")
+            sizes[said.key] = said.numel * said.dtype.itemsize
     return sizes

@@ -180,7 +180,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     has_pickle = not checkpoint.is_state_dict
     refused = checkpoint.index.obstacles if has_pickle else []
     concerned = concerns(checkpoint)
-    diagnosis = diagnose(checkpoint, detected, host, refused, concerned)
+    diagnosis = diagnose(checkpoint, host, refused, concerned)
     refusals = Counter(reason for reason, _ in refused)
     refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
     globals_ = Counter(map(str, graph.globals))

@@ -15,6 +15,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeAlias, TypeGuard
 
 from ckptconv.limits import LIMITS
@@ -44,6 +45,7 @@ __all__ = [
     "gc_paused",
     "is_count",
     "is_global",
+    "members_of",
     "replace_nodes",
     "set_items",
     "strings_of",
@@ -177,6 +179,10 @@ class Object(Node):
             if effect.opcode in ("SETITEM", "SETITEMS"):
                 for i in range(0, len(effect.values), 2):
                     yield effect, i
+
+    def states(self) -> list[Value]:
+        """The states that this object is given."""
+        return [effect.values[0] for effect in self.effects if effect.opcode == "BUILD"]
 
     def elements(self) -> Iterator[Value]:
         """The elements of this list or set, in order."""
@@ -328,6 +334,24 @@ def set_items(mapping: Object, items: list[Value]) -> None:
 def args_of(call: Call) -> list[Value]:
     """The arguments of CALL; none where they are themselves what a call gives."""
     return call.args.items if isinstance(call.args, Tuple) else []
+
+
+def members_of(node: Value, most: int | None = None) -> list[Value] | None:
+    """What is in a sequence or set, None if NODE is neither.
+
+    Before protocol 4 a set is a call of its class with a sequence, of which the first MOST will do where that is given:
+    any number of calls can have the same one.
+    """
+    if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
+        made_of = args_of(node)
+        if isinstance(node.args, Tuple) and not made_of:
+            return []
+        node = made_of[0] if len(made_of) == 1 and isinstance(made_of[0], (Tuple, List)) else None
+    else:
+        most = None
+    if isinstance(node, (Tuple, FrozenSet)):
+        return node.items[:most]
+    return list(islice(node.elements(), most)) if isinstance(node, (List, Set)) else None
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:

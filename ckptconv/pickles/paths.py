@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 _LONGEST_LITERAL = 80
+_SPECIAL = tuple(".({<")  # begins a segment that is no string key
 
 _SEGMENT = re.compile(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
@@ -148,7 +149,7 @@ def child_places(place: Place, leaf: Leaf) -> list[Place]:
         found = _inside(place)
     else:
         found = [attribute for state in states for attribute in _attributes(place, state)]
-    if not isinstance(node, (Tuple, FrozenSet, List, Set)):
+    if isinstance(node, (Call, Dict)):
         _number_again(found)
     return found
 
@@ -157,7 +158,7 @@ def is_item(place: Place) -> bool:
     """Whether PLACE is the value under a key of a mapping, or an element of a list or tuple; not an attribute,
     argument, member or key.
     """
-    return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in tuple(".({<"))
+    return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
 
 def _inside(place: Place) -> list[Place]:
@@ -196,6 +197,8 @@ def _number_again(siblings: list[Place]) -> None:
 
 
 def _all_different(segments: list[str]) -> list[str]:
+    if len(set(segments)) == len(segments):
+        return segments
     times: dict[str, int] = {}
     different = []
     for segment in segments:
@@ -271,14 +274,16 @@ def _attributes(place: Place, state: Value) -> list[Place]:
 def key_segment(key: Value, position: int) -> str:
     """The segment for the value under KEY, the POSITION-th of its mapping."""
     if isinstance(key, str):
-        return "/" + ("\\" if key[:1] in tuple(".({<") else "") + escape_segment(key)
+        return "/" + ("\\" if key[:1] in _SPECIAL else "") + escape_segment(key)
     literal = _literal(key)
     return f"[{literal}]" if literal else f"[<{position}>]"
 
 
 def escape_segment(word: str) -> str:
     """WORD with what would end a segment escaped."""
-    return re.sub(r"[\\/\[]", r"\\\g<0>", word) or "\\e"
+    if "/" in word or "[" in word or "\\" in word:
+        word = re.sub(r"[\\/\[]", r"\\\g<0>", word)
+    return word or "\\e"
 
 
 def _literal(key: Value) -> str | None:

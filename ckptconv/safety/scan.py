@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
@@ -174,14 +175,10 @@ class _Where:
         self, of: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
     ) -> None:
         self.of, self.inside, self.outer, self.holder = of, inside, outer, holder
-        self._uses: Referrers | None = None
 
-    @property
+    @cached_property
     def uses(self) -> Referrers:
-        if self._uses is None:
-            of = self.of
-            self._uses = of.index.referrers if isinstance(of, Checkpoint) else Referrers(of, _places(of))
-        return self._uses
+        return self.of.index.referrers if isinstance(self.of, Checkpoint) else Referrers(self.of, _places(self.of))
 
     def path(self, value: Value) -> str:
         path = self.uses.path(value)

@@ -93,7 +93,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     ]
     if refused:
         found = Refused(checkpoint, refused)
-        part = found.loadable_part(checkpoint.detected) if whole else None
+        part = found.loadable_part() if whole else None
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
         )

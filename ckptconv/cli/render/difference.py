@@ -189,18 +189,13 @@ def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most:
 
 def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:
     """The cells of ROW side by side, where the terminal is wide enough; else the name in lines of its own."""
-    if style.width is None:
-        yield _INDENT + _GAP.join(cell for cell in row if cell)
-        return
     name, *rest = row
-    line = _INDENT + _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    if cells(line) <= style.columns:
-        yield line
-        return
-    line = _INDENT + _GAP.join(cell for cell in row if cell)
-    if cells(line) <= style.columns:
-        yield line
-        return
+    wide = _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    close = _GAP.join(cell for cell in row if cell)
+    for line in (wide, close) if style.width is not None else (close,):
+        if style.width is None or cells(_INDENT + line) <= style.columns:
+            yield _INDENT + line
+            return
     for part in broken(name, style.columns - len(_INDENT), hanging=2):
         yield _INDENT + part
     for part in wrapped(_GAP.join(cell for cell in rest if cell), style.columns - 2 * len(_INDENT)):

@@ -158,15 +158,13 @@ class _Comparison:
         except NoMatchError as error:
             self.ask_for_other_order(error, edits)
             raise
-        if edits != Edits():
-            self.a.restart_paths()
+        self.a.restart_paths()
         self.notes += left.notes
         if self.edits.unwrap and not left.names:
             self.edits = replace(self.edits, unwrap=False)
-        root, left_in_b = self.b.graph.root, self.take_part_of_b(alone=alone)
-        left_out = self.filter_b()
-        if left_in_b or left_out or self.b.graph.root is not root:
-            self.b.restart_paths()
+        left_in_b = self.take_part_of_b(alone=alone)
+        self.filter_b()
+        self.b.restart_paths()
         if alone and self.edits.select is None and not self.edits.state_dict:
             self.rest[0].extend(each.path for each in left.left_behind if each.why != _ASKED)
             self.rest[1].extend(each.path for each in left_in_b)
@@ -201,14 +199,14 @@ class _Comparison:
                 error.hint = which + "; if the other file has nothing there, give this one first"
             raise
 
-    def filter_b(self) -> list[LeftBehind]:
-        """Leave out of B what the globs say, those that mean something there; what is left out."""
+    def filter_b(self) -> None:
+        """Leave out of B what the globs say, those that mean something there."""
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
                 whole = "" if include or exclude else ": compared whole"
                 self.notes.append(f"no name in B matches {glob!r}{whole}")
-        return select(self.b, Edits(include=include, exclude=exclude), is_emitted=False)
+        select(self.b, Edits(include=include, exclude=exclude), is_emitted=False)
 
     # Names, and everything but values
 

@@ -49,6 +49,7 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     children,
+    members_of,
 )
 from ckptconv.pickles.paths import Place, child_places, key_segment
 from ckptconv.pickles.python2_names import imported_name
@@ -139,17 +140,7 @@ class Side:
 
     def members(self, node: Value) -> list[Value] | None:
         """The members of a set; None for everything else."""
-        if isinstance(node, FrozenSet):
-            return node.items
-        if isinstance(node, Set):
-            return list(node.elements())
-        if isinstance(node, Call) and self.name(node.callable) in _SETS and not node.effects:
-            args = args_of(node)
-            if not args:
-                return []
-            if len(args) == 1 and isinstance(args[0], (List, Tuple)):
-                return args[0].items if isinstance(args[0], Tuple) else list(args[0].elements())
-        return None
+        return None if isinstance(node, (List, Tuple)) else members_of(node)
 
     def words(self, node: Value) -> str:
         """NODE as a person is shown it."""

@@ -112,7 +112,9 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
 def rng_states(scope: Scope) -> Iterator[Issue]:
     """States of random generators that torch.set_rng_state would refuse."""
     storages = set(scope.storages)
-    states = [info for info in scope.detected.rng_states if info.storage in storages and info.device not in _NO_GPU]
+    states = [
+        info for info in scope.checkpoint.detected.rng_states if info.storage in storages and info.device not in _NO_GPU
+    ]
     if states:
         text = (
             f"{count(len(states), 'state')} of random generators tagged for a GPU"

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.devices import missing_devices, optimizers, rng_states
@@ -38,7 +37,6 @@ __all__ = ["diagnose"]
 
 def diagnose(
     checkpoint: Checkpoint,
-    detected: Detected,
     host: Host,
     refused: Sequence[tuple[str, Value]],
     concerns: Sequence[Concern],
@@ -52,14 +50,14 @@ def diagnose(
     if dangers:
         text = f"it names {first_few(dangers)}, which no checkpoint needs and attacks are made of: do not load it"
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
-    whole = Scope(checkpoint, detected, host)
+    whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
         issues = [*containers(checkpoint), *prefixes(whole), *inner_prefixes(whole)]
         return Diagnosis([advice(checkpoint, each) for each in issues], None)
     is_script = checkpoint.script_classes is not None
     code, part = refusals(whole, refused) if refused or is_script else (opcodes(checkpoint), None)
     module = part.module if part else None
-    names = Scope(checkpoint, detected, host, module=module)
+    names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *unused_bytes(whole), *shared(whole)]
     if is_script:
@@ -67,7 +65,7 @@ def diagnose(
     issues.sort(key=lambda issue: not issue.blocks)
     if part is not None:  # then what stands elsewhere needs no fix
         reach = {id(node) for node in walk([*part.nodes])}
-        within = Scope(checkpoint, detected, host, reach, module)
+        within = Scope(checkpoint, host, reach, module)
         combined = _combined(within, code, within)
     fixes = [issue.fix for issue in combined if issue.fix]
     all_at_once = together(fixes)

@@ -11,7 +11,7 @@ from typing import TypedDict
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
+from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
 from ckptconv.conversion.discovery import Found
 from ckptconv.conversion.targets import name_in_folder
 from ckptconv.errors import some
@@ -111,7 +111,6 @@ class Scope:
     """
 
     checkpoint: Checkpoint
-    detected: Detected
     host: Host
     reach: set[int] | None = None
     module: PickledModule | None = None
@@ -129,8 +128,8 @@ class Scope:
         if self.module is not None:
             return [self.module]
         if self.reach is None:
-            return self.detected.state_dicts or self.detected.optimizers
-        return [found for found in self.detected.state_dicts if id(found.node) in self.reach]
+            return self.checkpoint.detected.state_dicts or self.checkpoint.detected.optimizers
+        return [found for found in self.checkpoint.detected.state_dicts if id(found.node) in self.reach]
 
 
 def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:

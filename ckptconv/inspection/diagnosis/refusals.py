@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import refused_opcodes
-from ckptconv.checkpoint.state_dicts import Detected, StateDict
+from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
@@ -36,7 +36,7 @@ class LoadablePart:
 def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
     """An issue for each thing REFUSED, the fix with the last, and what the fix takes."""
     found = Refused(scope.checkpoint, refused)
-    part = found.loadable_part(scope.detected)
+    part = found.loadable_part()
     texts = []
     for word, (first, times) in list(found.where.items())[:SHOWN]:
         more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
@@ -88,11 +88,11 @@ class Refused:
             first, times = self.where.get(word) or (self.uses.path(places[0]), 0)
             self.where[word] = first, times + len(places)
 
-    def loadable_part(self, detected: Detected) -> LoadablePart | None:
+    def loadable_part(self) -> LoadablePart | None:
         """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else
         what has more than half of all bytes.
         """
-        tainted = self.uses.above(self.nodes)
+        tainted, detected = self.uses.above(self.nodes), self.checkpoint.detected
         meant = next(iter(detected.main()), None) if len(detected.main()) == 1 else None
         seen: set[int] = set()
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
-from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.views import extent
 from ckptconv.formats import safetensors
@@ -62,7 +61,7 @@ def _covered(infos: list[TensorInfo]) -> int:
 def shared(scope: Scope) -> Iterator[Issue]:
     """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
     by_storage: dict[Storage, list[tuple[tuple[int, int], str]]] = {}
-    found = _for_safetensors(scope.checkpoint, scope.detected)
+    found = _for_safetensors(scope.checkpoint)
     for name, info in found.items():
         if info.storage is not None and info.nbytes:
             by_storage.setdefault(info.storage, []).append((extent(info), name))
@@ -82,9 +81,9 @@ def shared(scope: Scope) -> Iterator[Issue]:
         yield Issue("ties", text, _TO_SAFETENSORS)
 
 
-def _for_safetensors(checkpoint: Checkpoint, detected: Detected) -> dict[str, TensorInfo]:
+def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """The tensors of the state dict that a conversion would take, if safetensors can hold each; else none."""
-    main = detected.main()
+    main = checkpoint.detected.main()
     found: dict[str, TensorInfo] = {}
     for key, value in main[0].items() if len(main) == 1 else ():
         info = checkpoint.tensor_nodes.get(id(value))
