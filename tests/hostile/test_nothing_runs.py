@@ -55,7 +55,7 @@ CONTAINERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _files(folder: Path, module: str, name: str, first: int) -> list[Path]:
-    """Files that name MODULE and NAME in all ways, in one container after the other from the FIRST on."""
+    """Files that name `module` and `name` in all ways, in one container after the other from the `first` on."""
     folder.mkdir()
     files = {}
     for i, (way, code) in enumerate(WAYS.items()):

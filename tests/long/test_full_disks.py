@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 def disk_of(folder: Path, size: int, *options: str) -> AbstractContextManager[Path]:
-    """A disk of SIZE bytes, in memory, in FOLDER."""
+    """A disk of `size` bytes, in memory, in `folder`; `options` are those of ``mount``."""
     return mounted(folder / "disk", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs")
 
 

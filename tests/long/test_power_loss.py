@@ -44,7 +44,7 @@ _NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli.main impor
 
 @contextmanager
 def through_a_loop(disk: Path, at: Path, options: str) -> Iterator[None]:
-    """DISK, through a loop device, AT a folder."""
+    """`disk`, through a loop device, at the folder `at`."""
     found = subprocess.run(["losetup", "-f", "--show", str(disk)], capture_output=True, text=True, check=True)
     loop = found.stdout.strip()
     try:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["MAGIC", "SYS_INFO", "Old", "keys_and_data", "legacy", "legacy_file", "object_pickle", "storage_id"]
+__all__ = ["MAGIC", "SYS_INFO", "keys_and_data", "legacy", "legacy_file", "object_pickle", "storage_id"]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 SYS_INFO = {
@@ -26,16 +26,6 @@ SYS_INFO = {
 def legacy(obj: Any, path: Path, **kwargs: Any) -> None:
     """``torch.save`` in the older format."""
     torch.save(obj, path, _use_new_zipfile_serialization=False, **kwargs)
-
-
-class Old:
-    """Whatever was pickled in a way of its own: stands for itself alone where it is pickled."""
-
-    def __init__(self, *reduced: Any) -> None:
-        self.reduced = reduced
-
-    def __reduce__(self) -> Any:
-        return self.reduced
 
 
 class Storage:

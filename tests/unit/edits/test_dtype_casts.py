@@ -197,9 +197,9 @@ def merged(views: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """OBJ with its storages cast, each once for each dtype, and all else as it was.
+    """`obj` with its storages cast, each once for each dtype, and all else as it was.
 
-    PACK: those that are taken apart hold what their views reach over; if COMPACT, all do.
+    `pack`: those that are taken apart hold what their views reach over; with `compact`, all do.
     """
 
     def __init__(
