@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def convert(folder: Path, size: int, runs: int) -> None:
-    """A retag and strip of SIZE bytes, beside copying the file and beside what torch does."""
+    """A retag and strip of `size` bytes, beside copying the file and beside what torch does."""
     src, dst = folder / "src.pt", folder / "dst.pt"
     commands = {
         "`ckptconv convert`": ckptconv(
@@ -170,7 +170,7 @@ def convert(folder: Path, size: int, runs: int) -> None:
 
 
 def to_safetensors(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes of weights from torch's format to safetensors, beside copying the file and
+    """`size` bytes of weights from torch's format to safetensors, beside copying the file and
     beside what torch and the library do.
     """
     title, rival = (
@@ -192,8 +192,8 @@ def from_safetensors(folder: Path, size: int, runs: int) -> None:
 
 
 def legacy(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file and
-    beside what torch does.
+    """`size` bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file
+    and beside what torch does.
     """
     src, dst = make(folder / "legacy.pt", size, MAKE_LEGACY), folder / "dst.pt"
     edits = ["--to", "cpu", "--strip-prefix", "module."]
@@ -213,7 +213,7 @@ def legacy(folder: Path, size: int, runs: int) -> None:
 
 
 def shards(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes in 8 shards, retagged as shards, beside copying the folder; the old target is removed by all."""
+    """`size` bytes in 8 shards, retagged as shards, beside copying the folder; the old target is removed by all."""
     src, dst = make(folder / "shards", size, MAKE_SHARDS), folder / "dst"
     edits = ["--to", "cpu", "--strip-prefix", "module."]
     commands = {
@@ -230,7 +230,7 @@ def shards(folder: Path, size: int, runs: int) -> None:
 
 
 def distributed(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes that two processes saved with torch.distributed.checkpoint, in one file, beside what torch does."""
+    """`size` bytes that two processes saved with torch.distributed.checkpoint, in one file, beside what torch does."""
     src, dst = make(folder / "dcp", size, MAKE_DCP), folder / "dst.pt"
     rival = "`dcp_to_torch_save` + `sync`"
     commands = {
@@ -243,7 +243,7 @@ def distributed(folder: Path, size: int, runs: int) -> None:
 
 
 def cast(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes of float32 weights in half the bytes, beside what torch does."""
+    """`size` bytes of float32 weights in half the bytes, beside what torch does."""
     src, dst = make(folder / "float32.pt", size), folder / "dst.pt"
     rival = "`torch.load(mmap=True)` + `.bfloat16()` + `torch.save` + `sync`"
     commands = {
@@ -256,7 +256,7 @@ def cast(folder: Path, size: int, runs: int) -> None:
 
 
 def gather(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes that do not lie in the order of their tensors: transposed weights, and
+    """`size` bytes that do not lie in the order of their tensors: transposed weights, and
     thousands of columns that share storages.
     """
     src = make(folder / "views.pt", size, MAKE_VIEWS)
@@ -269,7 +269,7 @@ def gather(folder: Path, size: int, runs: int) -> None:
 
 
 def diff(folder: Path, size: int, runs: int) -> None:
-    """Two files of SIZE bytes that are the same, beside `cmp` of two that are the same byte for byte."""
+    """Two files of `size` bytes that are the same, beside `cmp` of two that are the same byte for byte."""
     zip_, bare, tensors = folder / "src.pt", make(folder / "bare.pt", size, MAKE_BARE), folder / "a.safetensors"
     subprocess.run(python(TO_SAFETENSORS, bare, tensors), check=True)
     copies = {path: path.with_stem(path.stem + "-copy") for path in (zip_, tensors)}
@@ -289,7 +289,7 @@ def diff(folder: Path, size: int, runs: int) -> None:
 
 
 def verify(folder: Path, size: int, runs: int) -> None:
-    """Every record of SIZE bytes compared with its checksum, beside reading the file."""
+    """Every record of `size` bytes compared with its checksum, beside reading the file."""
     src = folder / "src.pt"
     commands = {
         "`ckptconv verify`, with zlib-ng": ckptconv("verify", src),
@@ -303,7 +303,7 @@ def verify(folder: Path, size: int, runs: int) -> None:
 
 
 def beside(title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str, runs: int) -> None:
-    """A conversion, copying the file, and CODE, which does the same in Python."""
+    """A conversion, copying the file, and `code`, which does the same in Python."""
     commands = {
         "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
         "`cp` + `sync`": copy(src, dst),
@@ -314,7 +314,7 @@ def beside(title: str, src: Path, dst: Path, edits: list[str], rival: str, code:
 
 
 def load(folder: Path, size: int, runs: int) -> None:
-    """All tensors of SIZE bytes, and one of them, in a fresh process each."""
+    """All tensors of `size` bytes, and one of them, in a fresh process each."""
     src = folder / "src.pt"
     commands = {
         '`ckptconv.load(path, "cpu")`': python(LOAD + PEAK, src),
@@ -326,7 +326,7 @@ def load(folder: Path, size: int, runs: int) -> None:
 
 
 def save(folder: Path, size: int, runs: int) -> None:
-    """SIZE bytes of tensors from memory to disk; making them is in each figure."""
+    """`size` bytes of tensors from memory to disk; making them is in each figure."""
     dst = folder / "saved.pt"
     commands = {
         "`ckptconv.save`": python(MADE + SAVE + PEAK, dst, size),
@@ -384,14 +384,14 @@ def xfs(image: Path, size: int) -> Iterator[Path | None]:
 
 
 def used(disk: Path) -> int:
-    """The bytes that are in use on DISK."""
+    """The bytes that are in use on `disk`."""
     os.sync()
     space = os.statvfs(disk)
     return (space.f_blocks - space.f_bfree) * space.f_frsize
 
 
 def make(path: Path, size: int, code: str = MAKE) -> Path:
-    """A state dict of SIZE bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
+    """A state dict of `size` bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
     subprocess.run(python(code, path, size), check=True)
     return path
 
@@ -409,7 +409,9 @@ def ckptconv(*arguments: object) -> list[str]:
 
 
 def measure(command: list[str]) -> tuple[float, int]:
-    """The seconds that COMMAND takes from start to end, and its peak memory in KiB where it says it (its last line)."""
+    """The seconds that `command` takes from start to end, and its peak memory in KiB where it says it
+    (its last line).
+    """
     os.sync()
     started = time.perf_counter()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -419,7 +421,7 @@ def measure(command: list[str]) -> tuple[float, int]:
 
 
 def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str) -> None:
-    """Run COMMANDS in turns, RUNS times each, each time in another order, after one run that does not count."""
+    """Run `commands` in turns, `runs` times each, each time in another order, after one run that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     peaks: dict[str, int] = {}
     names = list(commands)

@@ -83,5 +83,5 @@ BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.wo
 
 
 def get_dtype(name: str) -> DType:
-    """The dtype that torch calls NAME, else the one that safetensors alone has."""
+    """The dtype that torch calls `name`, else the one that safetensors alone has."""
     return BY_NAME.get(name) or BY_WORD[name]

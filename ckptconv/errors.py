@@ -51,7 +51,7 @@ _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more th
 
 
 def printable(text: object) -> str:
-    """TEXT with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
+    """`text` with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
     return "".join(
         c if c.isprintable() and unicodedata.category(c) != "Cf" else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
@@ -59,24 +59,24 @@ def printable(text: object) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """N of what NOUN says, in the plural unless there is one."""
+    """`n` of what `noun` says, in the plural unless there is one."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def some(words: Sequence[str], most: int = 3) -> str:
-    """WORDS, or the first of them, MOST, and how many more."""
+    """`words`, or the first of them, `most`, and how many more."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
-    """FACT without its middle if it is long: names in files can have megabytes."""
+    """`fact` without its middle if it is long: names in files can have megabytes."""
     text = str(fact)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _sayable(fact: object) -> object:
-    """FACT, or what to say of it: integers in files can have more digits than Python prints."""
+    """`fact`, or what to say of it: integers in files can have more digits than Python prints."""
     if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
         return f"an integer of {fact.bit_length():,} bits"
     return fact

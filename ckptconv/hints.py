@@ -131,7 +131,7 @@ def _parts(text: str) -> tuple[str | Option | Command, ...]:
 
 
 def option(keyword: str, value: object = True) -> Message:
-    """An option as a message: ``"..., or " + option("select", path)``."""
+    """Make a message of an option, which is then added to a text or to another message with ``+``."""
     return Message(Option(keyword, value))
 
 

@@ -114,7 +114,7 @@ class Limits:
     gathered_ratio: int = 16
 
     def gathered(self, nbytes: int) -> int:
-        """The most bytes that views of a storage of NBYTES may have, written out."""
+        """The most bytes that views of a storage of `nbytes` may have, written out."""
         return max(self.gathered_ratio * nbytes, self.gathered_bytes)
 
 

@@ -22,11 +22,11 @@ _MOST_THREADS = 4
 
 
 class Sums:
-    """The checksums of SPANS, which are made of ranges.
+    """The checksums of `spans`, which are made of ranges.
 
     A context manager: leaving it ends the threads, whether they are done or not.
 
-    KEEP_GOING: what is wrong with one stops no other; ``errors`` has it by the place
+    `keep_going`: what is wrong with one stops no other; ``errors`` has it by the place
     of the span, whose checksum is 0 then.
     """
 

@@ -30,7 +30,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache
 def _power(exponent: int) -> int:
-    """x to this power."""
+    """X to this power."""
     square, power = _ONE >> 1, _ONE
     while exponent:
         if exponent & 1:

@@ -26,9 +26,9 @@ class UnreadRecord(NamedTuple):
 
 
 class PickleSequence(NamedTuple):
-    """NUMBER pickles one behind the other, from the start of OF on, and what they are called in errors.
+    """`number` pickles one behind the other, from the start of `of` on, and what they are called in errors.
 
-    KNOWN are the globals that whoever reads them has to know.
+    `known` are the globals that whoever reads them has to know.
     """
 
     name: str
@@ -53,17 +53,17 @@ class FaultSink:
         return False
 
     def found(self, error: CkptconvError) -> None:
-        """Take ERROR, and return if the reader should go on."""
+        """Take `error`, and return if the reader should go on."""
         raise error
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """RECORDS have a checksum, or a deflate stream, that could be checked. Here nobody asks."""
+        """`records` have a checksum, or a deflate stream, that could be checked. Here nobody asks."""
 
     def pickles(self, found: PickleSequence) -> None:
-        """FOUND are about to be parsed. Only who goes on where they cannot be asks for what they name."""
+        """`found` are about to be parsed. Only who goes on where they cannot be asks for what they name."""
 
     def about(self, part: str) -> FaultSink:  # noqa: ARG002 - an error that is raised passes who knows
-        """The sink for a PART of the file."""
+        """The sink for a `part` of the file."""
         return self
 
     def again(self) -> FaultSink:
@@ -88,7 +88,7 @@ class CollectingSink(FaultSink):
         self._lines: set[str] = set()
 
     def found(self, error: CkptconvError) -> None:
-        """Keep ERROR."""
+        """Keep `error`."""
         line = str(error)
         if line in self._lines:
             return
@@ -99,15 +99,15 @@ class CollectingSink(FaultSink):
         self.errors.append(error)
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """Keep RECORDS."""
+        """Keep `records`."""
         self.records += records
 
     def pickles(self, found: PickleSequence) -> None:
-        """Keep FOUND."""
+        """Keep `found`."""
         self.named.append(found)
 
     def about(self, part: str) -> FaultSink:
-        """One that says what is found to be of PART."""
+        """One that says what is found to be of `part`."""
         return _About(self, part)
 
     def again(self) -> FaultSink:
@@ -116,7 +116,7 @@ class CollectingSink(FaultSink):
 
 
 class _About(FaultSink):
-    """The sink OF, for a PART."""
+    """The sink `of`, for a `part`."""
 
     def __init__(self, of: FaultSink, part: str) -> None:
         self.of = of

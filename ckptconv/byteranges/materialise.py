@@ -35,9 +35,9 @@ class CastBuffer(Protocol):
 
 
 class Pieces:
-    """Reads EVERY piece, any number of times.
+    """Reads `every` piece, any number of times.
 
-    A context manager: leaving it forgets what was inflated, for a while, into files without a name in FOLDER (else
+    A context manager: leaving it forgets what was inflated, for a while, into files without a name in `folder` (else
     where the system has such).
     """
 
@@ -63,7 +63,7 @@ class Pieces:
             os.close(span.source.fd)
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
-        """The bytes of PIECE, each buffer good until the next is asked for. Raises what reading raises."""
+        """The bytes of `piece`, each buffer good until the next is asked for. Raises what reading raises."""
         if isinstance(piece, InflateSlice):
             yield from reading.read(self.part(piece))
         elif isinstance(piece, Gather):
@@ -80,23 +80,23 @@ class Pieces:
             yield from reading.read(piece)
 
     def part(self, part: InflateSlice) -> ByteRange:
-        """Where PART can be read."""
+        """Where `part` can be read."""
         whole = self._whole(part.of)
         return ByteRange(whole.source, whole.offset + part.offset, part.length)
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
-        """What casts PIECE, at most so many bytes of what it is made of at once."""
+        """What casts `piece`, at most so many bytes of what it is made of at once."""
         from ckptconv.byteranges.kernels.casting import TorchCastBuffer
 
         return TorchCastBuffer(piece, most)
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
-        """Remember that so many NUMBERS of PIECE were too large."""
+        """Remember that so many `numbers` of `piece` were too large."""
         if numbers:
             self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + numbers
 
     def _cast(self, piece: Cast) -> Iterator[memoryview]:
-        """PIECE, in buffers of whole elements; what it is made of is checked where it has a checksum.
+        """`piece`, in buffers of whole elements; what it is made of is checked where it has a checksum.
 
         Raises MalformedError.
         """
@@ -110,7 +110,7 @@ class Pieces:
             yield result
 
     def _whole(self, data: ByteRange | Inflate) -> ByteRange:
-        """DATA where it can be read at any place: what is deflated is inflated once."""
+        """`data` where it can be read at any place: what is deflated is inflated once."""
         if isinstance(data, ByteRange):
             return data
         if id(data) not in self._inflated:
@@ -167,7 +167,7 @@ def _checked(span: ByteRange) -> Iterator[bytes]:
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
-    """Fill ROOM with what CHUNKS give, over and over: how many bytes are in it, each
+    """Fill `room` with what `chunks` give, over and over: how many bytes are in it, each
     time that it is full, and at the end.
     """
     filled = 0

@@ -43,7 +43,7 @@ def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
 
 
 def inflated(piece: Inflate) -> Iterator[bytes]:
-    """The bytes that PIECE stands for.
+    """The bytes that `piece` stands for.
 
     Raises MalformedError where they are not as many, or not those, that the archive promises.
     """

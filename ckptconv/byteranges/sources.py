@@ -52,7 +52,7 @@ class Readable:
         """Let go of what is open; twice is harmless."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
         parts = []
         while length:
             try:
@@ -67,7 +67,7 @@ class Readable:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
         while buffer:
             try:
                 done = os.preadv(self.fd, [buffer], offset)
@@ -79,7 +79,7 @@ class Readable:
             buffer = buffer[done:]
 
     def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - what is in memory alone is no file
-        """Whether OTHER is this very file, under whatever name."""
+        """Whether `other` is this very file, under whatever name."""
         return False
 
     def check_unchanged(self) -> None:
@@ -95,34 +95,34 @@ class Readable:
 
 
 class BytesSource(Readable):
-    """DATA, in memory. PATH is for messages."""
+    """`data`, in memory. `path` is for messages."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self.path, self.fd, self.size = path, -1, len(data)
         self._data = data
 
     def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET."""
+        """`length` bytes at `offset`."""
         return self._data[offset : offset + length]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET."""
+        """Fill `buffer` with what stands at `offset`."""
         buffer[:] = self._data[offset : offset + len(buffer)]
 
 
 class SliceSource(Readable):
-    """LENGTH bytes at OFFSET of OF, as if they were a file of their own."""
+    """`length` bytes at `offset` of `of`, as if they were a file of their own."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
         self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
         self.of, self.offset = of, offset
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly LENGTH bytes at OFFSET. Raises InputChangedError where the file has become shorter."""
+        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
         return self.of.read(self.offset + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET. Raises as :meth:`read` does."""
+        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
         self.of.read_into(self.offset + offset, buffer)
 
 
@@ -130,7 +130,7 @@ class Source(Readable):
     """A regular file, open for reading."""
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
-        """Open PATH. Raises InputError where it cannot be read or is no regular file."""
+        """Open `path`. Raises InputError where it cannot be read or is no regular file."""
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
             raise InputError("no path given: it is empty")
@@ -161,7 +161,7 @@ class Source(Readable):
             self.fd = -1
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Whether OTHER is this very file, under whatever name."""
+        """Whether `other` is this very file, under whatever name."""
         return (self._stat.st_dev, self._stat.st_ino) == (other.st_dev, other.st_ino)
 
     def check_unchanged(self) -> None:
@@ -176,7 +176,7 @@ class Source(Readable):
 
 
 class SourceFolder(Readable):
-    """Files that are one checkpoint: PATH is the folder that they stand in, or the index that names them.
+    """Files that are one checkpoint: `path` is the folder that they stand in, or the index that names them.
 
     Its bytes are those of its parts, one behind another.
 
@@ -189,7 +189,7 @@ class SourceFolder(Readable):
         faults: FaultSink = RAISED,
         open_file: Callable[[Path, FaultSink], Source] = Source,
     ) -> None:
-        """OPEN_FILE opens each part; its errors may say more than a source can."""
+        """`open_file` opens each part; its errors may say more than a source can."""
         self.path = Path(os.fsdecode(path))
         self.faults = faults
         self._open_file = open_file
@@ -202,14 +202,14 @@ class SourceFolder(Readable):
         self._open: dict[str, Source] = {}
 
     def open(self, name: str) -> Source:
-        """The file NAME in the folder, which is closed with it; the same one for the same name. Raises InputError."""
+        """The file `name` in the folder, which is closed with it; the same one for the same name. Raises InputError."""
         if name not in self._open:
             self._open[name] = self._open_file(self.folder / name, self.faults)
             self.add(self._open[name])
         return self._open[name]
 
     def add(self, part: Readable) -> int:
-        """Make PART one of the parts; where its bytes begin."""
+        """Make `part` one of the parts; where its bytes begin."""
         self.parts.append(part)
         self._start_of[id(part)] = self.size
         self._starts.append(self.size)
@@ -217,18 +217,21 @@ class SourceFolder(Readable):
         return self._starts[-1]
 
     def start_of(self, part: Readable) -> int:
-        """Where the bytes of PART begin; it becomes a part unless it is one."""
+        """Where the bytes of `part` begin; it becomes a part unless it is one."""
         if id(part) not in self._start_of:
             self.add(part)
         return self._start_of[id(part)]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly LENGTH bytes at OFFSET, of one part. Raises InputChangedError where its file has become shorter."""
+        """Exactly `length` bytes at `offset`, of one part.
+
+        Raises InputChangedError where its file has become shorter.
+        """
         part, start = self._part_at(offset)
         return part.read(offset - start, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET of one part. Raises as :meth:`read` does."""
+        """Fill `buffer` with what stands at `offset` of one part. Raises as :meth:`read` does."""
         part, start = self._part_at(offset)
         part.read_into(offset - start, buffer)
 
@@ -237,7 +240,7 @@ class SourceFolder(Readable):
         return self.parts[i], self._starts[i]
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Whether OTHER is one of the files."""
+        """Whether `other` is one of the files."""
         return any(part.is_same_file(other) for part in self.parts)
 
     def check_unchanged(self) -> None:
@@ -284,8 +287,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _leave_spare(fd: int) -> None:
-    """Let the process have more files open, as far as the system's hard limit goes, once FD shows that it has nearly as
-    many as it may: a set can have more shards than the usual 1,024.
+    """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
+    as many as it may: a set can have more shards than the usual 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:

@@ -121,7 +121,7 @@ class Literal(Piece):
 
 @dataclass(frozen=True)
 class ByteRange(Piece):
-    """LENGTH bytes at OFFSET of SOURCE. ``crc32`` is what their checksum should be, where the source says it."""
+    """`length` bytes at `offset` of `source`. ``crc32`` is what their checksum should be, where the source says it."""
 
     source: ByteSource
     offset: int
@@ -150,7 +150,7 @@ class ByteRange(Piece):
 
 @dataclass(frozen=True)
 class Inflate(Piece):
-    """LENGTH bytes that the deflate stream OF gives; ``crc32`` is that of the result."""
+    """`length` bytes that the deflate stream `of` gives; ``crc32`` is that of the result."""
 
     of: ByteRange
     length: int
@@ -167,7 +167,7 @@ class Inflate(Piece):
 
 @dataclass(frozen=True)
 class InflateSlice(Piece):
-    """LENGTH bytes at OFFSET of what the deflate stream OF gives."""
+    """`length` bytes at `offset` of what the deflate stream `of` gives."""
 
     of: Inflate
     offset: int
@@ -179,9 +179,9 @@ class InflateSlice(Piece):
 
 @dataclass(frozen=True)
 class Concat(Piece):
-    """PARTS one behind another, LENGTH bytes in all.
+    """`parts` one behind another, `length` bytes in all.
 
-    They are parts of WHOLE, whose checksum says whether they are what they should be; where that
+    They are parts of `whole`, whose checksum says whether they are what they should be; where that
     is None, each is whole and has its own.
     """
 
@@ -225,9 +225,9 @@ class Concat(Piece):
 
 @dataclass(frozen=True)
 class Gather(Piece):
-    """The elements of a strided view of OF, in row-major order, LENGTH bytes in all.
+    """The elements of a strided view of `of`, in row-major order, `length` bytes in all.
 
-    Shape, stride and offset count elements of ITEMSIZE bytes.
+    Shape, stride and offset count elements of `itemsize` bytes.
     """
 
     of: ByteRange | Inflate
@@ -245,8 +245,8 @@ class Gather(Piece):
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """A part of a tensor, whole in OF: its first index and its number of indices in each dimension
-    of the tensor, and its own strides in OF.
+    """A part of a tensor, whole in `of`: its first index and its number of indices in each dimension
+    of the tensor, and its own strides in `of`.
     """
 
     of: ByteRange
@@ -257,8 +257,8 @@ class ChunkPlacement:
 
 @dataclass(frozen=True)
 class Assemble(Piece):
-    """The elements of a tensor of SHAPE, in row-major order, LENGTH bytes in all: each of ITEMSIZE bytes, and in one of
-    PLACEMENTS, which are in the order of their first indices.
+    """The elements of a tensor of `shape`, in row-major order, `length` bytes in all: each of `itemsize` bytes, and in
+    one of `placements`, which are in the order of their first indices.
     """
 
     placements: tuple[ChunkPlacement, ...]
@@ -274,11 +274,12 @@ class Assemble(Piece):
 
 @dataclass(frozen=True)
 class Cast(Piece):
-    """Each element of OF, which are of the dtype OLD, as one of the dtype NEW, LENGTH bytes in all.
+    """Each element of `of`, which are of the dtype `old`, as one of the dtype `new`, `length` bytes in all.
 
-    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. SWAPPED_IN: in OF the bytes of each number stand
-    the other way round; SWAPPED_OUT: so they shall stand in the result. ``paths`` are those of the tensors that show
-    these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of them.
+    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. `swapped_in`: in `of` the bytes of each number
+    stand the other way round; `swapped_out`: so they shall stand in the result. ``paths`` are those of the tensors that
+    show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of
+    them.
     """
 
     of: Piece
@@ -317,7 +318,7 @@ class Cast(Piece):
 
 @dataclass(frozen=True)
 class Deferred(Piece):
-    """LENGTH bytes that hold checksums: MAKE gives them, called with those of
+    """`length` bytes that hold checksums: `make` gives them, called with those of
     :attr:`OutFile.sums`, in order, when all are known.
     """
 
@@ -331,10 +332,10 @@ Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
 
 @dataclass(frozen=True)
 class OutFile:
-    """One file to write: its PIECES in order, and their SIZE in bytes.
+    """One file to write: its `pieces` in order, and their `size` in bytes.
 
     ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
-    to the :class:`Deferred` pieces. What is computed in it is one of PIECES.
+    to the :class:`Deferred` pieces. What is computed in it is one of `pieces`.
     """
 
     path: Path
@@ -344,5 +345,5 @@ class OutFile:
 
     @classmethod
     def copy_of(cls, source: ByteSource, path: Path) -> OutFile:
-        """All of SOURCE, as the file PATH."""
+        """All of `source`, as the file `path`."""
         return cls(path, (ByteRange(source, 0, source.size),) if source.size else (), source.size)

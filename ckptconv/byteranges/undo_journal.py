@@ -99,12 +99,15 @@ def state_of(target: Path) -> bytes | None:
 
     Anything odd under that name counts as hot: it is for a person to look at.
     """
+    path = journal_path(target)
+    if not os.path.lexists(path):
+        return None
     try:
-        with _opened(journal_path(target)) as fd:
+        with _opened(path) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return HOT
             return DONE if os.pread(fd, 20, 0) == MAGIC + DONE else HOT
-    except FileNotFoundError:
+    except FileNotFoundError:  # by now
         return None
     except OSError:
         return HOT

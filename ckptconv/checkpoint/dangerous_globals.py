@@ -170,13 +170,13 @@ _GETATTRS = ("builtins.getattr", "inspect.getattr_static")
 
 
 def dangerous_globals(graph: Graph) -> Iterator[str]:
-    """The dangerous globals that GRAPH names, each once, as the reading Python would look them up."""
+    """The dangerous globals that `graph` names, each once, as the reading Python would look them up."""
     named = (imported_name(node, graph.protocol) for node in graph.globals if is_dangerous(node))
     yield from dict.fromkeys([*named, *(what for what, _ in reaches(graph))])
 
 
 def is_dangerous(node: Global) -> bool:
-    """Whether NODE is a dangerous global, as it is spelled or as Python 2's name: torch's safe
+    """Whether `node` is a dangerous global, as it is spelled or as Python 2's name: torch's safe
     loader maps those under every protocol.
     """
     module, name = imported_as(node, 2)
@@ -208,7 +208,7 @@ def _is_file(package: list[str], attributes: list[str]) -> bool:
 
 
 def _is_listed(words: list[str], package: int) -> bool:
-    """Whether WORDS, of which PACKAGE are the module's, name something on the lists, as a whole or
+    """Whether `words`, of which `package` are the module's, name something on the lists, as a whole or
     behind an attribute.
     """
     starts = (0, *range(package, len(words)))
@@ -220,7 +220,7 @@ def _is_listed(words: list[str], package: int) -> bool:
 
 
 def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What GRAPH does that nobody needs with ``getattr`` and its like, and where: innards looked up, names that are
+    """What `graph` does that nobody needs with ``getattr`` and its like, and where: innards looked up, names that are
     computed, the function itself handed on. And with arrays in files: make one.
     """
     functions = {id(node) for node in graph.globals if imported_name(node, 2) in _LOOK_UP}
@@ -248,7 +248,10 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
 
 
 def _looked_up(call: Call, function: Global, *, is_used: bool) -> Iterator[str]:
-    """Names that CALL of FUNCTION looks up and no checkpoint needs. IS_USED: something is called with what it gives."""
+    """Names that `call` of `function` looks up and no checkpoint needs.
+
+    `is_used`: something is called with what it gives.
+    """
     args = args_of(call)
     name = imported_name(function, 2)
     is_getattr = "getattr" in name
@@ -268,7 +271,7 @@ def _looked_up(call: Call, function: Global, *, is_used: bool) -> Iterator[str]:
 
 
 def _base_of(value: Value) -> tuple[str, str] | None:
-    """Module and name of what VALUE is: a global, or what ``getattr`` gives of one."""
+    """Module and name of what `value` is: a global, or what ``getattr`` gives of one."""
     names: list[str] = []
     while isinstance(value, Call) and (_name_of(value.callable) or "").endswith(_GETATTRS):
         args = args_of(value)

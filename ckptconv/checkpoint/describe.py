@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # members of what a call makes
 
 
 def is_flat(node: Value) -> bool:
-    """Whether NODE is a sequence or set of atoms, an empty mapping, or a word of torch's."""
+    """Whether `node` is a sequence or set of atoms, an empty mapping, or a word of torch's."""
     members = members_of(node, _LOOKED_AT)
     if members is not None:
         return not any(isinstance(item, Node) for item in members)
@@ -37,7 +37,7 @@ def is_flat(node: Value) -> bool:
 
 
 def describe(node: Value) -> str:
-    """A line for NODE that costs little whatever it is."""
+    """A line for `node` that costs little whatever it is."""
     members = members_of(node, _LOOKED_AT)
     if members is not None and is_flat(node):
         return _short_sequence(node, members)
@@ -79,7 +79,7 @@ def _short_call(node: Call) -> str:
 
 
 def _short_sequence(node: Value, items: list[Value]) -> str:
-    """NODE, in which ITEMS are, as Python writes it, but that a frozenset looks like a set."""
+    """`node`, in which `items` are, as Python writes it, but that a frozenset looks like a set."""
     opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
     if not items and opening == "{":
         return "set()"

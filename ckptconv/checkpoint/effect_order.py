@@ -31,7 +31,7 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
 
 
 def _is_settled(node: Node, latest: dict[int, int]) -> bool:
-    """Whether what NODE is called with, and the states it is given, were complete by then."""
+    """Whether what `node` is called with, and the states it is given, were complete by then."""
     if isinstance(node, Call) and not _before([node.callable, node.args, node.kwargs], node.order, latest):
         return False
     effects = node.effects if isinstance(node, Object) else []
@@ -43,8 +43,9 @@ def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> b
 
 
 def _latest(root: Value) -> dict[int, int] | None:
-    """For each node below ROOT, by id, the number of the last effect in it and in what it is made of; None where
-    something stands in itself.
+    """For each node below `root`, by id, the number of the last effect in it and in what it is made of.
+
+    None where something stands in itself.
     """
     latest: dict[int, int] = {}
     open_: set[int] = set()

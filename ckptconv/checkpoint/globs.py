@@ -10,7 +10,8 @@ __all__ = ["glob_of", "matches"]
 
 
 def matches(glob: str, path: str, name: str | None) -> bool:
-    """Whether GLOB means the tensor at PATH: by its path if GLOB has a slash or the tensor no NAME, else by its name.
+    """Whether `glob` means the tensor at `path`: by its path if `glob` has a slash or the tensor no `name`, else by its
+    name.
 
     ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes.
     """
@@ -20,6 +21,6 @@ def matches(glob: str, path: str, name: str | None) -> bool:
 
 
 def glob_of(path: str, name: str | None) -> str:
-    """The glob that means the tensor at PATH and, as far as globs can tell, no other."""
+    """The glob that means the tensor at `path` and, as far as globs can tell, no other."""
     literal = path if "/" in path or name is None else name
     return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

@@ -160,8 +160,9 @@ class Index:
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For a walk: `tensors` (by the id of their node) and torch's small words are leaves; a tensor's attributes stand
-    in it.
+    """For a walk: `tensors` (by the id of their node) and torch's small words are leaves.
+
+    A tensor's attributes stand in it.
     """
 
     def leaf(node: Node) -> list[Value] | None:

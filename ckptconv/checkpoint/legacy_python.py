@@ -46,7 +46,7 @@ def text_of(value: Value) -> str | None:
 
 
 def modernize(graph: Graph) -> None:
-    """Say everything in GRAPH as today's torch and Python do."""
+    """Say everything in `graph` as today's torch and Python do."""
     if not _PYTHON_2.isdisjoint(graph.used):
         for call in graph.calls:
             if is_global(call.callable, "collections.OrderedDict"):
@@ -99,13 +99,13 @@ def _set_items(call: Call, graph: Graph) -> None:
 
 
 def _state(call: Call) -> Tuple | None:
-    """The one thing that is done to what CALL gives, if it is a state that is a tuple."""
+    """The one thing that is done to what `call` gives, if it is a state that is a tuple."""
     state = next(iter(call.states()), None) if call.kind == "REDUCE" and len(call.effects) == 1 else None
     return state if isinstance(state, Tuple) else None
 
 
 def _parameter(call: Call) -> Tuple | None:
-    """Tensor, ``requires_grad`` and hooks of the parameter that CALL makes: of torch 0.4 ``Parameter(tensor,
+    """Tensor, ``requires_grad`` and hooks of the parameter that `call` makes: of torch 0.4 ``Parameter(tensor,
     requires_grad)``, before that ``Parameter(tensor)`` and a state.
     """
     args, state = args_of(call), _state(call)
@@ -118,7 +118,7 @@ def _parameter(call: Call) -> Tuple | None:
 
 
 def _become(call: Call, function: Global, args: Tuple) -> None:
-    """Make of CALL and its state, if it has one, one call, which comes when the state came."""
+    """Make of `call` and its state, if it has one, one call, which comes when the state came."""
     call.callable, call.args = function, args
     if call.effects:
         call.order = call.effects[0].order

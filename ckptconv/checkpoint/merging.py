@@ -29,7 +29,7 @@ __all__ = ["Merger", "split"]
 
 
 class Merger:
-    """Puts checkpoints whose bytes are parts of SOURCE together, and tensors that are made here."""
+    """Puts checkpoints whose bytes are parts of `source` together, and tensors that are made here."""
 
     def __init__(self, source: SourceFolder) -> None:
         self.source = source
@@ -42,9 +42,9 @@ class Merger:
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
-        """PART's root, which belongs to the whole from now on.
+        """`part`'s root, which belongs to the whole from now on.
 
-        IN_ORDER: it will stand behind all that was taken before, so the order of its effects can stay.
+        `in_order`: it will stand behind all that was taken before, so the order of its effects can stay.
         """
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ class Merger:
         return part.graph.root
 
     def _move(self, part: Checkpoint) -> None:
-        """Put PART's effects behind those of all others, and its long texts where the whole source has them."""
+        """Put `part`'s effects behind those of all others, and its long texts where the whole source has them."""
         before = self._latest
         for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
             if isinstance(node, Blob):
@@ -95,7 +95,7 @@ class Merger:
         return order
 
     def checkpoint(self, name: str, root: Value, container: object = None) -> Checkpoint:
-        """All that ROOT leads to, as a checkpoint in the format NAME. Raises MalformedError, LimitError."""
+        """All that `root` leads to, as a checkpoint in the format `name`. Raises MalformedError, LimitError."""
         self._graph.root = root
         graph = subgraph(self._graph, root)
         reached = set(graph.globals)
@@ -111,7 +111,7 @@ class Merger:
 
 
 def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None]]) -> Iterator[Checkpoint]:
-    """A checkpoint for each root of PARTS, on the same nodes; to be laid out before the next is asked for.
+    """A checkpoint for each root of `parts`, on the same nodes; to be laid out before the next is asked for.
 
     Beside a root stands the one that :class:`Merger` took there, if it is to stay in the container that it came in.
     """

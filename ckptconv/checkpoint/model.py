@@ -16,8 +16,10 @@ __all__ = ["Checkpoint", "DeviceArgument", "LeftBehind", "Reference", "Storage",
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One checkpoint, parsed. The graph is the only truth and is edited in place, and so is what ``references`` to
-    storages stand for; the ``index`` is derived from them. Whoever edits the graph calls :meth:`changed`.
+    """One checkpoint, parsed.
+
+    The graph is the only truth and is edited in place, and so is what ``references`` to storages stand for; the
+    ``index`` is derived from them. Whoever edits the graph calls :meth:`changed`.
 
     ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text
     (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the

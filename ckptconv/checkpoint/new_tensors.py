@@ -19,7 +19,7 @@ __all__ = ["TensorCalls", "empty_graph", "row_major"]
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that torch gives a tensor of SHAPE whose elements stand in order."""
+    """The strides that torch gives a tensor of `shape` whose elements stand in order."""
     return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
@@ -29,7 +29,7 @@ def empty_graph() -> Graph:
 
 
 class TensorCalls:
-    """Makes calls for GRAPH, which share their globals, as a pickle does."""
+    """Makes calls for `graph`, which share their globals, as a pickle does."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -38,9 +38,9 @@ class TensorCalls:
     def tensor(
         self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
     ) -> Call:
-        """A tensor that is all of the storage KEY, of NBYTES, in row-major order.
+        """A tensor that is all of the storage `key`, of `nbytes`, in row-major order.
 
-        CONJ, NEG: its numbers are still to be conjugated, negated.
+        `conj`, `neg`: its numbers are still to be conjugated, negated.
         """
         typed = dtype.storage_class is not None
         storage_class = (

@@ -66,7 +66,7 @@ _ROOM, _ROOM_EACH = 1_000_000, 100
 
 @dataclass(frozen=True, eq=False)
 class PickledModule:
-    """A whole module at PATH: its class as the pickle names it, and its state dict, name → node of the tensor, in
+    """A whole module at `path`: its class as the pickle names it, and its state dict, name → node of the tensor, in
     ``state_dict()``'s order.
 
     ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something
@@ -95,7 +95,7 @@ class PickledModule:
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Whether PLACE is an attribute that torch gives this module or one inside it for its own
+        """Whether `place` is an attribute that torch gives this module or one inside it for its own
         use, and nothing of the model's is in it.
         """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
@@ -105,9 +105,9 @@ class PickledModule:
 
 
 def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]] | None) -> list[PickledModule]:
-    """The modules of INDEX that stand in no other module, each where it stands in the fewest things.
+    """The modules of `index` that stand in no other module, each where it stands in the fewest things.
 
-    A TorchScript archive, of whose classes SCRIPTS tells, is its root or none.
+    A TorchScript archive, of whose classes `scripts` tells, is its root or none.
     """
     reader = _Reader(index, scripts or {})
     places = index.places if scripts is None else index.places[:1]
@@ -183,7 +183,7 @@ class _Reader:
         return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in PARTS)
 
     def attribute(self, node: Call, name: str) -> Value:
-        """The attribute NAME of the object NODE: the last that a state gives it."""
+        """The attribute `name` of the object `node`: the last that a state gives it."""
         for state in reversed(_states(node)):
             value = self.strings(state).get(name)
             if value is not None:
@@ -191,7 +191,7 @@ class _Reader:
         return None
 
     def strings(self, mapping: Value) -> dict[str, Value]:
-        """MAPPING's string keys and their values, the last of each."""
+        """`mapping`'s string keys and their values, the last of each."""
         if not isinstance(mapping, Object):
             return {}
         if id(mapping) not in self.items:  # once: any number of modules can share it
@@ -199,7 +199,7 @@ class _Reader:
         return self.items[id(mapping)]
 
     def members(self, node: Value) -> frozenset[str]:
-        """The strings in the set NODE."""
+        """The strings in the set `node`."""
         if id(node) not in self.sets:  # once: any number of modules can share it too
             self.sets[id(node)] = frozenset(each for each in members_of(node) or () if isinstance(each, str))
         return self.sets[id(node)]
@@ -273,7 +273,7 @@ class _Reader:
             level.unknown.append((name, value))
 
     def add_packed(self, level: _Level, name: str, packed: Call) -> None:
-        """The tensors of a C++ object that is the attribute NAME."""
+        """The tensors of a C++ object that is the attribute `name`."""
         if id(packed) not in self.packed:
             self.packed[id(packed)] = self.tensors_below(packed)
         found, opened = self.packed[id(packed)]
@@ -287,7 +287,7 @@ class _Reader:
         level.tensors += [(each, holder, None, node) for each, (holder, node) in zip(names, found, strict=False)]
 
     def tensors_below(self, packed: Call) -> tuple[list[tuple[Node, Node]], list[Node]]:
-        """The tensors in PACKED, each with what it stands in, and what they stand in altogether."""
+        """The tensors in `packed`, each with what it stands in, and what they stand in altogether."""
         found: list[tuple[Node, Node]] = []
         opened: dict[int, Node] = {id(packed): packed}
         todo: list[tuple[Node, Value]] = [(packed, child) for child in reversed(children(packed))]
@@ -331,7 +331,7 @@ class _Reader:
         return module
 
     def take(self, module: PickledModule, prefix: str, level: _Level) -> None:
-        """Add the names of LEVEL, behind PREFIX."""
+        """Add the names of `level`, behind `prefix`."""
         module.opened.update(map(id, level.opened))
         for name, holder, key, node in level.tensors:
             module.tensors[prefix + name] = node
@@ -349,7 +349,7 @@ def _trouble(again: bool, prefix: str, room: int) -> str | None:
 
 
 def _states(node: Call) -> list[Dict]:
-    """What gives the object NODE its attributes, in order.
+    """What gives the object `node` its attributes, in order.
 
     An object with slots has a pair: its attributes, its slots.
     """
@@ -362,7 +362,7 @@ def _states(node: Call) -> list[Dict]:
 
 
 def _conv_state(node: Call) -> Tuple | None:
-    """The state of NODE, if it is a quantized convolution."""
+    """The state of `node`, if it is a quantized convolution."""
     cls = node.callable
     if not isinstance(cls, Global) or "quantized" not in cls.module or "Conv" not in cls.name:
         return None
@@ -378,14 +378,14 @@ def _class_of(node: Call) -> str:
 
 
 def _is_empty(node: Value) -> bool:
-    """Whether NODE is an atom, a mapping without items, or what a call without arguments gives."""
+    """Whether `node` is an atom, a mapping without items, or what a call without arguments gives."""
     if not isinstance(node, Object):
         return not isinstance(node, Node)
     return not node.effects and not (isinstance(node, Call) and children(node.args))
 
 
 def detached(node: Node) -> Node:
-    """What ``detach()`` makes of the tensor NODE, as ``state_dict()`` does: a plain tensor without gradient and
+    """What ``detach()`` makes of the tensor `node`, as ``state_dict()`` does: a plain tensor without gradient and
     attributes. A tensor of another class stays what it is.
     """
     while isinstance(node, Call):

@@ -31,11 +31,11 @@ def checkpoint_of(
     where: str,
     faults: FaultSink | None = None,
 ) -> Checkpoint:
-    """The checkpoint that GRAPH describes, in the format NAME: its storages, tensors and places.
+    """The checkpoint that `graph` describes, in the format `name`: its storages, tensors and places.
 
     Raises MalformedError, LimitError.
 
-    RECORD gives the bytes that a storage's key stands for; WHERE is for errors; FAULTS takes what
+    `record` gives the bytes that a storage's key stands for; `where` is for errors; `faults` takes what
     is wrong, instead of the source's own sink.
     """
     faults = faults or source.faults
@@ -63,7 +63,7 @@ def _storage(
     record: Callable[[str], Data | None],
     where: str,
 ) -> Storage:
-    """The storage that NODE names; STORAGES gains it, and CLASSES what its class says."""
+    """The storage that `node` names; `storages` gains it, and `classes` what its class says."""
     cls, key, tag, numel = said = checked_storage_id(node, where)
     nbytes = numel * said.dtype.itemsize
     first = classes.setdefault(key, said.dtype)

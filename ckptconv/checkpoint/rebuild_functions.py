@@ -96,7 +96,7 @@ class OtherDType(Global):
 
 
 def torch_device(node: Value) -> str | None:
-    """The device that NODE says: a call of ``torch.device``, or a string."""
+    """The device that `node` says: a call of ``torch.device``, or a string."""
     if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
         parts = node.args.items
         if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
@@ -125,8 +125,9 @@ def device_arguments(call: Call) -> list[DeviceArgument]:
 
 @dataclass(frozen=True)
 class StridedPart:
-    """What makes a strided tensor inside a call: the FUNCTION, by its name and as it stands there, and its arguments;
-    NESTED in the arguments of one that gives it a class.
+    """What makes a strided tensor inside a call: the `function`, by its name and as it stands there, and its arguments.
+
+    `nested` in the arguments of one that gives it a class.
     """
 
     function: str
@@ -136,7 +137,7 @@ class StridedPart:
 
 
 def strided_part(call: Call) -> StridedPart | None:
-    """The part of CALL that makes a strided tensor, if it does."""
+    """The part of `call` that makes a strided tensor, if it does."""
     function, args, nested = call.callable, call.args, str(call.callable) in FROM_TYPE
     if nested:
         outer = [*args_of(call), None, None, None]
@@ -157,7 +158,7 @@ class _Bad(Exception):
 class TensorReader:
     """Reads rebuild calls; remembers the tensors, each under every path at which it stands.
 
-    KNOWN are tensors, by the id of their node, that need not be read.
+    `known` are tensors, by the id of their node, that need not be read.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class TensorReader:
         self.depth = 0
 
     def visit(self, place: Place) -> None:
-        """Remember the tensor at PLACE, if there is one."""
+        """Remember the tensor at `place`, if there is one."""
         node = place.node
         if not isinstance(node, Call):
             return
@@ -213,7 +214,7 @@ class TensorReader:
         return None if first == path else first
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """The tensor that FUNCTION makes of ARGS; None where something inside it is unknown."""
+        """The tensor that `function` makes of `args`; None where something inside it is unknown."""
         if self.depth == LIMITS.nested_calls:
             raise LimitError(
                 "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
@@ -364,7 +365,7 @@ class TensorReader:
 
 
 def _rebuilder(node: Value) -> str | None:
-    """The name of the rebuild function that NODE calls, if it calls one."""
+    """The name of the rebuild function that `node` calls, if it calls one."""
     if isinstance(node, Call) and isinstance(node.callable, Global) and isinstance(node.args, Tuple):
         name = f"{node.callable.module}.{node.callable.name}"
         return name if name in _REBUILDERS else None
@@ -372,7 +373,7 @@ def _rebuilder(node: Value) -> str | None:
 
 
 def is_word(node: Node) -> bool:
-    """Whether NODE is one of torch's small words, which nothing of interest stands in."""
+    """Whether `node` is one of torch's small words, which nothing of interest stands in."""
     return isinstance(node, Call) and is_global(
         node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout"
     )
@@ -407,20 +408,20 @@ def _is_partial(cls: Value) -> bool:
 
 
 def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """What to know where some of TENSORS are partial."""
+    """What to know where some of `tensors` are partial."""
     paths = [path for path, info in tensors.items() if info.kind == "partial"]
     what = "the file holds what one process had of each, and the shape is that of the whole"
     return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
 
 
 def _built(node: Value) -> Value:
-    """The state of the object NODE, if that is all that is done to it."""
+    """The state of the object `node`, if that is all that is done to it."""
     states = node.states() if isinstance(node, Call) and len(node.effects) == 1 else []
     return next(iter(states), None)
 
 
 def _item(mapping: Value, key: str) -> Value:
-    """What MAPPING has under KEY, if that is one of its first items: any number of objects can have the
+    """What `mapping` has under `key`, if that is one of its first items: any number of objects can have the
     same mapping.
     """
     pairs = islice(mapping.pairs(), 4) if isinstance(mapping, Dict) else ()
@@ -454,7 +455,7 @@ def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _check_bounds(storage: Storage, dtype: DType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """The last element must lie in the storage. (Python's integers do not overflow.)"""
+    """The last element must lie in the storage. (Python's integers do not overflow.)."""
     if 0 in shape:
         return
     end = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1

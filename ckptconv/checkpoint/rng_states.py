@@ -26,7 +26,7 @@ _RNG_WORDS = {"rng", "seed", "random", "generator"}
 
 
 class RngStates:
-    """The tensors of INDEX that could be RNG states, and how sure that is without knowing its state dicts."""
+    """The tensors of `index` that could be RNG states, and how sure that is without knowing its state dicts."""
 
     def __init__(self, index: Index) -> None:
         self._tensor_nodes = index.tensor_nodes
@@ -39,11 +39,11 @@ class RngStates:
         self._rng_mappings: dict[int, bool] = {}  # whether a certain state, or python's and numpy's, is in it
 
     def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
-        """The RNG states, where STATE_DICTS are the ids of the state dicts' nodes."""
+        """The RNG states, where `state_dicts` are the ids of the state dicts' nodes."""
         return [self._info(place) for place in self._candidates if self._is_rng(place, state_dicts)]
 
     def are_all_tensors_of(self, node: Object) -> bool:
-        """Whether the mapping NODE holds RNG states and no other tensors."""
+        """Whether the mapping `node` holds RNG states and no other tensors."""
         tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self._tensor_nodes}
         return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
 

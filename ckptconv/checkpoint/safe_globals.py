@@ -106,7 +106,7 @@ _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer
 
 
 def is_allowed(node: Global) -> bool:
-    """Whether the unpickler takes NODE. Whatever the protocol, it maps Python 2's names first."""
+    """Whether the unpickler takes `node`. Whatever the protocol, it maps Python 2's names first."""
     return imported_name(node, 2) in ALLOWED
 
 
@@ -123,9 +123,9 @@ def can_be_made_loadable(graph: Graph) -> bool:
 
 
 def obstacles(graph: Graph, nodes: Iterable[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """What in GRAPH the unpickler refuses however it is written: a global's name or a reason, and where it stands.
+    """What in `graph` the unpickler refuses however it is written: a global's name or a reason, and where it stands.
 
-    NODES are all of GRAPH, where they are known.
+    `nodes` are all of `graph`, where they are known.
     """
     if _is_long(graph.root):
         yield _LONG, graph.root

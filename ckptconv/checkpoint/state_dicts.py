@@ -79,8 +79,9 @@ class Detected:
         return {info.storage for info in self.rng_states if info.storage}
 
     def main(self) -> list[StateDict] | list[PickledModule]:
-        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list;
-        several or none where that is not clear.
+        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list.
+
+        Several or none where that is not clear.
 
         The only one (as the root always is: there are none inside it), else the one under a usual
         name; a module where no state dict has one.
@@ -105,7 +106,7 @@ class Detected:
         )
 
     def is_usual(self, path: str) -> bool:
-        """Whether PATH is a name that people give their model, at the root or as its attribute."""
+        """Whether `path` is a name that people give their model, at the root or as its attribute."""
         above = "" if self.root == "." else self.root + "/"
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
@@ -113,9 +114,9 @@ class Detected:
 def detect(
     index: Index, *, is_state_dict: bool = False, scripts: Mapping[str, tuple[list[str], list[str]]] | None = None
 ) -> Detected:
-    """The state dicts, optimizers, modules and generator states that INDEX has.
+    """The state dicts, optimizers, modules and generator states that `index` has.
 
-    IS_STATE_DICT: its root is one, by its format. SCRIPTS: of a TorchScript archive the classes of modules.
+    `is_state_dict`: its root is one, by its format. `scripts`: of a TorchScript archive the classes of modules.
     """
     reader = _Reader(index, is_state_dict, read_modules(index, scripts))
     return Detected(

@@ -19,8 +19,9 @@ __all__ = ["piece_of"]
 
 
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of INFO, a strided tensor, in row-major order, little-endian; its
-    storage's numbers stand in BYTEORDER.
+    """The elements of `info`, a strided tensor, in row-major order, little-endian.
+
+    Its storage's numbers stand in `byteorder`.
     """
     assert info.storage is not None
     data = info.storage.data
@@ -44,7 +45,7 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
 
 
 def _part_around(chain: Concat, offset: int) -> tuple[ByteRange, int]:
-    """The part of CHAIN that has the byte at OFFSET, and where in it that is.
+    """The part of `chain` that has the byte at `offset`, and where in it that is.
 
     A view lies within one part, because parts are made of what views reach over.
     """

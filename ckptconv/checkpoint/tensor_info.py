@@ -33,9 +33,9 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class DeviceArgument:
-    """A device that is no storage's tag: argument INDEX of a rebuild call (xla tensors, wrapper subclasses).
+    """A device that is no storage's tag: argument `index` of a rebuild call (xla tensors, wrapper subclasses).
 
-    NESTED: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
+    `nested`: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
     the argument is one of ``arguments``.
     """
 

@@ -32,7 +32,7 @@ __all__ = ["convert_batch"]
 
 
 def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool) -> int:
-    """Convert all of LISTING, say what became of each as soon as it is known, and of all in the end."""
+    """Convert all of `listing`, say what became of each as soon as it is known, and of all in the end."""
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
     style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
@@ -78,7 +78,7 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
 
 @contextmanager
 def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
-    """Say after Ctrl-C how many of LISTING are DONE, and how the rest is."""
+    """Say after Ctrl-C how many of `listing` are `done`, and how the rest is."""
     try:
         yield
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
 
 
 def _brief(outcome: Outcome) -> Outcome:
-    """What the sum needs of OUTCOME: a hundred thousand reports would have millions of names."""
+    """What the sum needs of `outcome`: a hundred thousand reports would have millions of names."""
     report = outcome.report
     return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
 
@@ -99,7 +99,7 @@ def _show_outcome(
 ) -> None:
     """Say what became of one item.
 
-    WHY gains the inputs that failed, by what went wrong; what went wrong before is said in the
+    `why` gains the inputs that failed, by what went wrong; what went wrong before is said in the
     end alone, unless nothing is said then.
     """
     report = outcome.report
@@ -145,8 +145,9 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
 
 @contextmanager
 def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
-    """One bar for all of LISTING on a terminal, as large as its inputs until an output says what it is; what to call
-    with bytes, and with outcomes.
+    """One bar for all of `listing` on a terminal, as large as its inputs until an output says what it is.
+
+    What to call with bytes, and with outcomes.
     """
     sizes: dict[str, int] = {}
     if not quiet and sys.stderr.isatty():

@@ -127,5 +127,5 @@ def _show(
 
 
 def _rows_of(lines: list[str], style: Style) -> int:
-    """How much of the screen LINES take: the terminal breaks what is too long for it."""
+    """How much of the screen `lines` take: the terminal breaks what is too long for it."""
     return sum(max(1, -(-cells(click.unstyle(line)) // style.columns)) for line in lines)

@@ -15,7 +15,7 @@ __all__ = ["difference_as_dict", "report_as_dict", "skipped_as_dict", "verdict_a
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
-    """REPORT for ``--json``."""
+    """`report` for ``--json``."""
     changes = report.changes
     return {
         "schema_version": SCHEMA_VERSION,
@@ -47,7 +47,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
 
 
 def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
-    """VERDICT for ``--json``."""
+    """`verdict` for ``--json``."""
     return {
         "schema_version": SCHEMA_VERSION,
         "path": verdict.path,
@@ -63,7 +63,7 @@ def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
 
 
 def difference_as_dict(difference: Difference) -> dict[str, Any]:
-    """DIFFERENCE for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
+    """`difference` for ``--json``; an infinity, which JSON has no number for, is the text ``inf``."""
     return {
         "schema_version": SCHEMA_VERSION,
         "a": difference.a,

@@ -17,7 +17,7 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 def _no_flag_as_replacement(
     context: click.Context, _: click.Parameter, value: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """VALUE, unless a replacement was forgotten and what follows was taken for it:
+    """`value`, unless a replacement was forgotten and what follows was taken for it:
     ``--rename REGEX --dry-run`` would write.
     """
     flags = {flag for option in context.command.params for flag in option.opts}
@@ -68,7 +68,7 @@ _EDITS = (
 
 
 def edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """COMMAND with the options that take parts and edit names."""
+    """`command` with the options that take parts and edit names."""
     for option in reversed(_EDITS):
         command = option(command)
     return command

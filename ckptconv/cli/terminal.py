@@ -26,7 +26,7 @@ def show_error(error: CkptconvError) -> None:
 
 
 def style_of(stream: TextIO) -> Style:
-    """What STREAM can show."""
+    """What `stream` can show."""
     terminal = stream.isatty()
     return Style(
         width=screen_size().columns if terminal else None,
@@ -43,7 +43,7 @@ def screen_size() -> os.terminal_size:
 
 @contextmanager
 def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar on a terminal, for outputs of a SIZE that takes a while."""
+    """A progress bar on a terminal, for outputs of a `size` that takes a while."""
     if quiet or not sys.stderr.isatty() or size < PROGRESS_FROM:
         yield None
         return
@@ -53,7 +53,7 @@ def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
 
 @contextmanager
 def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
-    """A bar on standard error for SIZE bytes, and its task."""
+    """A bar on standard error for `size` bytes, and its task."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar

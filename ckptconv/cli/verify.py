@@ -80,5 +80,5 @@ def verify_command(
 
 
 def _cannot_verify(path: str, error: CkptconvError) -> dict[str, Any]:
-    """What ``--json`` says of a PATH at which nothing could be opened."""
+    """What ``--json`` says of a `path` at which nothing could be opened."""
     return {"schema_version": SCHEMA_VERSION, "path": path, "ok": False, "error": str(error)}

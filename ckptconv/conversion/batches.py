@@ -45,16 +45,20 @@ _POLL = 0.2  # seconds between two looks at what was written
 def convert_many(
     jobs: Iterable[Job], executor: Executor | None = None, *, done: Callable[[Outcome], object] | None = None
 ) -> list[Outcome]:
-    """Do JOBS and give what became of each, in their order.
+    """Do `jobs`.
 
-    Raises nothing for any of them: errors stand in the outcomes.
+    An edit that matches nothing in one checkpoint is left out there if it matches in another one; those checkpoints
+    come last. Missing folders above outputs are made.
 
-    EXECUTOR: where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left open.
-    None: processes, one for each core, that end with this call; the program that calls must then be guarded by ``if
-    __name__ == "__main__"``, as for every process pool. DONE is called with each outcome as soon as there is one.
+    Args:
+        jobs: What to convert, and how.
+        executor: Where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left
+            open. None: processes, one for each core, that end with this call; the program that calls must then be
+            guarded by ``if __name__ == "__main__"``, as for every process pool.
+        done: Called with each outcome as soon as there is one.
 
-    An edit that means nothing in one checkpoint is left out there if it means something in another one; those
-    checkpoints come last. Missing folders above outputs are made.
+    Returns:
+        What became of each job, in their order. Whatever goes wrong with one stands there and is not raised.
     """
 
     def tell(outcome: Outcome) -> Outcome:
@@ -100,11 +104,18 @@ def jobs_in(
 
 @for_python
 def write_index(folder: str | os.PathLike[str]) -> Path:
-    """Write the index of the shards in FOLDER, which has none yet, and give its path: the last
-    step where each shard was a job of its own.
+    """Write the index of a set of shards: the last step where each shard was a job of its own.
 
-    Raises InputError where there is no such folder, MalformedError where a shard is missing or a name stands in two,
-    RefusedError where there are no shards, or there is an index.
+    Args:
+        folder: Where the shards stand.
+
+    Returns:
+        The path of the index.
+
+    Raises:
+        InputError: There is no such folder.
+        MalformedError: A shard is missing, or a name stands in two of them.
+        RefusedError: There are no shards, or there is an index.
     """
     if not os.path.isdir(folder):
         raise InputError("there is no such folder", where=folder, expected="a folder with shards")
@@ -120,7 +131,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
 
 
 def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
-    """The job that converts ITEM with EDITS."""
+    """The job that converts `item` with `edits`."""
     dst = f"{item.dst}{os.sep}" if item.is_folder else str(item.dst)
     if item.kind == "other":
         edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
@@ -136,10 +147,10 @@ def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
 def run_jobs(
     jobs: Sequence[Job], executor: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
-    """What became of JOBS, in their order.
+    """What became of `jobs`, in their order.
 
-    DONE is called with each outcome, and gives what is kept of it; TICK with each
-    number of bytes written. EXECUTOR is closed.
+    `done` is called with each outcome, and gives what is kept of it; `tick` with each
+    number of bytes written. `executor` is closed.
     """
     made: list[Path] = []
     failed = True
@@ -161,7 +172,7 @@ def _all(
     tick: Progress | None,
     made: list[Path],
 ) -> dict[int, Outcome]:
-    """The outcomes of JOBS by their numbers; at first of those for which every edit means something."""
+    """The outcomes of `jobs` by their numbers; at first of those for which every edit means something."""
     outcomes: dict[int, Outcome] = {}
     put_off: dict[int, Outcome] = {}
     known: set[tuple[str, object]] = set()  # the edits that mean something somewhere
@@ -187,7 +198,7 @@ def _all(
 
 
 def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
-    """JOBS with what is so before they begin. MADE gets the folders that they will make."""
+    """`jobs` with what is so before they begin. `made` gets the folders that they will make."""
     for job in jobs:
         src, dst = Path(job.src), Path(job.dst)
         if not job.edits.get("dry_run"):
@@ -199,7 +210,7 @@ def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
 
 
 def _missing(folder: Path) -> Iterator[Path]:
-    """FOLDER and those above it, as far as they are not there."""
+    """`folder` and those above it, as far as they are not there."""
     for each in (folder, *folder.parents):
         if os.path.lexists(each):
             return
@@ -207,7 +218,7 @@ def _missing(folder: Path) -> Iterator[Path]:
 
 
 def _matched(outcome: Outcome) -> set[tuple[str, object]]:
-    """The edits of which OUTCOME says that they mean something."""
+    """The edits of which `outcome` says that they mean something."""
     if not (outcome.report or outcome.unmatched):
         return set()
     return set(_pairs(outcome.job.as_edits())).difference(outcome.unmatched)
@@ -222,7 +233,7 @@ def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
 
 
 def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, object]]:
-    """The edits that mean something in one of the inputs of JOBS, which were done
+    """The edits that mean something in one of the inputs of `jobs`, which were done
     before, so that nothing of them is known.
     """
     look = {"dry_run": True, "force": True, "skip_existing": False}
@@ -234,7 +245,7 @@ def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, ob
 def _each(
     tasks: Mapping[int, Task], executor: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
-    """The outcomes of TASKS as they come. What EXECUTOR loses is submitted again."""
+    """The outcomes of `tasks` as they come. What `executor` loses is submitted again."""
     waiting = deque(tasks)
     suspects: deque[int] = deque()  # what was lost together, one of which may be why
     running: dict[Future[Outcome], int] = {}
@@ -280,7 +291,7 @@ def _submitted(executor: JobExecutor, task: Task) -> Future[Outcome]:
 
 
 def _loss(future: Future[Outcome]) -> BaseException | None:
-    """Why FUTURE has no outcome: jobs raise nothing, so it is not the job's fault."""
+    """Why `future` has no outcome: jobs raise nothing, so it is not the job's fault."""
     if future.cancelled():
         return OutputError("it was cancelled")
     error = future.exception()

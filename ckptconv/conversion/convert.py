@@ -158,7 +158,7 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
 
 
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:
-    """Raise where PATH can hold no file."""
+    """Raise where `path` can hold no file."""
     try:
         same = source.is_same_file(os.stat(path))
     except OSError:

@@ -29,8 +29,8 @@ _OF_CACHE = {"blobs", "refs", "snapshots"}
 class Found(NamedTuple):
     """Something in a folder.
 
-    PATH is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that
-    of the folder. PARTS are the files that belong to it.
+    `path` is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that
+    of the folder. `parts` are the files that belong to it.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 def find(folder: Path) -> list[Found]:
-    """What is in FOLDER and in the folders below it, sorted by path.
+    """What is in `folder` and in the folders below it, sorted by path.
 
     Raises InputError where a folder cannot be listed.
     """
@@ -57,12 +57,12 @@ def find(folder: Path) -> list[Found]:
 
 
 def find_in(folder: Path) -> list[Found]:
-    """What stands directly in FOLDER. Raises InputError where it cannot be listed."""
+    """What stands directly in `folder`. Raises InputError where it cannot be listed."""
     return list(_in_folder(folder, list_folder(folder)[1]))
 
 
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
-    """The links to folders INSIDE of FOLDER, and the hidden folders that hold something."""
+    """The links to folders `inside` of `folder`, and the hidden folders that hold something."""
     for name, is_link in inside.items():
         if not is_own_file(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
             yield Found(folder / name, "unentered", ())
@@ -76,7 +76,7 @@ def _holds_something(folder: Path) -> bool:
 
 
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
-    """What the files called NAMES, which stand in FOLDER, are."""
+    """What the files called `names`, which stand in `folder`, are."""
     names = [name for name in names if not is_own_file(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
     if ".metadata" in names and (chunks or looks_like_metadata(folder)):

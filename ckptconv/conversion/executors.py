@@ -16,18 +16,18 @@ _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 
 
 class _Here(JobExecutor):
-    """This very thread, one job after another; TICK is told of each number of bytes."""
+    """This very thread, one job after another; `tick` is told of each number of bytes."""
 
     def __init__(self, tick: Progress | None) -> None:
         self.tick = tick
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Do TASK."""
+        """Do `task`."""
         return finished(work(task, self.tick))
 
 
 class Others(JobExecutor):
-    """Somebody else's EXECUTOR, which stays open."""
+    """Somebody else's `executor`, which stays open."""
 
     most = _WINDOW
     repeats = True
@@ -36,12 +36,12 @@ class Others(JobExecutor):
         self.executor = executor
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand TASK over."""
+        """Hand `task` over."""
         return self.executor.submit(work, task)
 
 
 def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
-    """So many WORKERS; this process itself if that is one, which calls TICK with each number of bytes written."""
+    """So many `workers`; this process itself if that is one, which calls `tick` with each number of bytes written."""
     if workers <= 1:
         return _Here(tick)
 

@@ -39,8 +39,8 @@ PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
 
 @dataclass
 class FolderPlan:
-    """The PLAN, what could not be converted and why, the names in an old target that may go with it, and the folder
-    that the new one is LIKE.
+    """The `plan`, what could not be converted and why, the names in an old target that may go with it, and the folder
+    that the new one is `like`.
     """
 
     plan: Plan
@@ -51,8 +51,8 @@ class FolderPlan:
 
 @dataclass(eq=False)
 class _Part:
-    """What is FOUND goes to TARGET: the PLAN, without edits that are UNMATCHED in it, as the
-    first such ERROR says; or the error alone.
+    """What is `found` goes to `target`: the `plan`, without edits that are `unmatched` in it, as the
+    first such `error` says; or the error alone.
     """
 
     found: Found
@@ -70,9 +70,9 @@ def plan_folder(
     output: OutputOptions,
     opened: ExitStack,
 ) -> FolderPlan:
-    """What the folder SOURCE becomes at TARGET; of an index that set alone.
+    """What the folder `source` becomes at `target`; of an index that set alone.
 
-    What is opened is closed with OPENED, and becomes part of SOURCE.
+    What is opened is closed with `opened`, and becomes part of `source`.
 
     An edit that means nothing in one checkpoint is no error if it means something in another. In place, what is not
     converted stays as it is. Raises the error of the first set where none can be converted, and RefusedError where two
@@ -122,7 +122,7 @@ def _is_same_folder(a: Path, b: Path) -> bool:
 
 
 def _place(found: Found, folder: Path, format: str | None) -> Path:
-    """Where FOUND goes in the target, as a path from there."""
+    """Where `found` goes in the target, as a path from there."""
     place = found.path.relative_to(folder)
     if found.kind == "shards":
         return place if found.path.is_dir() else place.parent
@@ -130,7 +130,7 @@ def _place(found: Found, folder: Path, format: str | None) -> Path:
 
 
 def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, opened: ExitStack) -> None:
-    """Plan PART, without the edits that mean nothing in it; PART gains the plan, or the error."""
+    """Plan `part`, without the edits that mean nothing in it; `part` gains the plan, or the error."""
     try:
         source = open_input(part.found.path)
         opened.enter_context(source)
@@ -149,7 +149,7 @@ def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, ope
 
 
 def _typos(parts: Iterable[_Part]) -> list[_Part]:
-    """Those of PARTS that have an edit which means nothing in any that could be planned."""
+    """Those of `parts` that have an edit which means nothing in any that could be planned."""
     planned = [part for part in parts if part.plan]
     return [
         part for part in planned if any(all(edit in other.unmatched for other in planned) for edit in part.unmatched)
@@ -159,7 +159,7 @@ def _typos(parts: Iterable[_Part]) -> list[_Part]:
 def _others(
     folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool, copied: bool
 ) -> tuple[list[OtherFile], list[str]]:
-    """What comes along from FOLDER to TARGET, if that is to be COPIED, and what to say of what does not."""
+    """What comes along from `folder` to `target`, if that is to be `copied`, and what to say of what does not."""
     taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
     if not is_whole:  # the files beside an index, but for other checkpoints
         beside = {each.path.name for each in every if each.kind == "other"}
@@ -189,7 +189,7 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
 
 
 def _dtype_in(config: Path) -> str | None:
-    """The dtype that a CONFIG of transformers says, if there is such a file and it says one."""
+    """The dtype that a `config` of transformers says, if there is such a file and it says one."""
     try:
         found = json.loads(first_bytes(config, LIMITS.config_bytes))
     except (ValueError, RecursionError):
@@ -199,7 +199,7 @@ def _dtype_in(config: Path) -> str | None:
 
 
 def successor(plan: Plan) -> Callable[[str], bool]:
-    """Which files of an old target may go because PLAN has their successors: those of the same model, in whatever
+    """Which files of an old target may go because `plan` has their successors: those of the same model, in whatever
     shards and format, in the same place.
     """
 
@@ -227,7 +227,7 @@ def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
 
 
 def _combined(target: Path, folder: Path, parts: list[_Part]) -> Plan:
-    """One plan for all of PARTS, the paths in each but those of a set in the folder itself behind the
+    """One plan for all of `parts`, the paths in each but those of a set in the folder itself behind the
     name of its file.
     """
     plans = [(_prefix(part, folder), part.plan) for part in parts if part.plan]
@@ -266,7 +266,7 @@ def _behind(left: Iterable[LeftBehind], prefix: str) -> list[LeftBehind]:
 
 
 def _add(changes: Changes, more: Changes, prefix: str) -> None:
-    """Add MORE to CHANGES, its paths behind PREFIX."""
+    """Add `more` to `changes`, its paths behind `prefix`."""
     for tags, (tensors, nbytes) in more.devices.items():
         before = changes.devices.get(tags, (0, 0))
         changes.devices[tags] = before[0] + tensors, before[1] + nbytes

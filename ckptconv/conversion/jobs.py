@@ -34,10 +34,10 @@ __all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "wor
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion: of SRC to DST, with EDITS, which are keywords of :func:`ckptconv.convert`.
+    """One conversion: of `src` to `dst`, with `edits`, which are keywords of :func:`ckptconv.convert`.
 
     Two more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says) and
-    ``copy`` (SRC is no checkpoint: it is copied as it is).
+    ``copy`` (`src` is no checkpoint: it is copied as it is).
     """
 
     src: str | os.PathLike[str]
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of JOB: a REPORT, an ERROR, or neither, where it was SKIPPED because its output is there.
+    """What became of `job`: a `report`, an `error`, or neither, where it was `skipped` because its output is there.
 
     ``trace`` is the traceback of an error that is a bug. ``unmatched`` are edits that mean nothing in this checkpoint;
     in a report's job they meant something in another one.
@@ -86,8 +86,8 @@ class Outcome:
 class Task(NamedTuple):
     """A job as it is handed to who does it.
 
-    DROPPED: edits that mean nothing in it. NEW: its output was not there when all began. LOST: somebody may have done
-    it already, of whom nothing was heard. STAMP: of an input that is the output too, what it was when all began.
+    `dropped`: edits that mean nothing in it. `new`: its output was not there when all began. `lost`: somebody may have
+    done it already, of whom nothing was heard. `stamp`: of an input that is the output too, what it was when all began.
     """
 
     job: Job
@@ -109,7 +109,7 @@ class JobExecutor:
     repeats = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Have TASK done."""
+        """Have `task` done."""
         raise NotImplementedError
 
     def written(self) -> int:
@@ -117,20 +117,20 @@ class JobExecutor:
         return 0
 
     def close(self, *, failed: bool) -> None:
-        """End what the executor has started; at once if FAILED."""
+        """End what the executor has started; at once if `failed`."""
 
 
 def finished(outcome: Outcome) -> Future[Outcome]:
-    """A future that has its OUTCOME."""
+    """A future that has its `outcome`."""
     future: Future[Outcome] = Future()
     future.set_result(outcome)
     return future
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:
-    """What becomes of TASK.
+    """What becomes of `task`.
 
-    Raises nothing but KeyboardInterrupt and the like. TICK is called with each number of bytes written.
+    Raises nothing but KeyboardInterrupt and the like. `tick` is called with each number of bytes written.
     """
     job = task.job
     try:
@@ -166,7 +166,7 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
 
 
 def _run(item: Item, task: Task, tick: Progress | None) -> Report:
-    """Convert ITEM, without the edits that mean nothing in it, and make the folders above its output."""
+    """Convert `item`, without the edits that mean nothing in it, and make the folders above its output."""
     if not task.job.as_output().dry_run:
         output_files.make_folder(item.dst.parent)
         return _run_to(item, item.dst, task, tick)
@@ -189,7 +189,7 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
 
 
 def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
-    """Copy SRC to DST as it is."""
+    """Copy `src` to `dst` as it is."""
     output = job.as_output()
     with Source(src) as source:
         output_files.check_target(dst, replace=output.force)
@@ -200,7 +200,7 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
 
 
 def _done_before(item: Item, task: Task) -> Report | None:
-    """The report of the conversion of ITEM if what is there is its output: converted once more,
+    """The report of the conversion of `item` if what is there is its output: converted once more,
     beside it, it has the same bytes. Else None.
     """
     again = output_files.temporary_beside(item.dst)
@@ -215,7 +215,7 @@ def _done_before(item: Item, task: Task) -> Report | None:
 
 
 def _content(path: Path) -> dict[str, tuple[int, int]]:
-    """The sizes and checksums of the file PATH, or of the files in the folder PATH."""
+    """The sizes and checksums of the file `path`, or of the files in the folder `path`."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     found = {}
     for each in files:
@@ -225,7 +225,7 @@ def _content(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """What changes when the file or folder PATH is replaced, or written to."""
+    """What changes when the file or folder `path` is replaced, or written to."""
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -234,7 +234,7 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...]:
-    """All edits that mean nothing in TASK's input, of which ERROR is about the first, if the
+    """All edits that mean nothing in `task`'s input, of which `error` is about the first, if the
     rest could be done without them; else none.
     """
     found: tuple[tuple[str, object], ...] = task.dropped
@@ -250,7 +250,7 @@ def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...
 
 
 def _planned(task: Task) -> CkptconvError | None:
-    """What is in the way of TASK, a dry run."""
+    """What is in the way of `task`, a dry run."""
     try:
         _converted(task, None)
     except CkptconvError as error:

@@ -33,8 +33,8 @@ _SHOWN = 5  # dangers in an error
 class Plan:
     """Everything that is decided before the first byte is written.
 
-    ``formats`` are the source's and the target's; IS_FOLDER: TARGET is a folder, and FILES stand in it, with OTHERS,
-    which come along as they are; else it is the one file.
+    ``formats`` are the source's and the target's; `is_folder`: `target` is a folder, and `files` stand in it, with
+    `others`, which come along as they are; else it is the one file.
     """
 
     formats: tuple[str, str]
@@ -149,7 +149,10 @@ def report_of(
     overflowed: Overflow,
     failed: tuple[tuple[Path, CkptconvError], ...] = (),
 ) -> Report:
-    """What was done, or would be, by PLAN on SOURCE; writing found out what OVERFLOWED, planning what FAILED."""
+    """What was done, or would be, by `plan` on `source`.
+
+    Writing found out what `overflowed`, planning what `failed`.
+    """
     others = [other for other in plan.others if other.kind == "file"]
     inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
     files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)

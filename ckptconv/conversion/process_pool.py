@@ -38,7 +38,7 @@ class _Spawning(SpawnContext):
 
 
 class Processes(JobExecutor):
-    """Processes of our own, so many WORKERS, and new ones where one of them was killed."""
+    """Processes of our own, so many `workers`, and new ones where one of them was killed."""
 
     alone = True
 
@@ -50,7 +50,7 @@ class Processes(JobExecutor):
         self.pool: ProcessPoolExecutor | None = None
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand TASK over, to processes that are started if there are none."""
+        """Hand `task` over, to processes that are started if there are none."""
         try:
             pickle.dumps(task)
         except Exception as error:
@@ -75,7 +75,7 @@ class Processes(JobExecutor):
         return sum(self.bytes)
 
     def close(self, *, failed: bool) -> None:
-        """Let the processes end; where something FAILED, now."""
+        """Let the processes end; where something `failed`, now."""
         self._end(failed=failed)
 
     def _end(self, *, failed: bool) -> None:
@@ -106,7 +106,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 class _Process:
-    """What a process knows of itself: whether it is BUSY with a job, and where it says how many BYTES it wrote."""
+    """What a process knows of itself: whether it is BUSY with a job, and where it says how many `bytes` it wrote."""
 
     busy = False
     bytes: Any = None

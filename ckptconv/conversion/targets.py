@@ -32,8 +32,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Item:
-    """One conversion: of the file, sharded set or DCP folder SRC, to the file DST, or to the folder DST if it
-    IS_FOLDER. ``other`` is no checkpoint, and copied. NOTES: what else to know.
+    """One conversion: of the file, sharded set or DCP folder `src`, to the file `dst`, or to the folder `dst` if it
+    `is_folder`. ``other`` is no checkpoint, and copied. `notes`: what else to know.
     """
 
     src: Path
@@ -45,9 +45,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a command means: its ITEMS, and, of folders, what is OTHER and is left (where one checkpoint becomes a file,
-    all else in its folder), and what was UNENTERED (links to folders, hidden ones). IS_BATCH: there could be any number
-    of them. NOTES: what else to know.
+    """What a command means: its `items`, and, of folders, what is `other` and is left (where one checkpoint becomes a
+    file, all else in its folder), and what was `unentered` (links to folders, hidden ones). `is_batch`: there could be
+    any number of them. `notes`: what else to know.
     """
 
     items: tuple[Item, ...]
@@ -58,10 +58,11 @@ class Listing:
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
-    """The file that is meant by DST for the file SRC, and its format: FORMAT, else what its
-    suffix says; None where it leaves that open.
+    """The file that is meant by `dst` for the file `src`, and its format: `format`, else what its suffix says.
 
-    To a folder it keeps the name of SRC, or gets a suffix for FORMAT where its own does not admit that;
+    None where it leaves that open.
+
+    To a folder it keeps the name of `src`, or gets a suffix for `format` where its own does not admit that;
     the Hub's names for one thing (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError
     where format and suffix contradict each other.
     """
@@ -72,7 +73,7 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
 
 def format_of(path: Path, format: str | None) -> str | None:
-    """The format of the file PATH: FORMAT, else what its suffix says; None where it leaves that open.
+    """The format of the file `path`: `format`, else what its suffix says; None where it leaves that open.
 
     Raises UsageError where the two contradict each other.
     """
@@ -91,7 +92,7 @@ def list_items(
     dst: str | os.PathLike[str],
     output: OutputOptions = USUAL,
 ) -> Listing:
-    """What SRCS and DST mean, each path of the output once; nothing is read but folders.
+    """What `srcs` and `dst` mean, each path of the output once; nothing is read but folders.
 
     Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
     folder holds no checkpoint.
@@ -126,7 +127,7 @@ def find_item(
     dst: str | os.PathLike[str],
     output: OutputOptions = USUAL,
 ) -> Item:
-    """The one conversion that SRC and DST mean.
+    """The one conversion that `src` and `dst` mean.
 
     Raises as :func:`list_items` does, and UsageError where they mean several.
     """
@@ -142,15 +143,16 @@ def find_item(
 
 
 def is_there(item: Item) -> bool:
-    """Whether the output of ITEM exists; an empty folder does not count as one."""
+    """Whether the output of `item` exists; an empty folder does not count as one."""
     if item.is_folder and item.dst.is_dir():
         return any(list_folder(item.dst))
     return os.path.lexists(item.dst)
 
 
 def size_of(item: Item) -> int:
-    """The bytes of what ITEM is made of, as far as they can be told without reading
-    it; what stands below a folder counts.
+    """The bytes of what `item` is made of, as far as they can be told without reading it.
+
+    What stands below a folder counts.
     """
     try:
         if not os.path.isdir(item.src):
@@ -172,12 +174,12 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
-    """Whether DST is a folder, or is said to be one."""
+    """Whether `dst` is a folder, or is said to be one."""
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
 
 
 def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
-    """Whether PATH, as DST says it, is a folder, or is not there and has no suffix.
+    """Whether `path`, as `dst` says it, is a folder, or is not there and has no suffix.
 
     Asked in this order, a folder that somebody else makes meanwhile is one either way.
     """
@@ -185,7 +187,7 @@ def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
 
 
 def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOptions) -> Listing:
-    """What SRC alone means, which goes to PATH, as DST says it."""
+    """What `src` alone means, which goes to `path`, as `dst` says it."""
     to_folder = _will_be_folder(path, dst)
     is_dir = os.path.isdir(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
@@ -208,7 +210,7 @@ def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOp
 
 
 def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
-    """What is in FOLDER and below and is no part of the checkpoint of this KIND that FOLDER is."""
+    """What is in `folder` and below and is no part of the checkpoint of this `kind` that `folder` is."""
     return tuple(
         each.path
         for each in find(folder)
@@ -217,7 +219,7 @@ def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
 
 
 def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
-    """What to say of what is OTHER in FOLDER than the checkpoint that becomes one file."""
+    """What to say of what is `other` in `folder` than the checkpoint that becomes one file."""
     if not other:
         return ()
     names = some([str(path.relative_to(folder)) for path in other])
@@ -227,7 +229,7 @@ def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """What to say where some of SRCS are shards by themselves, as ``model-*.safetensors``
+    """What to say where some of `srcs` are shards by themselves, as ``model-*.safetensors``
     gives them: their index stays behind.
     """
     shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
@@ -238,7 +240,7 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
-    """What SRC means among several inputs: it goes to the folder PATH under its own name, as ``cp -r`` has it."""
+    """What `src` means among several inputs: it goes to the folder `path` under its own name, as ``cp -r`` has it."""
     if not os.path.isdir(src):
         return Listing((_item(Found(src, "shards" if is_index_file(src) else "file", (src,)), path, output),))
     target = path / os.path.basename(os.path.abspath(src))
@@ -249,14 +251,16 @@ def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
 
 
 def _kind_of(folder: Path) -> Kind | None:
-    """What the files that stand directly in FOLDER are, if they are one checkpoint together."""
+    """What the files that stand directly in `folder` are, if they are one checkpoint together."""
     kinds = {each.kind for each in find_in(folder)}
     return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
 
 
 def _of_tree(src: Path, path: Path, beside: Path, output: OutputOptions) -> Listing:
-    """Everything in the folder SRC, to the folder PATH; what SRC itself is, if it is a checkpoint, to the folder
-    BESIDE. A folder that directly holds a sharded set is one item, with all that is below it.
+    """Everything in the folder `src`, to the folder `path`.
+
+    What `src` itself is, if it is a checkpoint, to the folder `beside`. A folder that directly holds a sharded set is
+    one item, with all that is below it.
     """
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
@@ -287,7 +291,7 @@ def _item(found: Found, folder: Path, output: OutputOptions) -> Item:
 
 
 def _refuse_inside(path: Path, folder: Path) -> None:
-    """Raise UsageError where PATH, a folder to be made, stands in FOLDER, which is read."""
+    """Raise UsageError where `path`, a folder to be made, stands in `folder`, which is read."""
     if _is_inside(path, folder):
         raise UsageError(
             "the output is a folder within the input",
@@ -297,12 +301,12 @@ def _refuse_inside(path: Path, folder: Path) -> None:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether PATH, which need not exist, stands in FOLDER, wherever links lead."""
+    """Whether `path`, which need not exist, stands in `folder`, wherever links lead."""
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def _refuse_among_parts(items: Sequence[Item]) -> None:
-    """Raise UsageError where one of ITEMS would stand among the parts that it is made of, or in their place: nobody
+    """Raise UsageError where one of `items` would stand among the parts that it is made of, or in their place: nobody
     could tell them apart afterwards.
     """
     for item in items:
@@ -321,7 +325,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _refuse_one_name(items: Sequence[Item]) -> None:
-    """Raise RefusedError where two of ITEMS would be written to one place, or one within the folder of another."""
+    """Raise RefusedError where two of `items` would be written to one place, or one within the folder of another."""
     refuse_one_place((item.dst, item.src) for item in items)
     folders = {item.dst: item for item in items if item.is_folder}
     for item in items if folders else ():

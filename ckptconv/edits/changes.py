@@ -12,7 +12,7 @@ __all__ = ["CastCount", "Changes", "Dropped", "NameChange"]
 
 @dataclass(frozen=True)
 class NameChange:
-    """One name of the state dict at PATH."""
+    """One name of the state dict at `path`."""
 
     path: str
     old: str

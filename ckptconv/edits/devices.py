@@ -44,7 +44,7 @@ class Target:
     index: int | None = None
 
     def tag(self, old: str) -> str:
-        """The tag that replaces OLD."""
+        """The tag that replaces `old`."""
         if self.family in _ONE_DEVICE:
             return self.family
         index = self.index
@@ -56,14 +56,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Rule:
-    """``OLD=NEW``: RANK says how specific OLD is (0: any, 1: gpu, 2: a family, 3: one tag)."""
+    """``OLD=NEW``: `rank` says how specific `old` is (0: any, 1: gpu, 2: a family, 3: one tag)."""
 
     old: str
     rank: int
     new: Target
 
     def matches(self, tag: str) -> bool:
-        """Whether TAG is one of those that OLD means."""
+        """Whether `tag` is one of those that `old` means."""
         if self.rank == 0:
             return True
         if self.rank == 1:
@@ -83,13 +83,13 @@ class Devices:
         return bool(self.rules or self.to or self.function)
 
     def rule(self, tag: str) -> Rule | None:
-        """The rule that serves TAG, if any."""
+        """The rule that serves `tag`, if any."""
         return max((rule for rule in self.rules if rule.matches(tag)), key=lambda rule: rule.rank, default=None)
 
     def new_tag(self, tag: str, *, rng: bool = False) -> str:
-        """What becomes of TAG.
+        """What becomes of `tag`.
 
-        RNG: it is that of a random generator's state, which torch restores from the CPU alone.
+        `rng`: it is that of a random generator's state, which torch restores from the CPU alone.
         """
         rule = self.rule(tag)
         if rng and tag == "cpu" and not (rule and rule.rank == 0):
@@ -105,7 +105,7 @@ class Devices:
 
 
 def parse_target(text: object) -> Target:
-    """The device TEXT. Raises UsageError where no tensor can be sent there."""
+    """The device `text`. Raises UsageError where no tensor can be sent there."""
     word = str(text)
     match = _DEVICE.fullmatch(word)
     family = match[1].replace("gpu", "cuda") if match and match[1] in ("gpu", *FAMILIES) else ""
@@ -129,7 +129,7 @@ def parse_target(text: object) -> Target:
 
 
 def parse_rule(old: object, new: object) -> Rule:
-    """The rule OLD=NEW. Any tag that a file may have can be OLD."""
+    """The rule OLD=NEW. Any tag that a file may have can be `old`."""
     word = str(old)
     if not word:
         raise UsageError("the device to replace is empty", expected="OLD=NEW, like cuda:0=cuda:1")
@@ -152,8 +152,9 @@ def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
 
 
 def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
-    """All of WISHES together: bare devices (at most one), ``OLD=NEW``, mappings; or one function
-    from tag to tag; or what this gave before.
+    """All of `wishes` together: bare devices (at most one), ``OLD=NEW``, mappings.
+
+    Or one function from tag to tag; or what this gave before.
 
     Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
     """

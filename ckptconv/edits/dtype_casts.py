@@ -34,9 +34,9 @@ _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: INFO, whether it COUNTS an optimizer's steps, where it stands, what is
-    OFFERED for it (a rule, how particular that is, and the path that it means); then the RULE, its
-    RANK, and those of the paths that it means.
+    """What is one tensor: `info`, whether it `counts` an optimizer's steps, where it stands, what is
+    `offered` for it (a rule, how particular that is, and the path that it means); then the `rule`, its
+    `rank`, and those of the paths that it means.
     """
 
     info: TensorInfo
@@ -74,7 +74,7 @@ class _Tie:
 
 
 def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes) -> None:
-    """Let the tensors that RULES mean have their dtypes.
+    """Let the tensors that `rules` mean have their dtypes.
 
     Raises UsageError where rules contradict each other, NoMatchError where one means nothing.
     """
@@ -113,7 +113,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
 
 
 def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
-    """Why the tensor TIE, which is the views FOUND, keeps its dtype whatever the rule says."""
+    """Why the tensor `tie`, which is the views `found`, keeps its dtype whatever the rule says."""
     dtype = tie.info.dtype
     if tie.info.kind != "strided" or not found:
         return tie.info.kind
@@ -136,7 +136,7 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
 
 
 def _obstacle_in_torch(tie: _Tie, found: list[View], *, big_endian: bool) -> str | None:
-    """What torch could not load of TIE with its new dtype, if that is so."""
+    """What torch could not load of `tie` with its new dtype, if that is so."""
     assert tie.rule is not None
     old, new = BY_NAME[tie.info.dtype], BY_NAME[tie.rule.dtype]
     if new.storage_class is None and any(view.info.requires_grad for view in found):
@@ -152,7 +152,7 @@ def _obstacle_in_torch(tie: _Tie, found: list[View], *, big_endian: bool) -> str
 def _cast_storage(
     storage: Storage, views: Views, new: dict[View, str], paths: dict[View, list[str]], changes: Changes
 ) -> None:
-    """Cast the views of STORAGE that have NEW dtypes. What goes different ways is taken apart."""
+    """Cast the views of `storage` that have `new` dtypes. What goes different ways is taken apart."""
     every = views.of_storage[storage]
     old = every[0].info.dtype
     by_dtype: dict[str, list[View]] = {}
@@ -217,7 +217,7 @@ class _Chooser:
         return list(ties.values())
 
     def offer(self, rule: DTypeRule, rank: int, tie: _Tie, path: str) -> None:
-        """RULE, which has a glob, means TIE at PATH if RANK says so."""
+        """`rule`, which has a glob, means `tie` at `path` if `rank` says so."""
         old = tie.info.dtype
         if rank == _EXACT and rule.dtype in INTEGERS and old in FLOATS | _COMPLEX:
             raise UsageError(f"{path} is {old}, whose numbers do not become integers here", got=str(rule))
@@ -226,7 +226,7 @@ class _Chooser:
             tie.offered.append((rule, rank, path))
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """How particular RULE is about the tensor at PLACE: by its path if the glob has a slash, else
+        """How particular `rule` is about the tensor at `place`: by its path if the glob has a slash, else
         by its names in state dicts and modules. What is written as it stands there is no glob,
         whatever brackets it has; 0: it means another one.
         """
@@ -238,13 +238,13 @@ class _Chooser:
         return _GLOB if is_meant else 0
 
     def paths_of(self, place: Place) -> list[str]:
-        """The paths of PLACE: in the source, and in what was taken of it."""
+        """The paths of `place`: in the source, and in what was taken of it."""
         root, path = self.checkpoint.root.path, place.path
         own = path.removeprefix(root).removeprefix("/") if path.startswith(root) else path
         return [path, f"./{path}", own, f"./{own}"]
 
     def names_at(self, place: Place) -> list[str]:
-        """The names of what stands at PLACE, in the state dict or the modules that it is in."""
+        """The names of what stands at `place`, in the state dict or the modules that it is in."""
         if place.key is not None and place.parent is not None and id(place.parent.node) in self.state_dicts:
             return [place.key]
         return self.names.get(id(place.node), [])
@@ -253,7 +253,7 @@ class _Chooser:
         return any(id(above.node) in self.detected.optimizer_nodes for above in place.upwards())
 
     def no_match(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
-        """The error for a RULE that changes nothing."""
+        """The error for a `rule` that changes nothing."""
         where = self.checkpoint.source.path
         found = next((place for place in places if self.rank(rule, place)), None)
         if found is not None:
@@ -290,7 +290,7 @@ class _Chooser:
         )
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:
-        """Note what the rules did not name and goes all the same, and what of floating point they LEFT."""
+        """Note what the rules did not name and goes all the same, and what of floating point they `left`."""
         along = []
         for tie in ties:
             if tie.rule and len(tie.named) < len(tie.places):

@@ -43,13 +43,13 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class DTypeRule:
-    """DTYPE, by torch's name, for the tensors that GLOB names; None: for all weights."""
+    """`dtype`, by torch's name, for the tensors that `glob` names; None: for all weights."""
 
     glob: str | None
     dtype: str
 
     def is_within(self, other: DTypeRule) -> bool:
-        """Whether this glob means less than OTHER's, as far as their texts tell: OTHER's fits
+        """Whether this glob means less than `other`'s, as far as their texts tell: `other`'s fits
         this one's, and not the other way round.
         """
         return (
@@ -64,7 +64,7 @@ class DTypeRule:
 
 
 def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
-    """The rules that DTYPE says.
+    """The rules that `dtype` says.
 
     Raises UsageError for what is no dtype or contradicts itself, TypeError for what is no word.
     """
@@ -87,7 +87,7 @@ def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
 
 
 def _word(said: object) -> str:
-    """What somebody SAID, without what torch puts before the names of its dtypes."""
+    """What somebody `said`, without what torch puts before the names of its dtypes."""
     text = said if isinstance(said, str) else str(said) if type(said).__name__ == "dtype" else None
     if text is None:
         raise TypeError(f"dtype must be a dtype, its name, or a mapping from globs to such, not {said!r}")

@@ -21,12 +21,19 @@ StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
 
 @for_python
 def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of STATE_DICT without PREFIX at the start of its names, such as ``module.``; several come off one after
-    another. Tensors are not copied.
+    """A copy of `state_dict` without `prefix` at the start of its names, such as ``module.``.
 
-    ``module`` means ``module.``; names without the prefix stay. Order, type and ``_metadata`` are kept. Raises
-    NoMatchError where no name has the prefix, CollisionError where two names would become one, UsageError where the
-    prefix ends no segment.
+    Args:
+        state_dict: Names and what they stand for. Names without the prefix stay.
+        prefix: One, or several that come off one after another; ``module`` means ``module.``.
+
+    Returns:
+        A mapping of the same type, in the same order, with ``_metadata``. Tensors are not copied.
+
+    Raises:
+        NoMatchError: No name has the prefix.
+        CollisionError: Two names would become one.
+        UsageError: The prefix ends no segment.
     """
     for each in map(normal_prefix, strings("prefix", prefix)):
         state_dict = _stripped(state_dict, each)
@@ -59,11 +66,18 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
 
 @for_python
 def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of STATE_DICT with PREFIX, such as ``module.``, before each of its names; several are added one after
-    another. Tensors are not copied.
+    """A copy of `state_dict` with `prefix`, such as ``module.``, before each of its names.
 
-    The opposite of :func:`strip_prefix`: ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Raises
-    UsageError where the prefix ends no segment.
+    Args:
+        state_dict: Names and what they stand for.
+        prefix: One, or several that are added one after another.
+
+    Returns:
+        A mapping of the same type; ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Tensors are not
+        copied.
+
+    Raises:
+        UsageError: The prefix ends no segment.
     """
     for each in map(normal_prefix, strings("prefix", prefix)):
         state_dict = _prefixed(state_dict, each)
@@ -87,7 +101,7 @@ def _check_type(state_dict: object) -> None:
 
 
 def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
-    """A copy of STATE_DICT, of its type, with the names that NEW says."""
+    """A copy of `state_dict`, of its type, with the names that `new` says."""
     items: dict[Any, tuple[Any, Any]] = {}
     for key, value in state_dict.items():
         name = new(key) if isinstance(key, str) else key
@@ -106,7 +120,10 @@ def _set_metadata(
     above: Mapping[str, Any],
     module: Callable[[str], str | None],
 ) -> None:
-    """Give STATE_DICT the entries of METADATA, those ABOVE before them; of two that become one the first stays."""
+    """Give `state_dict` the entries of `metadata`, those `above` before them.
+
+    Of two that become one the first stays.
+    """
     entries = dict(above)
     for path, entry in metadata.items():
         name = module(path)

@@ -16,7 +16,7 @@ __all__ = ["ancestors", "modules_without", "normal_prefix", "prefixes_of", "stri
 
 
 def normal_prefix(prefix: str) -> str:
-    """PREFIX with the dot that ends its last segment: ``module`` means ``module.``"""
+    """`prefix` with the dot that ends its last segment: ``module`` means ``module.``."""
     dotted = prefix if prefix.endswith(".") else prefix + "."
     if not prefix or any(not segment for segment in dotted[:-1].split(".")):
         raise UsageError(
@@ -28,7 +28,7 @@ def normal_prefix(prefix: str) -> str:
 
 
 def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
-    """WORDS, the argument NAME, which may be one string. Raises TypeError for anything else."""
+    """`words`, the argument `name`, which may be one string. Raises TypeError for anything else."""
     found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
     if not all(isinstance(word, str) for word in found):
         raise TypeError(f"{name} must be a string or strings, not {words!r}")
@@ -36,7 +36,7 @@ def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def prefixes_of(names: Iterable[str]) -> Counter[str]:
-    """The first segments that NAMES have, with their dots, and how many have each."""
+    """The first segments that `names` have, with their dots, and how many have each."""
     return Counter(name.split(".")[0] + "." for name in names if "." in name)
 
 
@@ -44,11 +44,11 @@ def prefixes_of(names: Iterable[str]) -> Counter[str]:
 
 
 def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors: bool) -> Callable[[str], str | None]:
-    """What a module path, one of MODULES, becomes without PREFIX; None: it goes.
+    """What a module path, one of `modules`, becomes without `prefix`; None: it goes.
 
     The wrapper's own entries go, because its place is taken by what it wrapped.
 
-    KEEP_ANCESTORS: names without the prefix stay beside it, and so do the modules around it but for the outermost.
+    `keep_ancestors`: names without the prefix stay beside it, and so do the modules around it but for the outermost.
     """
     wrapped = prefix[:-1]
     gone = set() if wrapped not in modules else {""} if keep_ancestors else ancestors(wrapped)
@@ -56,6 +56,6 @@ def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors:
 
 
 def ancestors(path: str) -> set[str]:
-    """The module paths above PATH, the outermost being ''."""
+    """The module paths above `path`, the outermost being ''."""
     segments = path.split(".")
     return {".".join(segments[:n]) for n in range(len(segments))}

@@ -79,7 +79,7 @@ class Edits:
         check_flags(self)
 
     def without(self, field: str, what: object) -> "Edits":
-        """These edits but for WHAT in FIELD, where :class:`~ckptconv.errors.NoMatchError` says that it
+        """These edits but for `what` in `field`, where :class:`~ckptconv.errors.NoMatchError` says that it
         means nothing.
         """
         left: Any = tuple(each for each in getattr(self, field) if each != what)

@@ -56,8 +56,9 @@ class NameEditor:
         return [name for found in named for name in found.names()]
 
     def unwrap(self) -> None:
-        """Take wrappers out of names, each state dict by itself; an optimizer's
-        names lose what those of its model lose.
+        """Take wrappers out of names, each state dict by itself.
+
+        An optimizer's names lose what those of its model lose.
         """
         changed = option("unwrap") + " changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
@@ -79,8 +80,8 @@ class NameEditor:
             self.changes.notes.append("no wrapper is in the names, so " + changed)
 
     def model_of(self, names: list[str]) -> list[str]:
-        """The names of the state dict that an optimizer of NAMES is for: the one that has the most of them, a usual one
-        where several have as many.
+        """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual
+        one where several have as many.
         """
         theirs = set(names)
         known = [
@@ -129,8 +130,9 @@ class NameEditor:
             )
 
         def of_module(path: str) -> str:
-            """What a name's part before its last segment becomes; PATH itself where that ends at
-            no dot any more, and is no module's path.
+            """What a name's part before its last segment becomes.
+
+            `path` itself where that ends at no dot any more, and is no module's path.
             """
             inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
@@ -165,7 +167,7 @@ class NameEditor:
     def each_name(
         self, state_dicts: list[StateDict], optimizers: list[NamedOptimizer], new: Callable[[str], str]
     ) -> None:
-        """Replace each name by NEW of it. Equal names share one string, as they do in a pickle."""
+        """Replace each name by `new` of it. Equal names share one string, as they do in a pickle."""
         named: list[StateDict | NamedOptimizer] = [*state_dicts, *optimizers]
         known = {name: new(name) for found in named for name in found.names()}
         for found in state_dicts:
@@ -176,7 +178,7 @@ class NameEditor:
                 _replace(effect, i, known)
 
     def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
-        """Report what became of FOUND's names; refuse where two became one."""
+        """Report what became of `found`'s names; refuse where two became one."""
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
         for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
@@ -196,7 +198,7 @@ def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
 
 
 def _near(prefix: str, names: list[str]) -> str | None:
-    """What may be meant by PREFIX, with which none of NAMES starts: one with nearly
+    """What may be meant by `prefix`, with which none of `names` starts: one with nearly
     its letters, or less than a segment.
     """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
@@ -209,7 +211,7 @@ def _near(prefix: str, names: list[str]) -> str | None:
 
 
 def _prefixes(names: list[str]) -> str:
-    """The first segments that NAMES have, the most frequent first."""
+    """The first segments that `names` have, the most frequent first."""
     counts = prefixes_of(names)
     if not counts:
         return "no prefixes" if names else "no state dict"
@@ -221,13 +223,15 @@ def _prefixes(names: list[str]) -> str:
 
 
 def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
-    """Take PREFIX off module paths."""
+    """Take `prefix` off module paths."""
     keys = {effect.values[i] for effect, i in metadata.pairs() if isinstance(effect.values[i], str)}
     _rename_keys(metadata, modules_without(prefix, keys, keep_ancestors=keep_ancestors))
 
 
 def _add_to_metadata(metadata: Object, prefix: str) -> None:
-    """Put PREFIX before module paths, and before them the entries that a wrapper's ``state_dict()`` has for itself."""
+    """Put `prefix` before module paths, and before them the entries that a wrapper's ``state_dict()``
+    has for itself.
+    """
     wrapped = prefix[:-1]
     pairs = list(metadata.pairs())
     if any(effect.values[i] == "" for effect, i in pairs if isinstance(effect.values[i], str)):
@@ -249,8 +253,9 @@ def _version_one() -> Dict:
 
 
 def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
-    """Give MAPPING's string keys the names that NEW says; None takes an item out, and of
-    two that become one the first stays.
+    """Give `mapping`'s string keys the names that `new` says.
+
+    None takes an item out, and of two that become one the first stays.
     """
     seen: set[str] = set()
     for effect in mapping.effects:

@@ -14,9 +14,9 @@ __all__ = ["retag"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
-    """Send storages, and the devices of rebuild calls, where DEVICES says; CHANGES gains what that is.
+    """Send storages, and the devices of rebuild calls, where `devices` says; `changes` gains what that is.
 
-    RNG_STORAGES hold states of random generators.
+    `rng_storages` hold states of random generators.
     """
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}

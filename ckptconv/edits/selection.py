@@ -82,7 +82,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """What to type for NAME if it is one in a whole module, or a path without the
+    """What to type for `name` if it is one in a whole module, or a path without the
     attributes in which modules keep their parts.
     """
     modules = checkpoint.detected.modules
@@ -155,8 +155,9 @@ def _candidates(checkpoint: Checkpoint) -> str:
 def _restrict(
     checkpoint: Checkpoint, root: Place, left: Mapping[str, Iterable[Place]], before: Index
 ) -> list[LeftBehind]:
-    """Make what stands at ROOT the whole checkpoint, of which BEFORE is the index so far. What is LEFT behind is given
-    by why it is.
+    """Make what stands at `root` the whole checkpoint, of which `before` is the index so far.
+
+    What is `left` behind is given by why it is.
     """
     checkpoint.restrict(root)
     kept = checkpoint.storages.values()
@@ -164,7 +165,7 @@ def _restrict(
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
-    """Make what stands at PLACE the whole checkpoint."""
+    """Make what stands at `place` the whole checkpoint."""
     if place.node is checkpoint.graph.root:
         return []
     index = checkpoint.index
@@ -174,12 +175,12 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
 
 
 def _above(place: Place) -> set[int]:
-    """The ids of what PLACE stands in."""
+    """The ids of what `place` stands in."""
     return {id(above.node) for above in place.upwards() if above is not place}
 
 
 def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
-    """Make the state dict that MODULE would give the whole checkpoint.
+    """Make the state dict that `module` would give the whole checkpoint.
 
     Its tensors' paths are their names, below the module's path.
     """
@@ -234,7 +235,7 @@ def _filter(
 
     A glob without a slash speaks of tensors in state dicts alone.
 
-    PATHS say where in the source the names of a module's state dict stood.
+    `paths` say where in the source the names of a module's state dict stood.
     """
     detected = checkpoint.detected
     state_dicts = {id(found.node) for found in detected.state_dicts}
@@ -247,7 +248,7 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """The ids of the places that one of GLOBS, those of FIELD, means."""
+        """The ids of the places that one of `globs`, those of `field`, means."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
@@ -300,7 +301,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
 
 
 def _remove(mapping: Object, segments: set[str]) -> None:
-    """Take the items out of MAPPING whose places have these SEGMENTS."""
+    """Take the items out of `mapping` whose places have these `segments`."""
     gone = {n for n, segment in enumerate(item_segments(mapping)) if segment in segments}
     n = 0
     effects = []

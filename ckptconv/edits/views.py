@@ -27,8 +27,9 @@ _Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
 @dataclass(eq=False)
 class View:
-    """A strided tensor: the CALL that makes it, NESTED in one that gives it a class; what it says, with the storage
-    that it is on; the REFERENCE in it, as the source has it.
+    """A strided tensor: the `call` that makes it, `nested` in one that gives it a class.
+
+    What it says, with the storage that it is on; the `reference` in it, as the source has it.
     """
 
     call: Call
@@ -40,9 +41,9 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """VIEWS of one storage that share its bytes.
+    """`views` of one storage that share its bytes.
 
-    DTYPE is what they become, None: they keep theirs. PATHS are where they stand.
+    `dtype` is what they become, None: they keep theirs. `paths` are where they stand.
     """
 
     views: list[View]
@@ -51,7 +52,7 @@ class Group:
 
 
 class Views:
-    """The strided tensors of CHECKPOINT, wherever they stand, inside of other tensors too.
+    """The strided tensors of `checkpoint`, wherever they stand, inside of other tensors too.
 
     What :meth:`restate` changes, :meth:`conclude` makes the checkpoint's.
     """
@@ -92,7 +93,7 @@ class Views:
         }
 
     def at(self, node: Node) -> View | None:
-        """The view that the tensor NODE is, or is a parameter of."""
+        """The view that the tensor `node` is, or is a parameter of."""
         while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in PARAMETER:
             inner = args_of(node)[0] if args_of(node) else None
             if not isinstance(inner, Call):
@@ -101,9 +102,9 @@ class Views:
         return self._of_call.get(id(node))
 
     def restate(self, storage: Storage, groups: list[Group], *, pack: bool) -> None:
-        """Let each of GROUPS, which have all views of STORAGE, have a storage of its own, the first the old one.
+        """Let each of `groups`, which have all views of `storage`, have a storage of its own, the first the old one.
 
-        PACK: it holds no more than they show.
+        `pack`: it holds no more than they show.
         """
         whole = storage.data
         for i, group in enumerate(groups):
@@ -125,13 +126,13 @@ class Views:
                 self._say(view, before)
 
     def _new_key(self, key: str) -> str:
-        """A key that no storage has, for one that was part of KEY's."""
+        """A key that no storage has, for one that was part of `key`'s."""
         new = next(new for i in count(1) if (new := f"{key}.{i}") not in self._keys)
         self._keys.add(new)
         return new
 
     def _say(self, view: View, before: TensorInfo) -> None:
-        """Let VIEW's call, which says BEFORE, say what it is now, and its reference what its storage is."""
+        """Let `view`'s call, which says `before`, say what it is now, and its reference what its storage is."""
         dtype, changed = get_dtype(view.info.dtype), view.info.dtype != before.dtype
         known = self._nodes.setdefault(id(view.reference), {})
         if view.storage not in known:
@@ -154,7 +155,7 @@ class Views:
             view.call.callable, view.call.args = function, Tuple(args)
 
     def _of_dtype(self, function: str, args: list[Value], dtype: DType) -> tuple[Value, list[Value]]:
-        """The function that makes a tensor of DTYPE, and its arguments, instead of FUNCTION with ARGS."""
+        """The function that makes a tensor of `dtype`, and its arguments, instead of `function` with `args`."""
         if function.endswith("_v3"):
             del args[6]
         if dtype.storage_class is not None:
@@ -191,8 +192,8 @@ class Views:
 
 
 def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
-    """What stands elsewhere than where the tensors' calls, whose PARTS are given, have their storages: anything that
-    NODES, reached from ROOTS, have in them.
+    """What stands elsewhere than where the tensors' calls, whose `parts` are given, have their storages: anything that
+    `nodes`, reached from `roots`, have in them.
 
     A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class,
     (STORAGE, ...), state)``. Arguments are tuples, which others can have as well: then it stands elsewhere too.
@@ -219,7 +220,7 @@ def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPa
 
 
 def extent(info: TensorInfo) -> _Range:
-    """The bytes of its storage that INFO reaches over."""
+    """The bytes of its storage that `info` reaches over."""
     if 0 in info.shape:
         return 0, 0
     dtype = get_dtype(info.dtype)
@@ -228,14 +229,14 @@ def extent(info: TensorInfo) -> _Range:
 
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
-    """The bytes of DATA that VIEWS reach over; all of them where they cannot be taken apart."""
+    """The bytes of `data` that `views` reach over; all of them where they cannot be taken apart."""
     if isinstance(data.uncast(), Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return _reach(views, data.length)
 
 
 def _reach(views: list[View], length: int) -> list[_Range]:
-    """The bytes that VIEWS reach over of a storage of this LENGTH, in whole elements of the widest dtype."""
+    """The bytes that `views` reach over of a storage of this `length`, in whole elements of the widest dtype."""
     unit = max(max(get_dtype(view.info.dtype).itemsize, storage_id(view.reference).dtype.itemsize) for view in views)
     ranges: list[_Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
@@ -248,7 +249,7 @@ def _reach(views: list[View], length: int) -> list[_Range]:
 
 
 def _packed(data: Data, ranges: list[_Range]) -> Data:
-    """RANGES of DATA, one behind another."""
+    """`ranges` of `data`, one behind another."""
     if ranges == [(0, data.length)]:
         return data
     if isinstance(data, Cast):
@@ -265,9 +266,9 @@ def _chain(data: Piece, ranges: list[_Range]) -> Concat:
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:
-    """DATA, whose elements are of the dtype OLD, as GROUP's, in the same order of bytes.
+    """`data`, whose elements are of the dtype `old`, as `group`'s, in the same order of bytes.
 
-    SHOWN are the bytes that matter, none: all.
+    `shown` are the bytes that matter, none: all.
     """
     assert not isinstance(data, Cast)
     new = group.dtype or old
@@ -286,7 +287,7 @@ def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range
 
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:
-    """INFO as DTYPE on STORAGE, in which so many bytes before it are GONE of the one that it was on."""
+    """`info` as `dtype` on `storage`, in which so many bytes before it are `gone` of the one that it was on."""
     old, new = get_dtype(info.dtype), get_dtype(dtype)
     offset = info.offset
     if 0 in info.shape:
@@ -298,7 +299,7 @@ def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorI
 
 
 def compact(checkpoint: Checkpoint, changes: Changes) -> None:
-    """Let each storage of CHECKPOINT hold no more than its views reach over.
+    """Let each storage of `checkpoint` hold no more than its views reach over.
 
     One that something else refers to, or that is deflated, stays whole.
     """

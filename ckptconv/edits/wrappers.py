@@ -22,10 +22,10 @@ _WORDS = frozenset(word[:-1] for word in _UNMISTAKABLE)
 
 
 def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[str, str]:
-    """Each of NAMES, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``,
+    """Each of `names`, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``,
     once, if it then starts every name. An inner ``module`` stays.
 
-    FOLLOWERS, an optimizer's names, lose what NAMES lose, whether or not they are among them.
+    `followers`, an optimizer's names, lose what `names` lose, whether or not they are among them.
     """
     inside = {name: _without_words(name) for name in (*names, *followers)}
     is_wrapped = _is_wrapped([inside[name] for name in names])
@@ -33,8 +33,9 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """What a module path, one of MODULES, becomes where NAMES are unwrapped; None: it goes,
-    because its place is taken by what it wrapped.
+    """What a module path, one of `modules`, becomes where `names` are unwrapped.
+
+    None: it goes, because its place is taken by what it wrapped.
     """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
@@ -44,11 +45,11 @@ def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Calla
 
 
 def _is_wrapped(names: Collection[str]) -> bool:
-    """Whether ``module.`` starts all of NAMES, of which there are some."""
+    """Whether ``module.`` starts all of `names`, of which there are some."""
     return bool(names) and all(name.startswith(_MODULE) for name in names)
 
 
 def _without_words(name: str) -> str:
-    """NAME without unmistakable words among the modules that it goes through."""
+    """`name` without unmistakable words among the modules that it goes through."""
     *modules, last = name.split(".")
     return ".".join([*(module for module in modules if module not in _WORDS), last])

@@ -93,7 +93,9 @@ class Writer:
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
-    """The file of PIECES, which has no place for checksums: those that STORAGES have are checked beside the copy."""
+    """The file of `pieces`, which has no place for checksums: those that `storages` have are checked
+    beside the copy.
+    """
     # the bytes of these are read anyway, if the piece has all of them
     read_anyway = {id(piece.checked_range()) for piece in pieces}
     spans = {id(span): span for each in storages for span in each.data.with_checksums()}
@@ -102,7 +104,7 @@ def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> Out
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """PIECES, literal bytes joined, and ranges that follow one another in one source."""
+    """`pieces`, literal bytes joined, and ranges that follow one another in one source."""
     out: list[Piece] = []
     literal = bytearray()
     for piece in pieces:

@@ -59,9 +59,9 @@ _HEAD = 64
 
 
 def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source | SourceFolder:
-    """What PATH means: a folder or the index of shards, else a file.
+    """What `path` means: a folder or the index of shards, else a file.
 
-    A context manager; FAULTS takes what readers find wrong with it. Raises InputError.
+    A context manager; `faults` takes what readers find wrong with it. Raises InputError.
     """
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name))):
@@ -70,7 +70,10 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
 
 
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """The file PATH. Raises InputError, which says what a folder is, and which name is like that of a missing file."""
+    """The file `path`.
+
+    Raises InputError, which says what a folder is, and which name is like that of a missing file.
+    """
     try:
         source = Source(path, faults)
         try:
@@ -89,7 +92,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
 
 
 def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """The file PATH, which belongs to a checkpoint of several.
+    """The file `path`, which belongs to a checkpoint of several.
 
     Raises InputError, and MalformedError where it can be read in two ways.
     """
@@ -105,7 +108,7 @@ def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
 
 
 def read(source: Source | SourceFolder) -> Checkpoint:
-    """The checkpoint in SOURCE, in whatever container.
+    """The checkpoint in `source`, in whatever container.
 
     Raises UnsupportedError with what it is instead, and what the reader raises.
     """
@@ -126,7 +129,7 @@ def read(source: Source | SourceFolder) -> Checkpoint:
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:
-    """The checkpoint whose parts stand in SOURCE. Raises as :func:`read` does."""
+    """The checkpoint whose parts stand in `source`. Raises as :func:`read` does."""
     for format_ in FOLDER_FORMATS:
         if format_.looks_like(source):
             return format_.read(source, read_part)
@@ -134,7 +137,7 @@ def read_folder(source: SourceFolder) -> Checkpoint:
 
 
 def read_file(source: Source) -> Checkpoint:
-    """The checkpoint in the file SOURCE. Raises as :func:`read` does, and MalformedError if it has two readings."""
+    """The checkpoint in the file `source`. Raises as :func:`read` does, and MalformedError if it has two readings."""
     format_ = _format_of(source)
     if format_:
         refuse_two_readings(source, format_.NAME)
@@ -142,12 +145,12 @@ def read_file(source: Source) -> Checkpoint:
 
 
 def read_part(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE, which :func:`open_part` has opened. Raises as :func:`read` does."""
+    """The checkpoint in `source`, which :func:`open_part` has opened. Raises as :func:`read` does."""
     return _read_as(source, _format_of(source))
 
 
 def _format_of(source: Source) -> Format | None:
-    """What SOURCE starts like; None where that is nothing that is read."""
+    """What `source` starts like; None where that is nothing that is read."""
     head = source.read(0, min(_HEAD, source.size))
     for format_ in FORMATS:
         if format_.looks_like(head):

@@ -55,7 +55,7 @@ def pickle_pieces(checkpoint: Checkpoint, *, short: bool = False) -> list[Litera
 
 
 def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> ByteRange:
-    """Where the bytes of BLOB, which the source's pickle has, stand."""
+    """Where the bytes of `blob`, which the source's pickle has, stand."""
     return ByteRange(checkpoint.blobs or checkpoint.source, blob.offset, blob.length)
 
 
@@ -115,7 +115,7 @@ def _dtypes(checkpoint: Checkpoint, is_trouble: Callable[[TensorInfo], bool]) ->
 def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
     """The class of each storage.
 
-    Raises RefusedError, in which WHAT is the target, where torch could not read it back: it knows one class for each,
+    Raises RefusedError, in which `what` is the target, where torch could not read it back: it knows one class for each,
     and none that counts bytes.
     """
     classes: dict[Storage, str] = {}
@@ -141,7 +141,7 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
 
 
 def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:
-    """The bytes of STORAGE, of class CLS, the numbers turned round where they come from a big-endian zip."""
+    """The bytes of `storage`, of class `cls`, the numbers turned round where they come from a big-endian zip."""
     dtype = BY_STORAGE_CLASS[cls]
     data = storage.data
     if byteorder == "little" or dtype.itemsize == 1:

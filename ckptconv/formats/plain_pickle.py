@@ -97,8 +97,8 @@ _NUMBERS = {
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with HEAD can be a pickle: protocols 2 and higher say so, a dict, a list or an object
-    of older ones is told by how it starts.
+    """Whether a file that starts with `head` can be a pickle: protocols 2 and higher say so, a dict, a list or an
+    object of older ones is told by how it starts.
     """
     return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or bool(_OLD_START.match(head))
 
@@ -107,7 +107,7 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE.
+    """The checkpoint in `source`.
 
     Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError.
     """
@@ -148,7 +148,7 @@ def _is_torchs(call: Call) -> bool:
 
 
 def _numbers(call: Call) -> List | None:
-    """The list that is the storage that CALL makes, if it was complete by then."""
+    """The list that is the storage that `call` makes, if it was complete by then."""
     cls, args = call.callable, args_of(call)
     if not isinstance(cls, Global) or cls.module not in ("torch", "torch.cuda") or cls.name not in _NUMBERS:
         return None
@@ -159,7 +159,7 @@ def _numbers(call: Call) -> List | None:
 
 
 class _Reader:
-    """Puts references to storages for the calls in GRAPH that make them.
+    """Puts references to storages for the calls in `graph` that make them.
 
     ``spans``: the bytes of the storages by key.
     """
@@ -175,7 +175,7 @@ class _Reader:
         self.notes: list[str] = []
 
     def read(self, calls: list[Call]) -> None:
-        """Put references for CALLS."""
+        """Put references for `calls`."""
         graph = self.graph
         calls.sort(key=lambda call: call.order or 0)
         new: dict[Node, Node] = {}
@@ -193,7 +193,7 @@ class _Reader:
         graph.references = [node for node in new.values() if isinstance(node, PersistentId)]
 
     def reference(self, call: Call, key: str) -> PersistentId:
-        """The storage KEY, which CALL makes."""
+        """The storage `key`, which `call` makes."""
         numbers = _numbers(call)
         if numbers is not None and isinstance(call.callable, Global):
             cls = call.callable
@@ -218,7 +218,7 @@ class _Reader:
 
     def nested(self, call: Call, key: str) -> tuple[Global, str, int, ByteRange]:
         """Class, location tag, number of elements and bytes of the one storage in the file with which
-        CALL is called.
+        `call` is called.
         """
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
@@ -259,7 +259,7 @@ class _Reader:
         return inner.graph, spans
 
     def bytes_of(self, value: Value, key: str) -> tuple[Readable, int, int]:
-        """Where the bytes that VALUE says stand: a file, a start and an end."""
+        """Where the bytes that `value` says stand: a file, a start and an end."""
         path = self.source.path
         self.use(value, key)
         if isinstance(value, Call) and is_global(value.callable, "_codecs.encode") and not value.effects:
@@ -282,7 +282,7 @@ class _Reader:
         return BytesSource(value, path), 0, len(value)
 
     def use(self, value: Value, key: str) -> None:
-        """Refuse what torch never writes, and what could make a small file large: one VALUE for two storages."""
+        """Refuse what torch never writes, and what could make a small file large: one `value` for two storages."""
         if id(value) in self.used:
             self.refuse(key, "its bytes are another storage's as well")
         self.used.add(id(value))
@@ -302,7 +302,7 @@ def _no_bytes(where: str) -> MalformedError:
 
 @dataclass
 class _Piece:
-    """The piece that was decoded last: number INDEX of the text at OFFSET."""
+    """The piece that was decoded last: number `index` of the text at `offset`."""
 
     offset: int
     index: int
@@ -311,7 +311,7 @@ class _Piece:
 
 class Decoded(Readable):
     """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not
-    fit into memory. LAST is shared by all texts.
+    fit into memory. `last` is shared by all texts.
     """
 
     def __init__(self, source: Readable, text: Blob, where: str, last: _Piece | None = None) -> None:
@@ -324,7 +324,7 @@ class Decoded(Readable):
         self.size = self._starts.pop()
 
     def _piece(self, i: int) -> bytes:
-        """The bytes of the characters that start in piece I of the text."""
+        """The bytes of the characters that start in piece `i` of the text."""
         last = self._last
         if (last.offset, last.index) != (self._text.offset, i):
             start = i * _STEP
@@ -341,13 +341,13 @@ class Decoded(Readable):
         return last.data
 
     def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET."""
+        """`length` bytes at `offset`."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET."""
+        """Fill `buffer` with what stands at `offset`."""
         while buffer:
             i = bisect_right(self._starts, offset) - 1
             part = self._piece(i)[offset - self._starts[i] :][: len(buffer)]
@@ -356,7 +356,7 @@ class Decoded(Readable):
 
 
 def _is_inside(byte: int) -> bool:
-    """Whether BYTE goes on with a character of UTF-8."""
+    """Whether `byte` goes on with a character of UTF-8."""
     return byte & 0xC0 == 0x80
 
 
@@ -364,7 +364,7 @@ def _is_inside(byte: int) -> bool:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
+    """The file that `checkpoint`, edited, becomes at `path`. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
     _refuse_loader(checkpoint)
     say_for_older_loaders(checkpoint)
@@ -419,8 +419,9 @@ def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
-    """Put a call for each reference to a storage, one for all that mean the same; what its argument is made of: all but
-    the storage's bytes, and the storage.
+    """Put a call for each reference to a storage, one for all that mean the same.
+
+    What its argument is made of: all but the storage's bytes, and the storage.
     """
     loader = Global("torch.storage", "_load_from_bytes")
     calls: dict[tuple[str, str], Call] = {}

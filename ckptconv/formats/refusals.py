@@ -15,7 +15,7 @@ _LISTED = 20  # tensors in an error
 
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """The error for a target, WHAT, that cannot hold some tensors: where each stands, its
+    """The error for a target, `what`, that cannot hold some tensors: where each stands, its
     trouble, and how to leave all of them out.
     """
     of_source: dict[int, list[Place]] = {}
@@ -36,7 +36,7 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
-    """The globs that mean the tensors at PLACES: names in state dicts, elsewhere paths, which need a slash."""
+    """The globs that mean the tensors at `places`: names in state dicts, elsewhere paths, which need a slash."""
     named = {id(found.node) for found in checkpoint.detected.state_dicts} if places else set()
     return tuple(
         glob_of(place.path, place.key)

@@ -56,7 +56,7 @@ class DataStart:
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with HEAD is one: a length below a terabyte, and a brace after spaces."""
+    """Whether a file that starts with `head` is one: a length below a terabyte, and a brace after spaces."""
     return head[5:8] == bytes(3) and head[8:].lstrip(b" \t\r\n")[:1] in (b"{", b"") and len(head) > 8
 
 
@@ -64,7 +64,7 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE.
+    """The checkpoint in `source`.
 
     Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors.
     """
@@ -92,8 +92,8 @@ def read(source: Source) -> Checkpoint:
 
 
 def _is_tie(key: str, text: str, names: Container[str]) -> bool:
-    """Whether the metadata KEY: TEXT says that KEY is another name of the tensor TEXT,
-    where there are tensors of these NAMES.
+    """Whether the metadata `key`: `text` says that `key` is another name of the tensor `text`,
+    where there are tensors of these `names`.
     """
     return text in names and key not in names and key != _FORMAT
 
@@ -116,7 +116,7 @@ def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
 
 
 def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
-    """ENTRY's dtype and shape as torch counts them, where torch can."""
+    """`entry`'s dtype and shape as torch counts them, where torch can."""
     if entry.word == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
         return BY_NAME[_PACKED], (*entry.shape[:-1], entry.shape[-1] // 2)
     return BY_WORD[entry.word], entry.shape
@@ -126,9 +126,9 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
 
 
 def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
-    """The file that CHECKPOINT, a state dict by now, becomes at PATH, and what it cannot take along.
+    """The file that `checkpoint`, a state dict by now, becomes at `path`, and what it cannot take along.
 
-    COPY_TIED: write tied tensors under each of their names. Raises RefusedError with
+    `copy_tied`: write tied tensors under each of their names. Raises RefusedError with
     everything that the format cannot hold.
     """
     taken, left_behind = _sort_out(checkpoint)
@@ -234,7 +234,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
 
 
 def _trouble(place: Place, info: TensorInfo) -> str | None:
-    """Why the format cannot hold the tensor INFO at PLACE."""
+    """Why the format cannot hold the tensor `info` at `place`."""
     dtype = get_dtype(info.dtype)
     if place.key is None:
         return "its key is no string"
@@ -259,7 +259,10 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
 
 
 def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str, TensorInfo]:
-    """TAKEN with each tensor once, under its first name; METADATA gains the other names where it has room for them."""
+    """`taken` with each tensor once, under its first name.
+
+    `metadata` gains the other names where it has room for them.
+    """
     first: dict[tuple[object, ...], str] = {}
     written: dict[str, TensorInfo] = {}
     for name, info in taken.items():
@@ -272,8 +275,9 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
-    """The largest elements first; AS_IT_IS: then in the order of the source's data,
-    so that long ranges of it stay whole.
+    """The largest elements first.
+
+    `as_it_is`: then in the order of the source's data, so that long ranges of it stay whole.
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
@@ -283,7 +287,7 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
 
 
 def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """INFO's dtype and shape as safetensors counts them."""
+    """`info`'s dtype and shape as safetensors counts them."""
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return get_dtype(info.dtype).word or "", info.shape

@@ -60,7 +60,7 @@ class Header:
 
 
 def read_header(source: Readable) -> Header:
-    """The header of SOURCE, checked against the file's size. Raises MalformedError, LimitError."""
+    """The header of `source`, checked against the file's size. Raises MalformedError, LimitError."""
     return _Reader(source).header()
 
 
@@ -199,7 +199,7 @@ class _Reader:
         return bits // 8
 
     def check_data(self, entries: Iterable[Entry], size: int, data_offset: int) -> None:
-        """Every byte of the file's SIZE from DATA_OFFSET on must belong to exactly one tensor."""
+        """Every byte of the file's `size` from `data_offset` on must belong to exactly one tensor."""
         found = self.source.faults.found
         at = 0
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
@@ -227,14 +227,14 @@ def _are_counts(value: Any) -> bool:
 
 
 def is_text(string: str) -> bool:
-    """Whether STRING can be written as UTF-8: no half of a surrogate pair stands in it."""
+    """Whether `string` can be written as UTF-8: no half of a surrogate pair stands in it."""
     return string.isascii() or not any("\ud800" <= c <= "\udfff" for c in string)
 
 
 def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, like: int | None = None) -> bytes:
     """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
 
-    LIKE: a place in another file; the data then starts at the same place modulo a block, so
+    `like`: a place in another file; the data then starts at the same place modulo a block, so
     that filesystems can share its blocks.
     """
     top: dict[str, object] = {} if metadata is None else {METADATA: metadata}

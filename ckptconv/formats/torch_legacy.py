@@ -105,7 +105,7 @@ _ID_TEXT = re.compile(
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with HEAD starts with the magic number, pickled in any protocol."""
+    """Whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
     return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
 
 
@@ -133,7 +133,7 @@ class LegacyFile:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
+    """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
     parsed = parse_file(source, 0, source.size, str(source.path))
     checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
     checkpoint.class_ids = parsed.class_ids
@@ -142,7 +142,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
-    """The file that stands in bytes START to END of SOURCE, its graph in the words of torch's zip format.
+    """The file that stands in bytes `start` to `end` of `source`, its graph in the words of torch's zip format.
 
     Raises MalformedError, UnsupportedError, LimitError.
     """
@@ -190,7 +190,7 @@ def _read_head(
 
 
 def _texts(graph: Graph) -> list[str | None]:
-    """The byte strings in GRAPH, those that are no texts as None."""
+    """The byte strings in `graph`, those that are no texts as None."""
     return [text_of(value) for value in graph.byte_strings]
 
 
@@ -234,8 +234,9 @@ class _Id:
 
 
 def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
-    """The storages that GRAPH refers to, whose ids are said anew in five parts; and the ids of classes, for which the
-    classes themselves are put.
+    """The storages that `graph` refers to, whose ids are said anew in five parts.
+
+    And the ids of classes, for which the classes themselves are put.
     """
     ids: list[_Id] = []
     classes: dict[Node, Node] = {}
@@ -319,7 +320,7 @@ def _as_a_whole(five: Value) -> Tuple:
 def _read_sizes(
     source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
 ) -> dict[str, ByteRange]:
-    """The bytes of the storages, which must fill the file from AT to END."""
+    """The bytes of the storages, which must fill the file from `at` to `end`."""
     first: dict[str, StorageId] = {}
     for each in (id_.whole for id_ in ids):
         other = first.setdefault(each.key, each)
@@ -373,8 +374,9 @@ def _read_sizes(
 
 
 def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it; a part
-    that is used in another way gets bytes of its own. Gives notes.
+    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it.
+
+    A part that is used in another way gets bytes of its own. Gives notes.
     """
     views = {each.node: each for each in ids if each.view}
     if not views:
@@ -411,14 +413,14 @@ def _check_keys(ids: list[_Id], where: str) -> None:
 
 
 def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[PersistentId]:
-    """Those of VIEWS that stand elsewhere than in the arguments of TENSORS (by id)."""
+    """Those of `views` that stand elsewhere than in the arguments of `tensors` (by id)."""
     nodes = walk([graph.root, *graph.discarded])
     used = [graph.root, *(child for node in nodes if id(node) not in tensors for child in children(node))]
     return {node for node in used if isinstance(node, PersistentId) and node in views}
 
 
 def _stand_alone(part: _Id, spans: dict[str, ByteRange]) -> None:
-    """Make a storage of PART."""
+    """Make a storage of `part`."""
     assert part.view
     key, offset, elements = part.view
     whole, itemsize = spans[part.whole.key], part.whole.dtype.itemsize
@@ -427,7 +429,7 @@ def _stand_alone(part: _Id, spans: dict[str, ByteRange]) -> None:
 
 
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
-    """A tensor that starts at OFFSET and has these SIZES, shape and stride, must lie in its part of a storage."""
+    """A tensor that starts at `offset` and has these `sizes`, shape and stride, must lie in its part of a storage."""
     shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
     end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
     if 0 not in shape and end > view.elements:
@@ -463,7 +465,7 @@ _EARLY_READERS = re.compile(
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that CHECKPOINT, edited, becomes at PATH. Raises RefusedError for what torch could not read back."""
+    """The file that `checkpoint`, edited, becomes at `path`. Raises RefusedError for what torch could not read back."""
     refuse_unknown_dtypes(checkpoint)
     say_for_older_loaders(checkpoint)
     _refuse_early_readers(checkpoint)
@@ -504,7 +506,7 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
 
 
 def unreadable(checkpoint: Checkpoint) -> str | None:
-    """What of CHECKPOINT torch cannot read back from this format, in words."""
+    """What of `checkpoint` torch cannot read back from this format, in words."""
     if _early_readers(checkpoint):
         return "nested tensors, generators and packed weights of quantized modules"
     untyped = {each.storage for each in checkpoint.references if storage_id(each.node).dtype is UNTYPED}

@@ -1,4 +1,4 @@
-"""torch's zip format (since 1.6): reader and writer.
+r"""torch's zip format (since 1.6): reader and writer.
 
 Layout: one folder, named like the file it was saved under, in a zip of stored members
 (:mod:`ckptconv.formats.zip_archive`):
@@ -97,7 +97,7 @@ _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serializatio
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with HEAD is a zip archive."""
+    """Whether a file that starts with `head` is a zip archive."""
     return head[:4] == b"PK\x03\x04"
 
 
@@ -105,7 +105,7 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Readable) -> Checkpoint:
-    """The checkpoint in SOURCE. Raises MalformedError, UnsupportedError, LimitError."""
+    """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
     try:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names))
     except EndMissing as error:
@@ -146,9 +146,9 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
-    """The graph of the pickle MEMBER, and its bytes where they do not stand in the source as they are.
+    """The graph of the pickle `member`, and its bytes where they do not stand in the source as they are.
 
-    CHECKED: it has a checksum.
+    `checked`: it has a checksum.
     """
     pickle = None
     if member.method != STORED:
@@ -167,12 +167,12 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
 
 
 def _is_storage(name: str) -> bool:
-    """Whether the record NAME holds a storage, and is no folder."""
+    """Whether the record `name` holds a storage, and is no folder."""
     return name.startswith("data/") and not name.endswith("/")
 
 
 def _check_case(source: Readable, names: dict[str, Member]) -> None:
-    """torch looks records up without regard to case: it would read as its own what only resembles that."""
+    """Torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
         folded = name.casefold()
         if (folded in _RECORDS and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
@@ -193,7 +193,7 @@ def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Cal
 def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
     """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated.
 
-    CHECKED: it has a checksum.
+    `checked`: it has a checksum.
     """
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
@@ -212,7 +212,7 @@ def _check_crc(source: Readable, member: Member, where: str) -> None:
 
 
 def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
-    """The few bytes of the record NAME, if there is one."""
+    """The few bytes of the record `name`, if there is one."""
     member = names.get(name)
     if member is None:
         return None
@@ -230,7 +230,7 @@ def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) 
 def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
     """The bytes of a record that is to be held whole; its size is the caller's to bound where it is stored.
 
-    CHECKED: it has a checksum. Raises MalformedError, LimitError.
+    `checked`: it has a checksum. Raises MalformedError, LimitError.
     """
     if member.method != STORED:
         return _inflated(source, member, where, checked)
@@ -240,7 +240,7 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
 
 
 def _check_version(source: Readable, note: bytes | None) -> None:
-    """torch reads no archive without a number there; which one it is, is its own affair."""
+    """Torch reads no archive without a number there; which one it is, is its own affair."""
     if note is None or not note.strip().isdigit():
         source.faults.found(
             MalformedError(
@@ -266,7 +266,7 @@ def _byteorder(source: Readable, note: bytes | None) -> str:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that CHECKPOINT, edited, becomes at PATH, and what of its container cannot come along.
+    """The file that `checkpoint`, edited, becomes at `path`, and what of its container cannot come along.
 
     Raises RefusedError.
     """
@@ -309,14 +309,14 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
 
 
 def archived(checkpoint: Checkpoint) -> OutFile:
-    """CHECKPOINT as torch's loader reads it, whatever container it came in: an archive of its storages alone, without
+    """`checkpoint` as torch's loader reads it, whatever container it came in: an archive of its storages alone, without
     checksums, at which torch does not look.
     """
     return _written(checkpoint, Path("archive"), checked=False)
 
 
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
-    """An archive as torch writes it. CHECKED: its records get checksums, computed on the way."""
+    """An archive as torch writes it. `checked`: its records get checksums, computed on the way."""
     keys = renumber(checkpoint)
     writer = _Writer(_root_name(path), checked=checked)
     writer.pickle(pickle_pieces(checkpoint), like=0)
@@ -337,7 +337,7 @@ def _root_name(path: Path) -> str:
 
 
 class _Writer:
-    """Places records one behind another, in the folder ROOT. CHECKED: they have checksums."""
+    """Places records one behind another, in the folder `root`. `checked`: they have checksums."""
 
     def __init__(self, root: str, *, checked: bool) -> None:
         self.root = root
@@ -350,12 +350,12 @@ class _Writer:
         self.at = 0
 
     def add(self, piece: Piece) -> None:
-        """Append PIECE."""
+        """Append `piece`."""
         self.pieces.append(piece)
         self.at += piece.length
 
     def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
-        """A header; CRC32 is the checksum, or the bytes of which it will be computed."""
+        """A header; `crc32` is the checksum, or the bytes of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
         header = local_header(raw_name, known, size, padding)
@@ -372,7 +372,7 @@ class _Writer:
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
     def pickle(self, pieces: list[Literal | ByteRange], *, like: int) -> None:
-        """The pickle, padded so that what follows comes to stand at LIKE, modulo a block."""
+        """The pickle, padded so that what follows comes to stand at `like`, modulo a block."""
         size = sum(piece.length for piece in pieces)
         crc32 = 0
         if self.checked:
@@ -441,6 +441,8 @@ def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
-    """The bytes from AT to a place that is WANTED modulo MODULUS: none, or at least 4, which an extra field takes."""
+    """The bytes from `at` to a place that is `wanted` modulo `modulus`: none, or at least 4, which an extra field
+    takes.
+    """
     padding = (wanted - at) % modulus
     return padding + modulus if 0 < padding < 4 else padding

@@ -70,15 +70,16 @@ _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether CHECKPOINT, read from a zip of torch's, is the module of a program; by
-    the record by which torch knows it.
+    """Whether `checkpoint`, read from a zip of torch's, is the module of a program.
+
+    By the record by which torch knows it.
     """
     return isinstance(checkpoint.container, Archive) and _CONSTANTS in checkpoint.container.names()
 
 
 def read_program(source: Source, checkpoint: Checkpoint) -> None:
-    """Add to CHECKPOINT, read from SOURCE, what the program beside it says: the classes of its modules, devices, what a
-    copy of its weights leaves behind.
+    """Add to `checkpoint`, read from `source`, what the program beside it says: the classes of its modules, devices,
+    what a copy of its weights leaves behind.
 
     Raises MalformedError, LimitError.
     """
@@ -131,14 +132,14 @@ def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
 
 
 class _Words:
-    """How many words of interest the code of SOURCE has."""
+    """How many words of interest the code of `source` has."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.left = LIMITS.script_words
 
     def count(self, words: Iterator[_Word]) -> Iterator[_Word]:
-        """WORDS, each counted. Raises LimitError."""
+        """`words`, each counted. Raises LimitError."""
         for word in words:
             self.left -= 1
             if self.left < 0:
@@ -163,9 +164,9 @@ class _Class(NamedTuple):
 
 
 def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
-    """The classes of modules in TEXT, the code of MODULE: the names of their parameters and of their buffers.
+    """The classes of modules in `text`, the code of `module`: the names of their parameters and of their buffers.
 
-    COUNTED bounds what it is given.
+    `counted` bounds what it is given.
     """
     every = [_Class(None, [], [], set())]  # for lines before the first
     for line in counted(_CLASS_LINE.finditer(text)):
@@ -189,7 +190,7 @@ def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tu
 
 
 def _listed(names: bytes) -> Iterator[str]:
-    """The strings in NAMES, what stands between the brackets of a list."""
+    """The strings in `names`, what stands between the brackets of a list."""
     at = 0
     while item := _ITEM.match(names, at):
         yield _unquoted(item[1])
@@ -197,8 +198,9 @@ def _listed(names: bytes) -> Iterator[str]:
 
 
 def _unquoted(text: bytes) -> str:
-    """TEXT of a string in the code; other letters than those of ASCII stand there as three octal digits
-    for each byte.
+    """`text` of a string in the code.
+
+    Other letters than those of ASCII stand there as three octal digits for each byte.
     """
 
     def character(match: re.Match[bytes]) -> bytes:
@@ -209,7 +211,7 @@ def _unquoted(text: bytes) -> str:
 
 
 def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
-    """The devices that TEXT names, and how often; ``torch.cuda(x)`` is what becomes of ``x.cuda()``."""
+    """The devices that `text` names, and how often; ``torch.cuda(x)`` is what becomes of ``x.cuda()``."""
     found = counted(_DEVICE.finditer(text))
     return Counter((device[1] or device[2]).decode("utf-8", "replace") for device in found)
 
@@ -260,8 +262,8 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
 
 
 def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
-    """Raise RefusedError where CHECKPOINT is of a program and more is wanted of it than it can give: it whole, or, if
-    it is the WEIGHTS alone, those of a model that has none.
+    """Raise RefusedError where `checkpoint` is of a program and more is wanted of it than it can give: it whole, or, if
+    it is the `weights` alone, those of a model that has none.
     """
     if checkpoint.script_classes is None:
         return

@@ -45,7 +45,7 @@ _OF_HEADERS = re.compile(r'[\0"{}\[\],:]')
 
 
 def refuse_two_readings(source: Readable, name: str) -> None:
-    """Raise MalformedError, which names both readings, where SOURCE, a file of the format NAME, has another one."""
+    """Raise MalformedError, which names both readings, where `source`, a file of the format `name`, has another one."""
     for ask in _ASKED:
         other = ask(source, name)
         if other:
@@ -76,8 +76,8 @@ def _zip(source: Readable, name: str) -> str | None:
 
 
 def _byte_strings(source: Readable) -> set[tuple[int, int]]:
-    """Start and end of the byte strings in the pickles of SOURCE that start like an archive. (As much is parsed as
-    reading SOURCE takes.)
+    """Start and end of the byte strings in the pickles of `source` that start like an archive. (As much is parsed as
+    reading `source` takes.).
     """
     return {
         (value.offset, value.offset + value.length)
@@ -104,7 +104,7 @@ _FIRST = frozenset(bytes([code]) for code in STARTS)
 
 
 def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
-    """The pickles at the start of SOURCE, one behind another, of at most MOST opcodes in NBYTES each."""
+    """The pickles at the start of `source`, one behind another, of at most `most` opcodes in `nbytes` each."""
     at = 0
     for _ in range(_PICKLES):
         if at >= source.size:
@@ -117,7 +117,7 @@ def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
 
 
 def _named(seen: LenientScan) -> str | None:
-    """What a pickle that was SEEN names and could mean."""
+    """What a pickle that was `seen` names and could mean."""
     graph = seen.graph
     for node in graph.globals:
         if not _OF_HEADERS.search(node.module):

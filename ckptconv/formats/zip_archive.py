@@ -101,7 +101,7 @@ class Member(NamedTuple):
     end: int
 
     def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
-        """Its bytes, inflated where they are deflated. CHECKED: the archive has checksums."""
+        """Its bytes, inflated where they are deflated. `checked`: the archive has checksums."""
         crc32 = self.crc32 if checked else None
         if self.method == STORED:
             return ByteRange(source, self.data_offset, self.size, crc32)
@@ -110,7 +110,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Archive:
-    """Every member in the order of the file, all below one folder ROOT.
+    """Every member in the order of the file, all below one folder `root`.
 
     ``has_checksums`` is False where every CRC is zero.
 
@@ -128,7 +128,7 @@ class Archive:
         return {member.name[len(self.root) + 1 :]: member for member in self.members}
 
     def unread(self, source: Readable) -> Iterator[UnreadRecord]:
-        """The records of SOURCE whose bytes can be checked, with their names below the root."""
+        """The records of `source` whose bytes can be checked, with their names below the root."""
         for name, member in self.names().items():
             if member.name not in self.broken and (self.has_checksums or member.method != STORED):
                 yield UnreadRecord(f"{source.path}: {name}", member.data(source, checked=self.has_checksums))
@@ -139,11 +139,11 @@ class EndMissing(MalformedError):
 
 
 def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = None) -> Archive:
-    """The members of SOURCE, which must be a zip from its first byte to its last.
+    """The members of `source`, which must be a zip from its first byte to its last.
 
     Raises MalformedError, UnsupportedError, LimitError.
 
-    REFUSE is shown the names first: what is another kind of zip is said before what is wrong with it.
+    `refuse` is shown the names first: what is another kind of zip is said before what is wrong with it.
     """
     found = source.faults.found
     count, directory, start = _read_end(source)
@@ -190,8 +190,9 @@ class FirstMember(NamedTuple):
 
 
 def first_member(source: Readable) -> FirstMember | None:
-    """The member at the start of SOURCE by its local header alone, for a file that has no directory; None where even
-    that is cut or damaged.
+    """The member at the start of `source` by its local header alone, for a file that has no directory.
+
+    None where even that is cut or damaged.
     """
     if source.size < _LOCAL.size:
         return None
@@ -214,7 +215,7 @@ class _Window:
         self.data = b""
 
     def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET, which the source must have."""
+        """`length` bytes at `offset`, which the source must have."""
         start = offset - self.offset
         if start < 0 or start + length > len(self.data):
             self.data = self.source.read(offset, max(length, min(_AHEAD, self.source.size - offset)))
@@ -277,7 +278,9 @@ def _behind(tail: bytes, at: int) -> int:
 
 
 def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
-    """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is one before END."""
+    """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is
+    one before `end`.
+    """
     if end < ZIP64_LOCATOR_SIZE:
         return None
     signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
@@ -299,7 +302,7 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
 
 def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
     """From where on its offsets count, and where it ends, of each zip archive that a reader could find from the end of
-    SOURCE, whatever else that is: with its directory where the end says, or right before the end, where Python's
+    `source`, whatever else that is: with its directory where the end says, or right before the end, where Python's
     zipfile looks.
 
     Stray signatures are none: an end, an entry and a local header would have to point at one another.
@@ -318,7 +321,7 @@ def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
 
 
 def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
-    """What the zip64 end before END says: where it stands, and size and place of the directory."""
+    """What the zip64 end before `end` says: where it stands, and size and place of the directory."""
     if end < ZIP64_LOCATOR_SIZE:
         return
     signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
@@ -332,8 +335,8 @@ def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, i
 
 
 def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
-    """Whether an entry of the directory from AT to END points at a local header, SHIFT bytes further or not, or there
-    are too many to ask all of them.
+    """Whether an entry of the directory from `at` to `end` points at a local header, `shift` bytes further or not, or
+    there are too many to ask all of them.
     """
     for _ in range(_ENTRIES_ASKED):
         if at < 0 or at + _CENTRAL.size > min(end, source.size):
@@ -428,7 +431,7 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
-    """NUMBERS, those that are all ones taken from the zip64 field WIDE; None where it holds fewer or more."""
+    """`numbers`, those that are all ones taken from the zip64 field `wide`; None where it holds fewer or more."""
     ones = numbers.count(_ONES32)
     if len(wide) != 8 * ones:
         return None
@@ -460,7 +463,7 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
 
 
 def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
-    """Those of MEMBERS that have a name: all below the folder ROOT, none twice, none that leads out of it."""
+    """Those of `members` that have a name: all below the folder `root`, none twice, none that leads out of it."""
     seen: dict[str, Member] = {}
     for member in members:
         segments = member.name.split("/")
@@ -480,7 +483,7 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
-    """ENTRY with its local header and descriptor, which must fill the file up to FOLLOWING and agree with it.
+    """`entry` with its local header and descriptor, which must fill the file up to `following` and agree with it.
 
     Raises MalformedError where it is not known where its data stands.
     """
@@ -518,7 +521,7 @@ def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
 
 
 def _without_header(entry: _Entry) -> Member:
-    """ENTRY where its data cannot be found."""
+    """`entry` where its data cannot be found."""
     at = entry.header_offset
     return Member(entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, at, at)
 
@@ -555,7 +558,7 @@ def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: in
 
 
 def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
-    """The local header of a stored member, flags UTF8, its extra field PADDING bytes long (0,
+    """The local header of a stored member, flags UTF8, its extra field `padding` bytes long (0,
     or 4 and more) beside what zip64 needs.
     """
     wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)

@@ -52,7 +52,8 @@ class StateDictSummary(TypedDict):
 
 
 class NamedTensor(TypedDict):
-    """A name in the state dict that a module would give, and the path of its tensor in the file;
+    """A name in the state dict that a module would give, and the path of its tensor in the file.
+
     None where nothing but the module has one.
     """
 
@@ -172,7 +173,7 @@ def summary_of(path: str | os.PathLike[str]) -> Summary:
 
 
 def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
-    """The summary of CHECKPOINT, to be loaded on HOST."""
+    """The summary of `checkpoint`, to be loaded on `host`."""
     detected = checkpoint.detected
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
@@ -277,7 +278,7 @@ def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
 
 
 def _sizes(infos: list[TensorInfo]) -> tuple[int, int]:
-    """The elements and bytes of INFOS, ties once."""
+    """The elements and bytes of `infos`, ties once."""
     distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
     return sum(prod(info.shape) for info in distinct.values()), sum(info.nbytes for info in distinct.values())
 

@@ -52,7 +52,7 @@ Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "not
 @dataclass(frozen=True)
 class Finding:
     """One thing that was found: what, in which file or record, what was expected there and what stands there, and what
-    to do; of what needs code, the PATH at which it stands in the checkpoint. ``str`` gives it as a printable line.
+    to do; of what needs code, the `path` at which it stands in the checkpoint. ``str`` gives it as a printable line.
     """
 
     level: Level
@@ -76,8 +76,8 @@ class Verdict:
     ``format`` and ``safety`` are None where no checkpoint could be made of the file;
     ``safety`` says what loading it takes.
 
-    ``checked`` records had a checksum, of ``nbytes`` in all. FINDINGS beyond the limit are counted in ``more``. STRICT:
-    what needs code is not ``ok`` either.
+    ``checked`` records had a checksum, of ``nbytes`` in all. `findings` beyond the limit are counted in ``more``.
+    `strict`: what needs code is not ``ok`` either.
     """
 
     path: str
@@ -162,7 +162,8 @@ def verdict_on(
 
 
 def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
-    """The checkpoints that PATH means: itself, or those in the folder PATH and below it, each to be verified by itself.
+    """The checkpoints that `path` means: itself, or those in the folder `path` and below it, each to be verified by
+    itself.
 
     Raises InputError where a folder cannot be listed.
     """
@@ -186,7 +187,7 @@ def _digits(sha256: str | None) -> str | None:
 
 
 def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: CollectingSink, path: Path) -> list[Finding]:
-    """All that is to be said of CHECKPOINT, in which there were FAULTS and concerns FOUND."""
+    """All that is to be said of `checkpoint`, in which there were `faults` and concerns `found`."""
     if faults.errors:  # then not all of it may have become a checkpoint
         known = {concern.name for concern in found}
         found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
@@ -249,7 +250,7 @@ def _length_of(records: Iterable[UnreadRecord]) -> int:
 
 
 def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted: Callable[[int], None]) -> None:
-    """Compare RECORDS with their checksums, and say of each piece that it is done."""
+    """Compare `records` with their checksums, and say of each piece that it is done."""
     apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
     alone = {id(record) for record in apart}
     for record in apart:
@@ -271,14 +272,14 @@ def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted:
 
 
 def _is_in_file(source: ByteSource) -> bool:
-    """Whether threads may read SOURCE at once: the kernel does, what stands in for a file may not."""
+    """Whether threads may read `source` at once: the kernel does, what stands in for a file may not."""
     while isinstance(source, SliceSource):
         source = source.of
     return isinstance(source, (Source, SourceFolder))
 
 
 def _check_here(record: UnreadRecord) -> None:
-    """Compare RECORD with its checksum, here and now. Raises InputError."""
+    """Compare `record` with its checksum, here and now. Raises InputError."""
     if isinstance(record.data, Inflate):
         for _ in inflated(record.data):
             pass
@@ -287,14 +288,14 @@ def _check_here(record: UnreadRecord) -> None:
 
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
-    """DATA, which is a range, in pieces for several threads."""
+    """`data`, which is a range, in pieces for several threads."""
     for span in data.ranges():
         for at in range(0, span.length, _PIECE):
             yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 
 
 def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
-    """The checksum of each piece of RECORDS, or why there is none."""
+    """The checksum of each piece of `records`, or why there is none."""
     pieces = (piece for record in records for piece in _pieces(record.data))
     while batch := [*islice(pieces, _BATCH)]:
         with Sums(batch, keep_going=True) as sums:

@@ -44,7 +44,7 @@ class CastThreads:
     """
 
     def __init__(self, pieces: Pieces, write: Callable[[int, memoryview], None]) -> None:
-        """PIECES makes the buffers; WRITE puts bytes at a place."""
+        """`pieces` makes the buffers; `write` puts bytes at a place."""
         self._pieces, self._write = pieces, write
         self._own = threading.local()  # what each thread keeps from block to block
         self._stopped = False
@@ -68,7 +68,7 @@ class CastThreads:
             self._change.wait_for(lambda: not self._active)
 
     def begin(self, piece: Cast, at: int) -> None:
-        """Have PIECE, which is made of what stands in the source as it is, written to AT."""
+        """Have `piece`, which is made of what stands in the source as it is, written to `at`."""
         old, new = BY_NAME[piece.old].itemsize, BY_NAME[piece.new].itemsize
         elements = piece.length // new
         step = CAST_BLOCK // max(old, new)
@@ -104,8 +104,8 @@ class CastThreads:
         self._tasks.clear()
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        """Cast LENGTH bytes at OFFSET of what PIECE is made of, and write the result to
-        AT, unless nobody waits for it any more.
+        """Cast `length` bytes at `offset` of what `piece` is made of, and write the result to
+        `at`, unless nobody waits for it any more.
         """
         with self._change:
             if self._stopped:
@@ -128,8 +128,9 @@ class CastThreads:
         return _Done(length, crc32_read, len(result), checksum(result), overflowed)
 
     def _buffer(self, piece: Cast) -> CastBuffer:
-        """This thread's buffer for PIECE; most pieces of a file ask for the same, and
-        memory that was just given is slow.
+        """This thread's buffer for `piece`.
+
+        Most pieces of a file ask for the same, and memory that was just given is slow.
         """
         key = replace(piece, of=_NOTHING, length=CAST_BLOCK, paths=(), shown=())
         if getattr(self._own, "key", None) != key:

@@ -45,7 +45,9 @@ _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raise unless a file may be put at PATH: a folder there, a device, or any file without REPLACE is in the way."""
+    """Raise unless a file may be put at `path`: a folder there, a device, or any file without `replace`
+    is in the way.
+    """
     mode = mode_at(path)
     if mode is None:
         return
@@ -79,11 +81,11 @@ def mode_at(path: Path) -> int | None:
 def write(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
 ) -> Overflow:
-    """Write FILE, whose ranges come from SOURCE; what overflowed.
+    """Write `file`, whose ranges come from `source`; what overflowed.
 
     Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
-    REPLACE: an old file may go. VERIFY: read everything back and compare it before the target appears.
+    `replace`: an old file may go. `verify`: read everything back and compare it before the target appears.
     """
     check_target(file.path, replace=replace)
     temporary = temporary_beside(file.path)
@@ -97,7 +99,7 @@ def write(
                 raise
             source.check_unchanged()
             _publish(temporary, file.path, replace)
-            with contextlib.suppress(FileNotFoundError):  # of the file that was replaced
+            with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
                 os.unlink(journal_path(file.path))
     finally:
         if ours:
@@ -110,8 +112,9 @@ def write(
 def fill(
     path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None, mode: int = 0o666
 ) -> Overflow:
-    """Write FILE to PATH, which must not exist, and on to the disk, with MODE as far as the umask allows it; what
-    overflowed. Raises OSError, and what :func:`write` raises.
+    """Write `file` to `path`, which must not exist, and on to the disk, with `mode` as far as the umask allows it.
+
+    What overflowed. Raises OSError, and what :func:`write` raises.
     """
     transfer = Transfer(file)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -131,7 +134,7 @@ def fill(
 
 @contextlib.contextmanager
 def as_output_error(path: Path) -> Iterator[None]:
-    """Let an OSError inside be an OutputError about PATH."""
+    """Let an OSError inside be an OutputError about `path`."""
     try:
         yield
     except OSError as error:
@@ -141,7 +144,7 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 
 def temporary_beside(target: Path) -> Path:
-    """A name beside TARGET that nothing has, in a folder that takes names of 255 bytes."""
+    """A name beside `target` that nothing has, in a folder that takes names of 255 bytes."""
     name = target.name
     while len(os.fsencode(name)) > 200:
         name = name[:-1]
@@ -149,7 +152,7 @@ def temporary_beside(target: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether what is called NAME is a temporary of ours, of a conversion that goes on or was killed."""
+    """Whether what is called `name` is a temporary of ours, of a conversion that goes on or was killed."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -185,7 +188,7 @@ def _forget(target: Path, source: Readable) -> None:
 def _reserve(fd: int, file: OutFile, beside: int) -> None:
     """Make sure of the space before the first byte, unless blocks will be shared.
 
-    BESIDE: what is needed for a while beside the file.
+    `beside`: what is needed for a while beside the file.
     """
     if shares_blocks(fd, file):
         return
@@ -203,8 +206,9 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Whether the filesystem shares blocks with the file that most of FILE is copied from;
-    FD may have one of its blocks by now.
+    """Whether the filesystem shares blocks with the file that most of `file` is copied from.
+
+    `fd` may have one of its blocks by now.
     """
     ranges = (span for piece in file.pieces for span in piece.ranges())
     longest = max(ranges, key=lambda span: span.length, default=None)
@@ -220,7 +224,7 @@ def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Give the finished file its name. Without REPLACE only if the name is still free."""
+    """Give the finished file its name. Without `replace` only if the name is still free."""
     if replace:
         os.replace(temporary, target)
         return
@@ -243,7 +247,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make FOLDER, and those above it, where they are not there, and let their names reach the disk.
+    """Make `folder`, and those above it, where they are not there, and let their names reach the disk.
 
     Raises OutputError.
     """
@@ -267,7 +271,7 @@ def sync_name(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in FOLDER reach the disk. Raises OSError."""
+    """Let the names in `folder` reach the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -49,7 +49,7 @@ def no_name(name: str) -> bool:  # noqa: ARG001 - as all that say which names ma
 
 
 def names_in(folder: Path) -> Iterator[str]:
-    """The files below FOLDER, and its empty folders, as paths from there. Raises OSError."""
+    """The files below `folder`, and its empty folders, as paths from there. Raises OSError."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -172,7 +172,7 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Delete FOLDER, whatever comes in between; whether it is gone."""
+    """Delete `folder`, whatever comes in between; whether it is gone."""
     came: BaseException | None = None
     for _ in range(_ATTEMPTS):
         try:
@@ -277,7 +277,7 @@ class _Stopped(Exception):
 
 
 def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the finished folder its name; CHECK raises where the old one must not go.
+    """Give the finished folder its name; `check` raises where the old one must not go.
 
     Raises TargetExistsError where another took the name meanwhile.
     """
@@ -303,7 +303,7 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
 
 
 def _change_names(a: Path, b: Path) -> None:
-    """Let the folders A and B have each other's name: at once, or in steps of which the
+    """Let the folders `a` and `b` have each other's name: at once, or in steps of which the
     first is taken back where the second fails.
     """
     if linux.exchange(str(a), str(b)):

@@ -35,7 +35,7 @@ def _done(result: int) -> bool:
 
 
 def fallocate(fd: int, size: int) -> bool:
-    """Reserve SIZE bytes. Not ``os.posix_fallocate``: where the filesystem cannot, that writes into every block."""
+    """Reserve `size` bytes. Not ``os.posix_fallocate``: where the filesystem cannot, that writes into every block."""
     if _libc is None:
         return False
     return _done(_libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
@@ -50,12 +50,12 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
 
 
 def rename_if_absent(old: str, new: str) -> bool:
-    """Rename OLD to NEW, which must not exist (FileExistsError)."""
+    """Rename `old` to `new`, which must not exist (FileExistsError)."""
     return _rename(old, new, _RENAME_NOREPLACE)
 
 
 def exchange(a: str, b: str) -> bool:
-    """Let A and B, which both exist, have each other's name, at once."""
+    """Let `a` and `b`, which both exist, have each other's name, at once."""
     return _rename(a, b, _RENAME_EXCHANGE)
 
 
@@ -66,7 +66,7 @@ def _rename(old: str, new: str, flag: int) -> bool:
 
 
 def share_block(src: int, dst: int, block: int) -> bool:
-    """Whether the first BLOCK bytes of SRC could be shared with DST instead of copied; they now are."""
+    """Whether the first `block` bytes of `src` could be shared with `dst` instead of copied; they now are."""
     try:
         fcntl.ioctl(dst, _FICLONERANGE, struct.pack("qQQQ", src, 0, block, 0))
     except OSError:

@@ -22,9 +22,9 @@ __all__ = ["OtherFile", "copy_into", "others_in", "rest_of"]
 
 @dataclass(frozen=True)
 class OtherFile:
-    """Something that is no checkpoint and comes along from SOURCE to PATH, with SIZE bytes to copy.
+    """Something that is no checkpoint and comes along from `source` to `path`, with `size` bytes to copy.
 
-    KIND: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place.
+    `kind`: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place.
     """
 
     path: Path
@@ -34,8 +34,8 @@ class OtherFile:
 
 
 def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[OtherFile], list[str]]:
-    """All that is in FOLDER and, if that is to go DEEP, below, but for the files TAKEN, and where it goes in TARGET;
-    and the names of what cannot come along: devices and the like, links that lead out of the folder.
+    """All that is in `folder` and, if that is to go `deep`, below, but for the files `taken`, and where it goes in
+    `target`; and the names of what cannot come along: devices and the like, links that lead out of the folder.
     """
     found: list[OtherFile] = []
     left: list[str] = []
@@ -52,8 +52,9 @@ def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool)
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
-    """All that is in FOLDER and below, but for the files TAKEN, which is to stay as it is; TARGET
-    is the same folder, under whatever name.
+    """All that is in `folder` and below, but for the files `taken`, which is to stay as it is.
+
+    `target` is the same folder, under whatever name.
     """
     return [
         OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
@@ -63,8 +64,9 @@ def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFil
 
 
 def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in FOLDER and, if DEEP, below, as paths from there, folders before what they hold; links are not
-    followed, and our own temporaries and journals not seen. Raises OSError.
+    """What is in `folder` and, if `deep`, below, as paths from there, folders before what they hold.
+
+    Links are not followed, and our own temporaries and journals not seen. Raises OSError.
     """
     waiting = [""]
     while waiting:
@@ -80,8 +82,8 @@ def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]
 
 
 def _kind(folder: Path, name: str, status: os.stat_result) -> str | None:
-    """How what is called NAME in FOLDER comes along: a link by its text if that leads to a place in the folder, or is
-    absolute; else as the file that it leads to. None: not at all.
+    """How what is called `name` in `folder` comes along: a link by its text if that leads to a place in the folder, or
+    is absolute; else as the file that it leads to. None: not at all.
     """
     if stat.S_ISREG(status.st_mode):
         return "file"
@@ -99,7 +101,7 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> str | None:
 
 
 def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress | None) -> None:
-    """Let OTHER stand at PATH too. Raises OSError, and what :func:`ckptconv.output.files.fill` raises."""
+    """Let `other` stand at `path` too. Raises OSError, and what :func:`ckptconv.output.files.fill` raises."""
     if other.kind == "link":
         os.symlink(os.readlink(other.source), path)
     elif other.kind == "kept":

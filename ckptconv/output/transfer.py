@@ -43,7 +43,10 @@ _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno
 
 
 class Transfer:
-    """The bytes of FILE, on their way. A context manager: leaving it ends the threads and forgets what was inflated."""
+    """The bytes of `file`, on their way.
+
+    A context manager: leaving it ends the threads and forgets what was inflated.
+    """
 
     def __init__(self, file: OutFile) -> None:
         self.file = file
@@ -66,7 +69,7 @@ class Transfer:
         self.pieces.__exit__(kind, error, trace)
 
     def fill(self, fd: int, progress: Progress | None) -> None:
-        """Write everything to FD. Raises OSError, OutputError, and what reading raises."""
+        """Write everything to `fd`. Raises OSError, OutputError, and what reading raises."""
         late: list[tuple[int, Deferred]] = []
         with self._workers(fd) as workers:
             at = begun = 0
@@ -143,7 +146,7 @@ class Transfer:
                 at += len(chunk)
 
     def _move(self, fd: int, at: int, piece: Piece) -> Iterator[int]:
-        """Write PIECE at AT; the lengths written, one after another."""
+        """Write `piece` at `at`; the lengths written, one after another."""
         if isinstance(piece, InflateSlice):
             piece = self.pieces.part(piece)
         if isinstance(piece, ByteRange):
@@ -160,7 +163,7 @@ class Transfer:
             self.computed_sums[id(piece)] = crc32
 
     def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
-        """The bytes of PIECE, a buffer at a time, each good until the next is asked for."""
+        """The bytes of `piece`, a buffer at a time, each good until the next is asked for."""
         if isinstance(piece, Deferred):
             yield piece.make(self.all_sums)
         else:
@@ -168,14 +171,16 @@ class Transfer:
 
 
 def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:
-    """Whether PIECE is cast from what stands in the source as it is, and is large enough to be worth a
+    """Whether `piece` is cast from what stands in the source as it is, and is large enough to be worth a
     thread's time.
     """
     return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
 
 
 def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:
-    """Let the kernel copy SPAN to AT: up to the next block, then whole blocks, which it may share, then the rest."""
+    """Let the kernel copy `span` to `at`: up to the next block, then whole blocks, which it may share,
+    then the rest.
+    """
     offset, left = span.offset, span.length
     by_kernel = hasattr(os, "copy_file_range")
     while left:

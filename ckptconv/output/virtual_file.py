@@ -18,7 +18,7 @@ __all__ = ["VirtualFile"]
 
 
 class VirtualFile(io.RawIOBase):
-    """FILE, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges.
+    """`file`, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges.
 
     Reading raises what reading its sources raises.
     """
@@ -52,13 +52,13 @@ class VirtualFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go on reading OFFSET bytes from the start, from here, or from the end."""
+        """Go on reading `offset` bytes from the start, from here, or from the end."""
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     # typeshed's WriteableBuffer has no name at run time
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill BUFFER as far as the file goes; the number of bytes."""
+        """Fill `buffer` as far as the file goes; the number of bytes."""
         try:
             return self._readinto(buffer)
         except Exception as error:
@@ -79,7 +79,7 @@ class VirtualFile(io.RawIOBase):
         return length
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
-        """What PIECE has from OFFSET on, as much as BUFFER takes."""
+        """What `piece` has from `offset` on, as much as `buffer` takes."""
         if isinstance(piece, (Inflate, Assemble)):
             return self._read_stream(piece, offset, buffer)
         length = min(piece.length - offset, len(buffer))
@@ -87,7 +87,7 @@ class VirtualFile(io.RawIOBase):
         return length
 
     def _read_stream(self, piece: Piece, offset: int, buffer: memoryview) -> int:
-        """Some bytes of what PIECE gives, from OFFSET on.
+        """Some bytes of what `piece` gives, from `offset` on.
 
         Storages are read from end to end, so the stream goes on where it was; it begins anew for whoever goes back.
         """

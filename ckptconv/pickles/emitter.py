@@ -82,7 +82,7 @@ class _OutOfOrder(Exception):
 
 
 class _Do:
-    """A step for later: write CODE, an effect if it has an ORDER; what it makes, if anything, is MADE."""
+    """A step for later: write `code`, an effect if it has an `order`; what it makes, if anything, is `made`."""
 
     __slots__ = ("code", "made", "order")
 
@@ -127,7 +127,7 @@ class _Writer:
             self.put(value)
 
     def atom(self, value: Value) -> bool:
-        """Write VALUE if it needs no other node written first."""
+        """Write `value` if it needs no other node written first."""
         if type(value) is Tuple and not value.items:
             self.out += CODES["EMPTY_TUPLE"]
             return True
@@ -185,7 +185,7 @@ class _Plain(_Writer):
                 self.effects(made)
 
     def start(self, node: Value) -> None:
-        """Plan the steps that make NODE."""
+        """Plan the steps that make `node`."""
         if id(node) in self.open:
             raise _OutOfOrder
         if isinstance(node, Tuple) and self.flat(node):
@@ -220,7 +220,7 @@ class _Plain(_Writer):
         return True
 
     def effects(self, target: Object) -> None:
-        """Plan what is done to TARGET, which was just written."""
+        """Plan what is done to `target`, which was just written."""
         if isinstance(target, Set) and self.loadable:
             return
         steps: list[_Step] = []
@@ -247,7 +247,7 @@ class _Replayed(_Writer):
         return self.finish()
 
     def push(self, steps: list[_Step]) -> None:
-        """Write STEPS; what they name and the memo has not is made on the way, with what
+        """Write `steps`; what they name and the memo has not is made on the way, with what
         an edit (not the source) does to it.
         """
         todo = steps[::-1]
@@ -269,7 +269,7 @@ class _Replayed(_Writer):
 
 
 def _edited(made: Node) -> list[_Step]:
-    """The steps, last first, of what an edit does to what was just MADE."""
+    """The steps, last first, of what an edit does to what was just `made`."""
     if not isinstance(made, Object):
         return []
     return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
@@ -306,7 +306,7 @@ _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"
 
 
 def _construction(node: Value) -> list[_Step]:
-    """The steps that make NODE of its parts."""
+    """The steps that make `node` of its parts."""
     if isinstance(node, Tuple):
         n = len(node.items)
         return [*([_MARK_STEP] if n > 3 else []), *node.items, _Do(_TUPLE[min(n, 4)], made=node)]
@@ -338,7 +338,7 @@ def _as_list(members: Set) -> List:
 
 
 def _doing(effect: Effect) -> list[_Step]:
-    """The steps of EFFECT on what lies on top of the stack."""
+    """The steps of `effect` on what lies on top of the stack."""
     done = _Do(CODES[effect.opcode], effect.order)
     if effect.opcode not in ("APPEND", "SETITEM", "BUILD"):
         return [_MARK_STEP, *effect.values, done]

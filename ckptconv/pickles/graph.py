@@ -98,9 +98,9 @@ class Py2String(Node):
 
 
 class Blob(Node):
-    """A text or bytes object too long to hold: LENGTH bytes at OFFSET of the pickle.
+    """A text or bytes object too long to hold: `length` bytes at `offset` of the pickle.
 
-    KIND is ``str``, ``bytes``, ``bytearray`` or ``py2``.
+    `kind` is ``str``, ``bytes``, ``bytearray`` or ``py2``.
     """
 
     __slots__ = ("kind", "length", "offset")
@@ -143,7 +143,7 @@ class FrozenSet(Node):
 
 
 class Effect:
-    """Something done to an object: OPCODE is the pickle opcode's name, VALUES its operands
+    """Something done to an object: `opcode` is the pickle opcode's name, `values` its operands
     (keys and values in turn for SETITEMS).
     """
 
@@ -167,7 +167,7 @@ class Object(Node):
         self.effects = _NO_EFFECTS  # shared while empty: most objects never get one
 
     def add(self, effect: Effect) -> None:
-        """Append EFFECT to what is done to this object."""
+        """Append `effect` to what is done to this object."""
         if self.effects is _NO_EFFECTS:
             self.effects = [effect]
         else:
@@ -212,7 +212,7 @@ class Set(Object):
 class Call(Object):
     """The result of a call that the pickle asks for and nobody makes.
 
-    KIND is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call
+    `kind` is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call
     ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too) makes an instance in Python 2's way, its
     arguments in a Tuple of our own. ``args`` is a Tuple, or a Call that gives one (``torch.Size``).
     """
@@ -282,7 +282,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def children(node: Value) -> list[Value]:
-    """What NODE is made of, in the order in which a pickle says it."""
+    """What `node` is made of, in the order in which a pickle says it."""
     if isinstance(node, (Tuple, FrozenSet)):
         return node.items
     if isinstance(node, PersistentId):
@@ -299,8 +299,9 @@ def children(node: Value) -> list[Value]:
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
-    """Every node that ROOTS lead to, once, in the order in which a pickle says them; those
-    whose id is in SEEN are left out and added.
+    """Every node that `roots` lead to, once, in the order in which a pickle says them.
+
+    Those whose id is in `seen` are left out and added.
     """
     seen = set() if seen is None else seen
     todo = roots[::-1]
@@ -313,7 +314,7 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
 
 
 def subgraph(graph: Graph, root: Value) -> Graph:
-    """What ROOT leads to, as a graph of its own on the same nodes."""
+    """What `root` leads to, as a graph of its own on the same nodes."""
     reached = list(walk([root]))
     return replace(
         graph,
@@ -326,21 +327,21 @@ def subgraph(graph: Graph, root: Value) -> Graph:
 
 
 def set_items(mapping: Object, items: list[Value]) -> None:
-    """Set ITEMS, keys and values in turn, on MAPPING, as many at once as pickle does."""
+    """Set `items`, keys and values in turn, on `mapping`, as many at once as pickle does."""
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
 
 
 def args_of(call: Call) -> list[Value]:
-    """The arguments of CALL; none where they are themselves what a call gives."""
+    """The arguments of `call`; none where they are themselves what a call gives."""
     return call.args.items if isinstance(call.args, Tuple) else []
 
 
 def members_of(node: Value, most: int | None = None) -> list[Value] | None:
-    """What is in a sequence or set, None if NODE is neither.
+    """What is in a sequence or set, None if `node` is neither.
 
-    Before protocol 4 a set is a call of its class with a sequence, of which the first MOST will do where that is given:
-    any number of calls can have the same one.
+    Before protocol 4 a set is a call of its class with a sequence, of which the first `most` will do where that is
+    given: any number of calls can have the same one.
     """
     if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
         made_of = args_of(node)
@@ -355,7 +356,7 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
-    """Put in GRAPH, wherever one of the nodes NEW stands, what it stands for there.
+    """Put in `graph`, wherever one of the nodes `new` stands, what it stands for there.
 
     What a new node is made of is looked through as well.
     """
@@ -379,15 +380,15 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
 
 
 def is_global(node: Value, *names: str) -> bool:
-    """Whether NODE is one of the globals NAMES, given as ``module.name``."""
+    """Whether `node` is one of the globals `names`, given as ``module.name``."""
     return isinstance(node, Global) and f"{node.module}.{node.name}" in names
 
 
 def strings_of(mapping: Object) -> dict[str, Value]:
-    """MAPPING's string keys and their values, the last of each."""
+    """`mapping`'s string keys and their values, the last of each."""
     return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
 
 
 def is_count(value: Value) -> TypeGuard[int]:
-    """Whether VALUE can be a number of elements: an integer that is not negative, below the limit."""
+    """Whether `value` can be a number of elements: an integer that is not negative, below the limit."""
     return type(value) is int and 0 <= value < LIMITS.elements

@@ -58,7 +58,7 @@ _CUT = "a pickle whose frames cut its opcodes in two"
 class LenientScan(NamedTuple):
     """What was seen, and the offset up to which it was.
 
-    IS_WHOLE: up to STOP. DOUBT: why that may not be what a reader sees; None where it is, up to a mistake.
+    `is_whole`: up to STOP. `doubt`: why that may not be what a reader sees; None where it is, up to a mistake.
     """
 
     graph: Graph
@@ -76,10 +76,10 @@ def scan_lenient(
     nbytes: int | None = None,
     leave: tuple[bytes, ...] = (),
 ) -> LenientScan:
-    """What stands from START to END, as READ gives it, as a pickle of at most MOST opcodes in NBYTES, where that is
-    less than the limit.
+    """What stands from `start` to `end`, as `read` gives it, as a pickle of at most `most` opcodes in `nbytes`, where
+    that is less than the limit.
 
-    LEAVE is what :func:`~ckptconv.pickles.parser.parse` takes. Raises nothing but what READ does.
+    `leave` is what :func:`~ckptconv.pickles.parser.parse` takes. Raises nothing but what `read` does.
     """
     machine = _Lenient(read, end, "", start, leave)
     if nbytes is not None:
@@ -159,8 +159,9 @@ class _Lenient(PickleMachine):
             return self.take(self.size - self.tell())[:-1]
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - of any kind
-        """Note OPCODE where it stands on something that can be noted on; a global that gets a state, an item or a
-        member is called, in a way: ``os.environ`` has a method for each.
+        """Note `opcode` where it stands on something that can be noted on.
+
+        A global that gets a state, an item or a member is called, in a way: ``os.environ`` has a method for each.
         """
         target = self.stack[-1]
         if isinstance(target, Object):
@@ -238,8 +239,10 @@ def _stack_global(m: PickleMachine) -> None:
 
 
 def _texts(value: Value) -> list[str]:
-    """What VALUE can be as a text: none, if it is no text; what Python 2 wrote is in one of two encodings; what a call,
-    a global or a persistent id gives is ``__import__`` of something, because nobody knows.
+    """What `value` can be as a text: none, if it is no text.
+
+    What Python 2 wrote is in one of two encodings; what a call, a global or a persistent id gives is ``__import__`` of
+    something, because nobody knows.
     """
     if isinstance(value, Py2String):
         latin_1 = value.data.decode("latin-1")

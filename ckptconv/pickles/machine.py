@@ -69,8 +69,8 @@ class PickleMachine:
         self.used = bytearray(256)
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
-        """Execute opcodes up to STOP, at most MOST where that is less than the limit,
-        each as DISPATCH says for its code.
+        """Execute opcodes up to STOP, at most `most` where that is less than the limit,
+        each as `dispatch` says for its code.
         """
         stop = CODES["STOP"][0]
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
@@ -130,7 +130,7 @@ class PickleMachine:
         raise MalformedError(what, where=f"{self.where} at byte {self.tell()}", expected=expected, got=got)
 
     def refill(self, need: int) -> None:
-        """Move the window so that NEED bytes from ``pos`` on are in it."""
+        """Move the window so that `need` bytes from ``pos`` on are in it."""
         self.base += self.pos
         self.budget -= self.pos
         self.pos = 0
@@ -175,7 +175,7 @@ class PickleMachine:
         return line
 
     def length(self, width: int) -> int:
-        """A length of WIDTH bytes that the file can hold."""
+        """A length of `width` bytes that the file can hold."""
         n = int.from_bytes(self.take(width), "little")
         left = self.size - self.tell()
         if n > left:
@@ -183,7 +183,7 @@ class PickleMachine:
         return n
 
     def skip(self, n: int) -> int:
-        """Step over N bytes without holding them; their offset."""
+        """Step over `n` bytes without holding them; their offset."""
         offset = self.tell()
         if self.pos + n <= len(self.window):
             self.pos += n
@@ -197,14 +197,14 @@ class PickleMachine:
         return offset
 
     def is_left(self, n: int) -> bool:
-        """Whether the next N bytes start as what is left in the file."""
+        """Whether the next `n` bytes start as what is left in the file."""
         longest = min(max(map(len, self.leave)), n)
         if self.pos + longest > len(self.window):
             self.refill(longest)
         return self.window.startswith(self.leave, self.pos, self.pos + n)
 
     def skip_text(self, n: int) -> int:
-        """Step over N bytes of UTF-8, of which one window after another is looked at; their offset."""
+        """Step over `n` bytes of UTF-8, of which one window after another is looked at; their offset."""
         offset = self.skip(n)
         decode = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode
         try:
@@ -251,7 +251,7 @@ class PickleMachine:
         self.memo[slot] = self.stack[-1]
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
-        """Do OPCODE to the object on top of the stack, which must be one of KINDS or a call's result."""
+        """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
@@ -269,7 +269,7 @@ class PickleMachine:
         self.stack.append(call)
 
     def persistent_load(self, pid: Value) -> None:
-        """Push what the persistent id PID stands for."""
+        """Push what the persistent id `pid` stands for."""
         reference = PersistentId(pid, self.next_order())
         self.references.append(reference)
         self.stack.append(reference)
@@ -291,12 +291,12 @@ Operation: TypeAlias = Callable[[PickleMachine], None]
 
 
 def kind_of(value: Value) -> str:
-    """What VALUE is, for an error."""
+    """What `value` is, for an error."""
     return type(value).__name__.lower()
 
 
 def _lost(root: Value, popped: list[Value]) -> list[Value]:
-    """Those of POPPED that had effects and that ROOT does not lead to."""
+    """Those of `popped` that had effects and that `root` does not lead to."""
     seen: set[int] = set()
     for _ in walk([root], seen):
         pass

@@ -46,10 +46,10 @@ _ESCAPE = re.compile(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{
 def parse(
     read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0, leave: tuple[bytes, ...] = ()
 ) -> tuple[Graph, int]:
-    """The graph of the pickle at OFFSET, and the offset of the first byte behind it.
+    """The graph of the pickle at `offset`, and the offset of the first byte behind it.
 
-    READ gives LENGTH bytes at an offset, of SIZE bytes in all; WHERE names the pickle in errors. Bytes
-    objects and texts that start with one of LEAVE stay where they are, short ones too. Raises
+    `read` gives LENGTH bytes at an offset, of `size` bytes in all; `where` names the pickle in errors. Bytes
+    objects and texts that start with one of `leave` stay where they are, short ones too. Raises
     MalformedError, LimitError, UnsupportedError.
     """
     machine = PickleMachine(read, size, where, offset, leave)
@@ -381,7 +381,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def in_dispatch(operations: Mapping[str, Operation]) -> list[Operation | None]:
-    """OPERATIONS by the codes of their opcodes."""
+    """`operations` by the codes of their opcodes."""
     dispatch: list[Operation | None] = [None] * 256
     for name, operation in operations.items():
         dispatch[CODES[name][0]] = operation

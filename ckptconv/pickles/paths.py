@@ -1,4 +1,4 @@
-"""The path of each node in a graph, in the order in which the pickle says it.
+r"""The path of each node in a graph, in the order in which the pickle says it.
 
 A path is made of segments:
 
@@ -75,7 +75,7 @@ Leaf = Callable[[Node], "list[Value] | None"]
 
 @dataclass(eq=False, slots=True)  # not frozen: that makes a million of them three times as slow
 class Place:
-    """Where NODE stands first: SEGMENT, as the table above says, below PARENT.
+    """Where `node` stands first: `segment`, as the table above says, below `parent`.
 
     ``key`` is the key where the segment is a mapping's string key.
     """
@@ -107,9 +107,9 @@ class Place:
 
 
 def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
-    """Every place from START on, a root or a place that is known, its parent before it.
+    """Every place from `start` on, a root or a place that is known, its parent before it.
 
-    Raises LimitError where nesting is too deep, or the paths are too long for a pickle of so many OPCODES.
+    Raises LimitError where nesting is too deep, or the paths are too long for a pickle of so many `opcodes`.
     """
     entered: set[int] = set()
     room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
@@ -140,8 +140,9 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
 
 
 def child_places(place: Place, leaf: Leaf) -> list[Place]:
-    """The places right below PLACE, in the order in which the pickle says what stands there; below
-    what LEAF says is a leaf, its attributes.
+    """The places right below `place`, in the order in which the pickle says what stands there.
+
+    Below what `leaf` says is a leaf, its attributes.
     """
     node = place.node
     states = leaf(node) if isinstance(node, Node) else []
@@ -155,8 +156,9 @@ def child_places(place: Place, leaf: Leaf) -> list[Place]:
 
 
 def is_item(place: Place) -> bool:
-    """Whether PLACE is the value under a key of a mapping, or an element of a list or tuple; not an attribute,
-    argument, member or key.
+    """Whether `place` is the value under a key of a mapping, or an element of a list or tuple.
+
+    Not an attribute, argument, member or key.
     """
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
@@ -180,18 +182,18 @@ def _inside(place: Place) -> list[Place]:
 
 
 def is_repeated(place: Place) -> bool:
-    """Whether PLACE's key was set before, to another value or the same."""
+    """Whether `place`'s key was set before, to another value or the same."""
     return re.search(r"(?<!\\)(\\\\)*\\[0-9]+$", place.segment) is not None
 
 
 def item_segments(mapping: Object) -> list[str]:
-    """The segments of the values of MAPPING's items, in order."""
+    """The segments of the values of `mapping`'s items, in order."""
     segments = [key_segment(effect.values[i], n) for n, (effect, i) in enumerate(mapping.pairs())]
     return _all_different(segments)
 
 
 def _number_again(siblings: list[Place]) -> None:
-    """Give SIBLINGS segments that are all different: a key can be set twice, an attribute too."""
+    """Give `siblings` segments that are all different: a key can be set twice, an attribute too."""
     for place, segment in zip(siblings, _all_different([place.segment for place in siblings]), strict=True):
         place.segment = segment
 
@@ -233,7 +235,7 @@ def _arguments(place: Place, call: Call) -> list[Place]:
 
 
 def _effects(place: Place, node: Object) -> list[Place]:
-    """What was put into NODE, a mapping or the result of a call."""
+    """What was put into `node`, a mapping or the result of a call."""
     found: list[Place] = []
     count = pairs = 0
     for effect in node.effects:
@@ -272,7 +274,7 @@ def _attributes(place: Place, state: Value) -> list[Place]:
 
 
 def key_segment(key: Value, position: int) -> str:
-    """The segment for the value under KEY, the POSITION-th of its mapping."""
+    """The segment for the value under `key`, the `position`-th of its mapping."""
     if isinstance(key, str):
         return "/" + ("\\" if key[:1] in _SPECIAL else "") + escape_segment(key)
     literal = _literal(key)
@@ -280,14 +282,14 @@ def key_segment(key: Value, position: int) -> str:
 
 
 def escape_segment(word: str) -> str:
-    """WORD with what would end a segment escaped."""
+    """`word` with what would end a segment escaped."""
     if "/" in word or "[" in word or "\\" in word:
         word = re.sub(r"[\\/\[]", r"\\\g<0>", word)
     return word or "\\e"
 
 
 def _literal(key: Value) -> str | None:
-    """KEY as Python would write it, if it is short and made of atoms alone: a nested key could take
+    """`key` as Python would write it, if it is short and made of atoms alone: a nested key could take
     forever to print.
     """
     if isinstance(key, Call):
@@ -311,8 +313,8 @@ def _literal(key: Value) -> str | None:
 
 
 def _said_bytes(call: Call) -> Value:
-    """The bytes that CALL gives if it is the one that stands for them in protocol 2, which is
-    what torch's safe loader takes; else CALL.
+    """The bytes that `call` gives if it is the one that stands for them in protocol 2, which is
+    what torch's safe loader takes; else `call`.
     """
     text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
     if (
@@ -328,7 +330,7 @@ def _said_bytes(call: Call) -> Value:
 
 
 def parse_path(path: str) -> list[str]:
-    """The segments of PATH, from the root on, as :func:`key_segment` writes them; the root itself has none."""
+    """The segments of `path`, from the root on, as :func:`key_segment` writes them; the root itself has none."""
     if path == ".":
         return []
     return _SEGMENT.findall(path if path.startswith("[") else "/" + path)

@@ -10,7 +10,7 @@ __all__ = ["imported_as", "imported_name"]
 
 
 def imported_name(node: Global, protocol: int) -> str:
-    """``module.name`` as a pickle with a header of PROTOCOL means NODE. Nothing is imported."""
+    """``module.name`` as a pickle with a header of `protocol` means `node`. Nothing is imported."""
     return ".".join(imported_as(node, protocol))
 
 

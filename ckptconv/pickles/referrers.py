@@ -11,10 +11,10 @@ __all__ = ["Referrers"]
 
 
 class Referrers:
-    """The users of each node of GRAPH, whose nodes stand at PLACES.
+    """The users of each node of `graph`, whose nodes stand at `places`.
 
-    Byte strings count as nodes: one that holds something is one object. NODES are those of GRAPH in the order in which
-    the pickle says them, where they are known.
+    Byte strings count as nodes: one that holds something is one object. `nodes` are those of `graph` in the order in
+    which the pickle says them, where they are known.
     """
 
     def __init__(self, graph: Graph, places: Iterable[Place], nodes: Iterable[Node] | None = None) -> None:
@@ -30,18 +30,20 @@ class Referrers:
             self.places.setdefault(id(place.node), place)
 
     def of(self, node: Value) -> list[Value]:
-        """What NODE stands in or is, once for each place; what is called stands where its call does."""
+        """What `node` stands in or is, once for each place; what is called stands where its call does."""
         users = self.users.get(id(node), [])
         if not isinstance(node, Global) or not users:
             return [node]
         return [user if isinstance(user, Call) and user.callable is node else node for user in users]
 
     def has(self, node: Value) -> bool:
-        """Whether the graph has NODE still: in its value, or in what is thrown away after something was done to it."""
+        """Whether the graph has `node` still: in its value, or in what is thrown away after something was
+        done to it.
+        """
         return node is self.root or id(node) in self.users or id(node) in self.discarded
 
     def path(self, node: Value) -> str:
-        """Where NODE stands, or what it is a part of."""
+        """Where `node` stands, or what it is a part of."""
         climbed: set[int] = set()
         while id(node) not in self.places:
             users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
@@ -54,7 +56,7 @@ class Referrers:
         return place.path
 
     def above(self, nodes: Iterable[Value]) -> set[int]:
-        """The ids of NODES and of all that they stand in."""
+        """The ids of `nodes` and of all that they stand in."""
         found: set[int] = set()
         todo = list(nodes)
         while todo:

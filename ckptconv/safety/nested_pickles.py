@@ -76,7 +76,7 @@ class Undecidable(Exception):
 
 
 class Encoded(NamedTuple):
-    """Bytes that are a long TEXT in CODEC."""
+    """Bytes that are a long `text` in `codec`."""
 
     text: Blob
     codec: str
@@ -84,7 +84,7 @@ class Encoded(NamedTuple):
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
-    """What in GRAPH can hold a pickle, each once: byte strings, texts that become such, as their bytes.
+    """What in `graph` can hold a pickle, each once: byte strings, texts that become such, as their bytes.
 
     Each is named beside what stands for it in the graph.
     """
@@ -107,8 +107,9 @@ def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
 
 
 def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str]:
-    """Text, codec and what becomes of characters that it does not have, as ARGS say them to an encoder; KNOWN are the
-    codecs by what the file calls them. The names given are ours, not the file's.
+    """Text, codec and what becomes of characters that it does not have, as `args` say them to an encoder.
+
+    `known` are the codecs by what the file calls them. The names given are ours, not the file's.
     """
     text, codec, errors = (*args, None, None)[:3]
     said = "utf-8" if len(args) == 1 else text_of(codec) or ""
@@ -134,7 +135,7 @@ def _encoded(text: str, codec: str, errors: str) -> bytes | None:
 
 
 def string_length(value: Value | Encoded) -> int:
-    """The bytes of VALUE, a byte string or a text that becomes one."""
+    """The bytes of `value`, a byte string or a text that becomes one."""
     if isinstance(value, Encoded):
         return value.text.length
     if isinstance(value, Blob):
@@ -144,7 +145,7 @@ def string_length(value: Value | Encoded) -> int:
 
 
 def _held(value: Value | Encoded) -> bytes | None:
-    """The bytes of VALUE where they are in memory, and are such."""
+    """The bytes of `value` where they are in memory, and are such."""
     return value.data if isinstance(value, (Py2String, ByteArray)) else value if isinstance(value, bytes) else None
 
 
@@ -156,8 +157,8 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
-    """The pickles in VALUE, which if it is long is a range of BLOBS, and before each the number of bytes that were
-    looked at, MOST in all; less than none, where an archive has more. Raises Undecidable.
+    """The pickles in `value`, which if it is long is a range of `blobs`, and before each the number of bytes that were
+    looked at, `most` in all; less than none, where an archive has more. Raises Undecidable.
     """
     held = _readable(value, blobs)
     if held is not None:
@@ -167,8 +168,8 @@ def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[I
 def pickles_in_member(
     held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
 ) -> Iterator[Inner | int]:
-    """What :func:`pickles_in` gives, of MEMBER, called NAME, of the archive HELD, if it is a pickle by its name or a
-    file of torch by its first bytes; archives are looked into DEPTH deep. Raises Undecidable, InputError.
+    """What :func:`pickles_in` gives, of `member`, called `name`, of the archive `held`, if it is a pickle by its name
+    or a file of torch by its first bytes; archives are looked into `depth` deep. Raises Undecidable, InputError.
     """
     if _is_pickle(name) or _is_file_of_torch(_head_of(held, member)):
         yield -member.size  # which can be more than the archive has
@@ -176,7 +177,7 @@ def pickles_in_member(
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
-    """The pickles at the start of HELD, called NAME if it has one, or those in it, if it is an archive."""
+    """The pickles at the start of `held`, called `name` if it has one, or those in it, if it is an archive."""
     head = held.read(0, min(_HEAD, held.size))
     if head[:1] not in _FIRST:
         return
@@ -206,7 +207,7 @@ def _is_file_of_torch(head: bytes) -> bool:
 
 
 def _head_of(held: Readable, member: Member) -> bytes:
-    """The first bytes of MEMBER of the archive HELD. Raises InputError."""
+    """The first bytes of `member` of the archive `held`. Raises InputError."""
     if member.method == STORED:
         return held.read(member.data_offset, min(_HEAD, member.size))
     stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
@@ -217,7 +218,7 @@ _FIRST = frozenset(bytes([code]) for code in STARTS)
 
 
 def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
-    """VALUE as a file."""
+    """`value` as a file."""
     if isinstance(value, Encoded):
         return _text_as_file(value, blobs)
     if isinstance(value, Blob):
@@ -249,7 +250,7 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
 
 
 def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[Inner | int]:
-    """The pickles in HELD, one behind the other, COUNT at most."""
+    """The pickles in `held`, one behind the other, `count` at most."""
     at, names = 0, -1
     left = min(LIMITS.nested_opcodes, most)
     for _ in range(count):
@@ -273,8 +274,9 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """The offset of the first byte from AT on with which a pickle can name something;
-    less than none, where there is none.
+    """The offset of the first byte from `at` on with which a pickle can name something.
+
+    Less than none, where there is none.
     """
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
@@ -296,7 +298,7 @@ def _counts(seen: LenientScan) -> bool:
 
 
 def _members(held: Readable) -> tuple[Member, ...]:
-    """The members of the archive HELD, if one of them can be a checkpoint by its name. Raises Undecidable."""
+    """The members of the archive `held`, if one of them can be a checkpoint by its name. Raises Undecidable."""
     try:
         return read_archive(held, _want_checkpoints).members
     except _OtherArchive:
@@ -308,7 +310,7 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Whether a member of an archive is a pickle by its NAME, in any case: so torch looks names up."""
+    """Whether a member of an archive is a pickle by its `name`, in any case: so torch looks names up."""
     return name.casefold().endswith((".pkl", ".pickle"))
 
 
@@ -322,7 +324,7 @@ def _want_checkpoints(names: list[str]) -> None:
 
 
 def _opened(held: Readable, member: Member) -> Readable:
-    """MEMBER of the archive HELD; where it is deflated, in memory. Raises Undecidable, InputError."""
+    """`member` of the archive `held`; where it is deflated, in memory. Raises Undecidable, InputError."""
     if member.method == STORED:
         return SliceSource(held, member.data_offset, member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):

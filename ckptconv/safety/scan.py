@@ -72,7 +72,7 @@ _NOT_LISTED = "others that are not listed"
 @dataclass(frozen=True)
 class Concern:
     """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is
-    that nobody can judge; where it stands first, and in how many more places. INSIDE: in byte strings
+    that nobody can judge; where it stands first, and in how many more places. `inside`: in byte strings
     alone, which loading the file leaves as they are.
     """
 
@@ -89,7 +89,7 @@ class Concern:
 
 
 def concerns(checkpoint: Checkpoint) -> list[Concern]:
-    """What is to be known of CHECKPOINT before it is loaded, the worst first."""
+    """What is to be known of `checkpoint` before it is loaded, the worst first."""
     search = _Search()
     search.checkpoint(checkpoint, "")
     for name, other in checkpoint.beside.items():
@@ -103,7 +103,7 @@ def concerns(checkpoint: Checkpoint) -> list[Concern]:
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """What is to be known of PICKLES that no checkpoint can be made of: what they name as far as
+    """What is to be known of `pickles` that no checkpoint can be made of: what they name as far as
     they go, for who loads them runs that much.
     """
     search = _Search()
@@ -121,8 +121,8 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
 
 
 def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
-    """What is dangerous in CHECKPOINT, edited, or cannot be judged, and would be in all that is written of it but
-    safetensors; the worst first. AS_ARCHIVE: what its own archive has besides comes along.
+    """What is dangerous in `checkpoint`, edited, or cannot be judged, and would be in all that is written of it but
+    safetensors; the worst first. `as_archive`: what its own archive has besides comes along.
     """
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")
@@ -132,7 +132,7 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
 
 
 def level_of(checkpoint: Checkpoint, found: Iterable[Concern]) -> Level:
-    """How safe it is to load CHECKPOINT, in which :func:`concerns` has FOUND something or nothing."""
+    """How safe it is to load `checkpoint`, in which :func:`concerns` has `found` something or nothing."""
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
         return "dangerous" if "dangerous" in met else "needs code"
@@ -154,7 +154,7 @@ def _around(checkpoint: Checkpoint) -> list[Graph]:
 
 
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """The files of CHECKPOINT."""
+    """The files of `checkpoint`."""
     container = checkpoint.container
     return (
         [shard.part for shard in container.shards] if isinstance(container, sharded.ShardedContainer) else [checkpoint]
@@ -168,7 +168,7 @@ def _left_for(graph: Graph) -> int:
 class _Where:
     """Paths in one graph, made when the first is asked for.
 
-    What is INSIDE a byte string stands where that does: beside HOLDER in OUTER.
+    What is `inside` a byte string stands where that does: beside `holder` in `outer`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _Where:
 
 
 def _places(graph: Graph) -> Iterator[Place]:
-    """The places in a GRAPH that is no checkpoint, as far as there is room for them."""
+    """The places in a `graph` that is no checkpoint, as far as there is room for them."""
     try:
         yield from find_places(graph.root, lambda _: None, "", graph.opcodes)
     except LimitError:
@@ -199,7 +199,7 @@ def _places(graph: Graph) -> Iterator[Place]:
 class _Search:
     """Collects concerns by their names.
 
-    CARRIED: only what is dangerous or cannot be judged, and only in byte strings that the graph still has.
+    `carried`: only what is dangerous or cannot be judged, and only in byte strings that the graph still has.
     """
 
     def __init__(self, *, carried: bool = False) -> None:
@@ -219,8 +219,8 @@ class _Search:
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
 
     def members(self, checkpoint: Checkpoint) -> None:
-        """Look at the pickles and files of torch in the archive of CHECKPOINT that are not its own, which whoever knows
-        them loads.
+        """Look at the pickles and files of torch in the archive of `checkpoint` that are not its own, which whoever
+        knows them loads.
         """
         archive = checkpoint.container
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
@@ -238,14 +238,14 @@ class _Search:
                 continue
 
     def member(self, pickles: Iterable[Inner | int]) -> None:
-        """Look at PICKLES, which are in a member of an archive."""
+        """Look at `pickles`, which are in a member of an archive."""
         for inner in pickles:
             if not isinstance(inner, int):
                 self.inside += 1
                 self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
-        """Look at what GRAPH names, and into its byte strings, of which the long ones are ranges of BLOBS."""
+        """Look at what `graph` names, and into its byte strings, of which the long ones are ranges of `blobs`."""
         read_here = _storages_loaded(graph) if depth else set()
         for name, named, kind in _named(graph):
             if id(named) not in read_here:
@@ -260,11 +260,11 @@ class _Search:
                     self.add(str(why), where, holder, "unknown", inside=True)
 
     def has(self, holder: Value, where: _Where, depth: int) -> bool:
-        """Whether what HOLDER says is wanted."""
+        """Whether what `holder` says is wanted."""
         return not self.carried or depth > 0 or where.uses.has(holder)
 
     def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
-        """Look at the pickles in VALUE, which stands where HOLDER does."""
+        """Look at the pickles in `value`, which stands where `holder` does."""
         for inner in pickles_in(value, blobs, self.left):
             if isinstance(inner, int):
                 self.left -= inner
@@ -277,7 +277,7 @@ class _Search:
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
-        """NAME is, or stands at, VALUE."""
+        """`name` is, or stands at, `value`."""
         urgent = kind != "needs code"
         if self.carried and not urgent:
             return
@@ -295,7 +295,7 @@ class _Search:
 
 
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
-    """What GRAPH names that torch's safe loader refuses, where, and of what kind it is."""
+    """What `graph` names that torch's safe loader refuses, where, and of what kind it is."""
     for node in graph.globals:
         dangerous = is_dangerous(node)
         if dangerous or not (is_allowed(node) or isinstance(node, OtherDType)):
@@ -306,8 +306,8 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
 
 
 def _storages_loaded(graph: Graph) -> set[int]:
-    """The ids of what in GRAPH, a pickle inside a byte string, loads storages out of byte strings as plain pickles do,
-    and nothing else: those are looked into in turn.
+    """The ids of what in `graph`, a pickle inside a byte string, loads storages out of byte strings as plain pickles
+    do, and nothing else: those are looked into in turn.
     """
     loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
     if not loaders:
@@ -320,7 +320,7 @@ def _storages_loaded(graph: Graph) -> set[int]:
 
 
 def _is_of_bytes(call: Call) -> bool:
-    """Whether CALL is one of a byte string, or of a text as Latin-1."""
+    """Whether `call` is one of a byte string, or of a text as Latin-1."""
     (value, *more) = args_of(call) or [None]
     if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
         value = (*args_of(value), None)[0]

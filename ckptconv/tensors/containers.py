@@ -27,7 +27,7 @@ _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever els
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """Where NODE stands first: KEY is its key where ABOVE is a dict and has it as a value, else None."""
+    """Where `node` stands first: `key` is its key where `above` is a dict and has it as a value, else None."""
 
     node: Any
     above: Slot | None
@@ -42,7 +42,7 @@ class Slot:
 
 
 class Contents:
-    """All that is in ROOT, each object once."""
+    """All that is in `root`, each object once."""
 
     def __init__(self, root: object) -> None:
         self.root = root
@@ -68,7 +68,7 @@ class Contents:
                         ]
 
     def copied(self, replaced: Callable[[Any], Any]) -> Any:
-        """A copy with REPLACED(leaf) for each leaf; a tensor that is replaced by another one gives it its attributes.
+        """A copy with `replaced`(leaf) for each leaf; a tensor that is replaced by another one gives it its attributes.
 
         A tuple or frozenset in which nothing was replaced stays itself.
         """
@@ -76,8 +76,9 @@ class Contents:
 
 
 class _Copy:
-    """Makes what can change empty at first and fills it later, so that cycles find it; what
-    cannot is made of what is made already.
+    """Makes what can change empty at first and fills it later, so that cycles find it.
+
+    What cannot is made of what is made already.
     """
 
     def __init__(self, contents: Contents, replaced: Callable[[Any], Any]) -> None:
@@ -100,7 +101,7 @@ class _Copy:
         return _is_atom(node) or id(node) in self.made
 
     def finished(self, node: Any) -> bool:
-        """Whether NODE's copy could be made and filled."""
+        """Whether `node`'s copy could be made and filled."""
         if not self.has(node):
             items = list(_items(node))
             if not all(map(self.has, items)):
@@ -119,7 +120,7 @@ def _is_atom(node: object) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether TENSOR's class says itself what operations on it do. Its attributes may be what it is made of."""
+    """Whether `tensor`'s class says itself what operations on it do. Its attributes may be what it is made of."""
     return bool(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
@@ -148,7 +149,7 @@ def _items(node: Any) -> Iterator[Any]:
 
 
 def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
-    """All that NODE holds, a dict's values with their keys."""
+    """All that `node` holds, a dict's values with their keys."""
     if isinstance(node, dict):
         for key, value in _base(node).items(node):
             if not _is_atom(key):
@@ -161,7 +162,7 @@ def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
 
 
 def attributes_of(node: object) -> dict[str, Any]:
-    """What is in the ``__dict__`` and the ``__slots__`` of NODE."""
+    """What is in the ``__dict__`` and the ``__slots__`` of `node`."""
     found = dict(getattr(node, "__dict__", ()))
     for slot in _slots(node):
         try:
@@ -172,7 +173,7 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def set_attributes(node: object, values: dict[str, Any]) -> None:
-    """Set VALUES on NODE, whatever its ``__setattr__`` would say: a frozen dataclass refuses."""
+    """Set `values` on `node`, whatever its ``__setattr__`` would say: a frozen dataclass refuses."""
     slots = {slot.__name__: slot for slot in _slots(node)}
     for name, value in values.items():
         if name in slots:
@@ -200,7 +201,7 @@ def _empty(node: Any) -> Any:
 
 
 def _remade(node: Any, items: list[Any]) -> Any:
-    """The tuple or frozenset NODE with other ITEMS."""
+    """The tuple or frozenset `node` with other `items`."""
     if not attributes_of(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
         return node
     if hasattr(type(node), "n_sequence_fields"):  # a ``torch.return_types``, as Python's own ``os.stat_result``

@@ -14,7 +14,7 @@ _EVERYWHERE = ("cpu", "meta")
 
 
 def has(tag: str) -> bool:
-    """Whether torch can put tensors on TAG here: its backend is built in, and so many devices are visible."""
+    """Whether torch can put tensors on `tag` here: its backend is built in, and so many devices are visible."""
     family, _, index = tag.partition(":")
     if family in _EVERYWHERE:
         return not index  # torch restores no tag cpu:0
@@ -22,7 +22,7 @@ def has(tag: str) -> bool:
 
 
 def _count(family: str) -> int:
-    """How many devices of FAMILY there are.
+    """How many devices of `family` there are.
 
     Backends that register themselves with torch (npu, mlu, ...) are modules of it like torch's own.
     """
@@ -35,7 +35,7 @@ def _count(family: str) -> int:
 
 
 def require(tags: Iterable[str], *, where: object, hint: str) -> None:
-    """Raise DeviceUnavailable if torch lacks one of TAGS, before torch says so in the middle of its work."""
+    """Raise DeviceUnavailable if torch lacks one of `tags`, before torch says so in the middle of its work."""
     missing = sorted({tag for tag in tags if not has(tag)})
     if missing:
         families = sorted({tag.partition(":")[0] for tag in missing})

@@ -40,11 +40,16 @@ __all__ = ["CheckpointFile", "load", "open", "save"]
 
 @for_python
 def open(path: str | os.PathLike[str]) -> CheckpointFile:
-    """The checkpoint at PATH, to look into and to take single tensors from.
+    """The checkpoint at `path`, to look into and to take single tensors from.
 
-    Reads headers and the pickle; use it with ``with``.
+    Args:
+        path: A file, a sharded set or a folder of torch.distributed.checkpoint. Headers and the pickle are read.
 
-    Raises a subclass of :class:`~ckptconv.errors.CkptconvError` where there is none.
+    Returns:
+        The open checkpoint, for ``with``.
+
+    Raises:
+        CkptconvError: One of its subclasses, where there is none.
     """
     return CheckpointFile(path)
 
@@ -89,7 +94,7 @@ class CheckpointFile:
 
     @for_python
     def load(self, path: str) -> torch.Tensor:
-        """The tensor at PATH, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
+        """The tensor at `path`, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
         ``Parameter``. Each call reads it anew.
 
         Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by
@@ -104,7 +109,7 @@ class CheckpointFile:
         return tensor
 
     def _part(self, path: str) -> Checkpoint:
-        """The tensor at PATH as a checkpoint of its own, on the same nodes."""
+        """The tensor at `path` as a checkpoint of its own, on the same nodes."""
         if not isinstance(path, str):
             raise TypeError(
                 f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
@@ -152,7 +157,7 @@ def load(
     select: str | None = None,
     strip_prefix: str | Iterable[str] = (),
 ) -> Any:
-    """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container that ckptconv reads.
+    """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container.
 
     Nothing in the file is run. Of a file that needs unknown classes, a part without them loads by `state_dict` or
     `select`.

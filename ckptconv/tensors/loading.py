@@ -37,9 +37,9 @@ LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
 
 
 def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
-    """The object that CHECKPOINT holds, which is edited.
+    """The object that `checkpoint` holds, which is edited.
 
-    WHOLE: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is
+    `whole`: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is
     read, UnsupportedError where torch refuses.
     """
     where = checkpoint.source.path
@@ -79,8 +79,9 @@ def _reason(error: pickle.UnpicklingError) -> str | None:
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
-    """Raise where torch's safe loader would refuse, before a tensor is read; of a
-    WHOLE file, say which part would load.
+    """Raise where torch's safe loader would refuse, before a tensor is read.
+
+    Of a `whole` file, say which part would load.
     """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
@@ -139,7 +140,7 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _device(word: object) -> str:
-    """The device WORD for all tensors, as torch says it. Without an index it is the current one of its family."""
+    """The device `word` for all tensors, as torch says it. Without an index it is the current one of its family."""
     if word == "auto":
         return devices_here.automatic()
     if str(word) == "meta":  # which holds no data, but who loads may want the shapes alone

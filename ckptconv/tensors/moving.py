@@ -30,12 +30,7 @@ _NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have none
 
 @for_python
 def remap(obj: _T, map_location: MapLocation) -> _T:
-    """OBJ with its tensors on other devices.
-
-    Modules and optimizers move in place; containers, and other tensors that have to move, are copied.
-
-    MAP_LOCATION is as for ``convert``, but that a device without an index, for all tensors, is the current one of its
-    family, and ``'auto'`` is the GPU if there is one, else the CPU. Raises DeviceUnavailable before anything moves.
+    """`obj` with its tensors on other devices.
 
     A storage moves once and as a whole, so what shared one shares one. A tensor that is where it should be is returned
     as it is; one that moves comes back as a leaf, without hooks. Sparse, quantized, nested and wrapper tensors move by
@@ -47,7 +42,19 @@ def remap(obj: _T, map_location: MapLocation) -> _T:
     they are there, but in groups that are ``capturable`` or ``fused``, as torch has it. A ``state_dict()`` is a
     container like any other.
 
-    Which containers are looked into: :mod:`ckptconv.tensors.containers`. Every other object is returned as it is.
+    Args:
+        obj: A module, an optimizer, a tensor, or containers of them. :mod:`ckptconv.tensors.containers` says which
+            containers are looked into; every other object is returned as it is.
+        map_location: As for :func:`ckptconv.convert`, but that a device without an index, for all tensors, is the
+            current one of its family, and ``'auto'`` is the GPU if there is one, else the CPU.
+
+    Returns:
+        `obj` itself if it is a module or an optimizer, which move in place; containers, and other tensors that have to
+        move, are copied.
+
+    Raises:
+        DeviceUnavailable: torch does not have the device here; nothing was moved.
+        UsageError: `map_location` makes no sense.
     """
     wish = _resolved(map_location)
     contents = Contents(obj)
@@ -66,11 +73,14 @@ def remap(obj: _T, map_location: MapLocation) -> _T:
 
 
 def devices(obj: object) -> dict[str, int]:
-    """How many bytes of storages OBJ has on each device, the most first: those of modules, optimizers, tensors and
-    gradients in any containers.
+    """Count the bytes of storages on each device.
 
-    Devices are written as in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. A storage counts once, and as a whole; on
-    ``meta`` it has a size and no data.
+    Args:
+        obj: Modules, optimizers, tensors with their gradients, in any containers.
+
+    Returns:
+        The bytes by device, the most first; devices are written as in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. A
+        storage counts once, and as a whole; on ``meta`` it has a size and no data.
     """
     sizes: Counter[str] = Counter()
     with torch._C.DisableTorchFunctionSubclass():
@@ -87,7 +97,7 @@ def devices(obj: object) -> dict[str, int]:
 
 
 class _Found:
-    """The tensors in CONTENTS with their gradients: *owned* by modules and optimizers, or *free*."""
+    """The tensors in `contents` with their gradients: *owned* by modules and optimizers, or *free*."""
 
     def __init__(self, contents: Contents) -> None:
         self.owned: list[torch.Tensor] = []
@@ -162,7 +172,7 @@ class _Move:
         )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
-        """The tag of the device that THING belongs on."""
+        """The tag of the device that `thing` belongs on."""
         tag = _tag(thing)
         key = _key(thing) if isinstance(thing, torch.UntypedStorage) else None
         if tag == "meta" or (tag == "cpu" and key in self.hosted):
@@ -173,7 +183,7 @@ class _Move:
         return self.tags[case]
 
     def new(self, leaf: Any) -> Any:
-        """What stands for LEAF in the copy of a container."""
+        """What stands for `leaf` in the copy of a container."""
         if isinstance(leaf, torch.Tensor):
             return self.tensor(leaf)
         if isinstance(leaf, torch.UntypedStorage):
@@ -193,7 +203,7 @@ class _Move:
         return self.storages[key]
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """TENSOR if it is on its target or owned by what moved in place, else a new one."""
+        """`tensor` if it is on its target or owned by what moved in place, else a new one."""
         if id(tensor) not in self.tensors:
             new = self.moved(tensor)
             self.tensors[id(tensor)] = tensor, new
@@ -202,7 +212,7 @@ class _Move:
         return self.tensors[id(tensor)][1]
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """TENSOR, which is on its target now, and so is its gradient."""
+        """`tensor`, which is on its target now, and so is its gradient."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = tensor, tensor
             gradient = tensor.grad if tensor.is_leaf else None
@@ -223,7 +233,7 @@ class _Move:
 
 
 def _resolved(map_location: MapLocation) -> Devices:
-    """What MAP_LOCATION says. A device without an index, for all tensors, is the current one here."""
+    """What `map_location` says. A device without an index, for all tensors, is the current one here."""
     devices = to_devices(
         devices_here.automatic() if isinstance(map_location, str) and map_location == "auto" else map_location
     )
@@ -237,7 +247,7 @@ def _current(family: str) -> int | None:
 
 
 def _tag(thing: torch.Tensor | torch.UntypedStorage) -> str:
-    """The device of THING, as torch writes it into a file."""
+    """The device of `thing`, as torch writes it into a file."""
     device = thing.device
     return device.type if device.type in _NO_INDEX else f"{device.type}:{device.index or 0}"
 
@@ -256,19 +266,19 @@ def _keys(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Its storage, if offset, shape and stride on it are all that TENSOR is."""
+    """Its storage, if offset, shape and stride on it are all that `tensor` is."""
     special = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper(tensor)
     return tensor.untyped_storage() if not special and torch._C._has_storage(tensor) else None
 
 
 def _thing(tensor: torch.Tensor) -> torch.Tensor | torch.UntypedStorage:
-    """What has to move for TENSOR to move."""
+    """What has to move for `tensor` to move."""
     storage = _own_storage(tensor)
     return tensor if storage is None else storage
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """All that TENSOR lies on."""
+    """All that `tensor` lies on."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout == torch.sparse_coo:
@@ -288,7 +298,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _storage_on(tag: str, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The bytes of STORAGE on another device. As a tensor's, because every backend moves tensors."""
+    """The bytes of `storage` on another device. As a tensor's, because every backend moves tensors."""
     return _bytes(storage).to(tag).untyped_storage()
 
 
@@ -302,7 +312,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """What LIKE is on its own storage, on STORAGE."""
+    """What `like` is on its own storage, on `storage`."""
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage, like.storage_offset(), like.size(), like.stride())
     # whether it is to be conjugated or negated
@@ -312,7 +322,7 @@ def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 
 def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """DATA as a leaf with LIKE's class, attributes and ``requires_grad``."""
+    """`data` as a leaf with `like`'s class, attributes and ``requires_grad``."""
     if type(data) is not type(like):
         data = torch.Tensor._make_subclass(type(like), data)
     if not is_wrapper(like):
@@ -321,7 +331,7 @@ def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _become(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Make TENSOR, the object, what NEW is, as ``Module._apply`` does."""
+    """Make `tensor`, the object, what `new` is, as ``Module._apply`` does."""
     if torch._has_compatible_shallow_copy_type(tensor, new) and not (is_wrapper(tensor) or tensor.is_inference()):
         tensor.data = new
     else:

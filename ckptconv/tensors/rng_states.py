@@ -14,7 +14,7 @@ __all__ = ["rng_states"]
 
 
 def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-    """Those of the tensors at PLACES. ALONE says whether one has its storage to itself, as a state has."""
+    """Those of the tensors at `places`. `alone` says whether one has its storage to itself, as a state has."""
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
     judge = _Judge(possible)
     return [place.node for place in possible if judge.is_state(place)]
@@ -51,7 +51,7 @@ class _Judge:
         return any(id(value) in self.certain for value in nearest.values()) or {"python", "numpy"} <= nearest.keys()
 
     def is_in_state_dict(self, dicts: list[dict[Any, Any]]) -> bool:
-        """Whether one of DICTS, the outermost first, is a state dict; there is none in an optimizer's."""
+        """Whether one of `dicts`, the outermost first, is a state dict; there is none in an optimizer's."""
         for node in dicts:
             if isinstance(getattr(node, "_metadata", None), Mapping):
                 return True

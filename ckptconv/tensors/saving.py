@@ -29,7 +29,7 @@ _WHERE = Path("the object")
 
 
 def checkpoint_of_object(obj: object) -> Checkpoint:
-    """OBJ as ``torch.save`` would write it.
+    """`obj` as ``torch.save`` would write it.
 
     It must not be changed before the checkpoint is written. Raises what pickling it raises.
     """
@@ -54,12 +54,12 @@ class Memory(Readable):
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def read(self, offset: int, length: int) -> bytes:
-        """LENGTH bytes at OFFSET."""
+        """`length` bytes at `offset`."""
         part = self._bytes[offset : offset + length].cpu()
         return ctypes.string_at(part.data_ptr(), length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill BUFFER with what stands at OFFSET."""
+        """Fill `buffer` with what stands at `offset`."""
         part = self._bytes[offset : offset + len(buffer)].cpu()
         ctypes.memmove((ctypes.c_char * len(buffer)).from_buffer(buffer), part.data_ptr(), len(buffer))
 

@@ -105,7 +105,7 @@ def test_legacy_files_stay_the_same_bytes(legacy: list[dict[str, str]], tmp_path
 
 
 def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
-    """What stands where in the file at PATH: dtype, shape, stride, device, and the bytes of the storage."""
+    """What stands where in the file at `path`: dtype, shape, stride, device, and the bytes of the storage."""
     with Source(path) as source:
         return {
             place: (
@@ -295,7 +295,7 @@ def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]],
 
 
 def state_dicts_in(value: Any) -> Iterator[dict[str, Any]]:
-    """The mappings of strings to tensors alone in VALUE, but for an optimizer's."""
+    """The mappings of strings to tensors alone in `value`, but for an optimizer's."""
     if isinstance(value, dict) and not {"state", "param_groups"} <= value.keys():
         kinds = {(type(key), isinstance(item, torch.Tensor)) for key, item in value.items()}
         if kinds == {(str, True)}:
@@ -314,14 +314,14 @@ def state_dict_path(path: str) -> str:
 
 
 def at_path(value: Any, path: str) -> Any:
-    """What stands at PATH in a loaded checkpoint: keys and indices."""
+    """What stands at `path` in a loaded checkpoint: keys and indices."""
     for word in re.findall(r"\[\d+\]|[^/\[]+", "" if path == "." else path):
         value = value[int(word[1:-1]) if word[0] == "[" else word]
     return value
 
 
 def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
-    """The tensors of STATE_DICT as views of the bytes that torch reads from the records of PATH."""
+    """The tensors of `state_dict` as views of the bytes that torch reads from the records of `path`."""
     infos = read(Path(path)).tensors
     found = {}
     data = {key: bytearray(record) for key, record in records(Path(path)).items()}
@@ -334,7 +334,7 @@ def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """What is FOUND is wanted, bit for bit; ties may be missing."""
+    """What is `found` is wanted, bit for bit; ties may be missing."""
     assert found.keys() <= wanted.keys()
     for name, tensor in found.items():
         assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
@@ -348,19 +348,19 @@ def counts(text: str) -> Counter[str]:
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of the checkpoint at PATH, as torch reads them."""
+    """The records of the checkpoint at `path`, as torch reads them."""
     reader = torch._C.PyTorchFileReader(str(path))
     return {name: reader.get_record(name) for name in reader.get_all_records()}
 
 
 def graph(pickle: bytes) -> tuple[Graph, bytes]:
-    """PICKLE's graph, and its bytes, in which the long texts are."""
+    """`pickle`'s graph, and its bytes, in which the long texts are."""
     return parse(lambda offset, n: pickle[offset : offset + n], len(pickle), where="pickle")[0], pickle
 
 
 def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag: str) -> None:
     """Fail unless two graphs correspond node for node, what happens in them in the same order,
-    where the right one's storages are on TAG.
+    where the right one's storages are on `tag`.
     """
     partner: dict[int, int] = {}
     back: dict[int, int] = {}
@@ -392,7 +392,7 @@ def without_tag(storage: Tuple) -> list[Value]:
 
 
 def own_facts(node: Node, pickle: bytes) -> Any:
-    """What NODE says beside its parts."""
+    """What `node` says beside its parts."""
     if isinstance(node, Global):
         return node.module, node.name
     if isinstance(node, (Py2String, ByteArray)):

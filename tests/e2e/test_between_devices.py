@@ -22,7 +22,7 @@ from tests.support.judge import assert_same, tags_of
 
 
 def needs_gpus(count: int) -> Callable[[Any], Any]:
-    """A test that runs where torch sees COUNT GPUs."""
+    """A test that runs where torch sees `count` GPUs."""
 
     def marked(test: Any) -> Any:
         lacking = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X and what the convolutions make of it."""
+        """`x` and what the convolutions make of it."""
         inner = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
         return torch.relu(x + inner)
 
@@ -95,7 +95,7 @@ def checkpoint_of(model: nn.Module, criterion: nn.Module, optimizer: torch.optim
 
 
 def restored(path: Path, **kwargs: Any) -> Training:
-    """A new model, criterion and optimizer that went on from the checkpoint in PATH."""
+    """A new model, criterion and optimizer that went on from the checkpoint in `path`."""
     model, criterion, optimizer = training(seed=1)
     loaded = torch.load(path, weights_only=True, **kwargs)
     model.load_state_dict(loaded["model"])
@@ -111,7 +111,7 @@ def logits(model: nn.Module, device: str = "cpu") -> torch.Tensor:
 
 
 def tags(path: Path) -> set[str]:
-    """The location tags in PATH."""
+    """The location tags in `path`."""
     return set(tags_of(path, weights_only=True)[1])
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_really_saved_under_visible_devices(tmp_path: Path) -> None
 
 
 def wrapped(which: str, model: ResNet) -> nn.Module:
-    """MODEL with DataParallel over all of it, or over two of its parts."""
+    """`model` with DataParallel over all of it, or over two of its parts."""
     if which == "whole":
         return nn.DataParallel(model)
     model.features = nn.DataParallel(model.features)

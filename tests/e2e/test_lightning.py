@@ -50,7 +50,7 @@ class History:
 
 
 def weights(prefix: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The state dict of a small model, or of that which holds it under PREFIX."""
+    """The state dict of a small model, or of that which holds it under `prefix`."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     return (nn.ModuleDict({prefix[:-1]: model}) if prefix else model).state_dict()
@@ -61,7 +61,7 @@ def averages(prefix: str) -> dict[str, torch.Tensor]:
 
 
 def optimizer(names: list[str] | None = None) -> dict[str, Any]:
-    """Adam's state after a step; keyed by NAMES where they are given."""
+    """Adam's state after a step; keyed by `names` where they are given."""
     torch.manual_seed(2)
     keys: list[Any] = list(range(6)) if names is None else [name for name in names if name.endswith(("weight", "bias"))]
     state = {key: {"step": torch.tensor(7.0), "exp_avg": torch.randn(3, 5), "module.beta": 0.9} for key in keys}

@@ -124,7 +124,7 @@ def with_lost_class() -> Callable[[], Any]:
 
 
 def without_checksums(data: bytes) -> bytes:
-    """The archive DATA, written anew by torch around its changed pickle."""
+    """The archive `data`, written anew by torch around its changed pickle."""
     Path("changed.pt").write_bytes(data)
     reader = torch._C.PyTorchFileReader("changed.pt")
     writer = torch._C.PyTorchFileWriter("again.pt")
@@ -407,7 +407,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
 
 
 def parts(heading: str) -> list[str]:
-    """What of HEADING stands in the exception's text."""
+    """What of `heading` stands in the exception's text."""
     text = re.sub(r"^[\w.]+: ", "", heading) if "Error: " in heading.split(" ")[0] + " " else heading
     return [
         part.strip()
@@ -502,7 +502,7 @@ UNKNOWN = "RuntimeError: don't know how to restore data location of torch.storag
 
 
 def said_by(attempt: Callable[[], Any]) -> str:
-    """The last line of the traceback that ATTEMPT ends in, without torch's quotation marks."""
+    """The last line of the traceback that `attempt` ends in, without torch's quotation marks."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller says
         attempt()
     return f"{type(caught.value).__name__}: {caught.value}".replace("`", "")

@@ -56,7 +56,7 @@ def program(*words: str) -> list[str]:
 
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """COMMAND, which is ended with all that it has started."""
+    """`command`, which is ended with all that it has started."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -69,7 +69,7 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What PROCESS said, which must be done and well."""
+    """What `process` said, which must be done and well."""
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     return said

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
-    """GPU is the folder BEFORE on a GPU, and CPU that on the CPU again, for torch and bit for
+    """`gpu` is the folder `before` on a `gpu`, and `cpu` that on the `cpu` again, for torch and bit for
     bit; what is no checkpoint came along.
     """
     names = sorted(str(path.relative_to(before)) for path in before.rglob("*") if path.is_file())

@@ -61,7 +61,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_loads(transformers: ModuleType, folder: Path, model: Any) -> None:
-    """Fail unless ``from_pretrained`` finds in FOLDER all names of MODEL and no other, and the
+    """Fail unless ``from_pretrained`` finds in `folder` all names of `model` and no other, and the
     result computes the same, bit for bit.
     """
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)

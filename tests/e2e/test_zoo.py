@@ -66,9 +66,9 @@ CASES = [(name, protocol) for name in zoo.ZOO for protocol in (2, 4, 5) if proto
 
 
 def load_with(path: Path, rule: Rule, rng: bool) -> tuple[Any, list[str]]:
-    """The object at PATH, and the tags that RULE makes of its storages'.
+    """The object at `path`, and the tags that `rule` makes of its storages'.
 
-    RNG: there are states of generators among them.
+    `rng`: there are states of generators among them.
     """
     tags: list[str] = []
 
@@ -80,12 +80,12 @@ def load_with(path: Path, rule: Rule, rng: bool) -> tuple[Any, list[str]]:
 
 
 def record(path: Path, name: str = "data.pkl") -> bytes:
-    """One record of the checkpoint at PATH."""
+    """One record of the checkpoint at `path`."""
     return torch._C.PyTorchFileReader(str(path)).get_record(name)
 
 
 def outcome(load: Callable[[], Any]) -> Any:
-    """What LOAD gives, or the type of what it raises: torch cannot load all objects in all ways."""
+    """What `load` gives, or the type of what it raises: torch cannot load all objects in all ways."""
     try:
         return load()
     except Exception as error:
@@ -93,7 +93,7 @@ def outcome(load: Callable[[], Any]) -> Any:
 
 
 def fake(path: Path) -> Any:
-    """The object at PATH with tensors that have no data."""
+    """The object at `path` with tensors that have no data."""
     with FakeTensorMode():
         return outcome(lambda: torch.load(path, weights_only=False))
 

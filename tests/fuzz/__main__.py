@@ -65,8 +65,8 @@ def main() -> int:
 def _fuzz(
     fuzz: Callable[[str, int, Path, Path], None], target: str, seconds: float, work: Path
 ) -> tuple[dict[str, Any], int]:
-    """FUZZ TARGET for so many SECONDS, in a process of its own; where an input ends that, in another one for what is
-    left. What they did, and the size of the corpus.
+    """`fuzz` `target` for so many `seconds`, in a process of its own; where an input ends that, in another one for what
+    is left. What they did, and the size of the corpus.
     """
     for kept in (Path(__file__).parent / "findings").glob(f"{target}-*"):
         (work / "corpus" / kept.name).write_bytes(kept.read_bytes())
@@ -89,7 +89,7 @@ def _fuzz(
 
 
 def _forked(run: Callable[[], None], log: Path) -> int:
-    """RUN in a copy of this process, which has everything imported, with its output in LOG; the exit status."""
+    """`run` in a copy of this process, which has everything imported, with its output in `log`; the exit status."""
     pid = os.fork()
     if not pid:
         try:
@@ -103,7 +103,7 @@ def _forked(run: Callable[[], None], log: Path) -> int:
 
 
 def _add(total: dict[str, Any], report: dict[str, Any], executed: re.Match[str] | None) -> None:
-    """REPORT of one more process, into TOTAL; EXECUTED: how many inputs libFuzzer says that it tried."""
+    """`report` of one more process, into `total`; `executed`: how many inputs libFuzzer says that it tried."""
     if executed:
         report["executions"] = max(report["executions"], int(executed[1]))
     for key, value in report.items():

@@ -15,7 +15,7 @@ __all__ = ["target_of"]
 
 
 def target_of(path: Path) -> str:
-    """The target that the file at PATH is for."""
+    """The target that the file at `path` is for."""
     return path.name.split("-")[0]
 
 

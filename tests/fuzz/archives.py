@@ -63,7 +63,7 @@ _MOST = 1 << 20  # bytes that a deflated record may become here
 
 @dataclass(frozen=True)
 class Record:
-    """One member: DATA, before it is deflated.
+    """One member: `data`, before it is deflated.
 
     ``lies``: what its headers say otherwise than it is, by ``local.FIELD`` or ``central.FIELD``.
     """
@@ -84,7 +84,7 @@ class Record:
 
 
 def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"") -> bytes:
-    """A zip of RECORDS."""
+    """A zip of `records`."""
     out, directory = bytearray(), bytearray()
     for record in records:
         local, central, stored = _headers(record, len(out))
@@ -103,7 +103,7 @@ def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"")
 
 
 def _headers(record: Record, at: int) -> tuple[bytes, bytes, bytes]:
-    """The local header of RECORD at AT with its name and extra field, its entry in the
+    """The local header of `record` at `at` with its name and extra field, its entry in the
     directory, and the bytes as they are stored.
     """
     deflate = zlib.compressobj(wbits=-15)
@@ -136,7 +136,7 @@ def _packed(
 
 
 def records_of(data: bytes) -> list[Record] | None:
-    """The records of the zip DATA, as far as Python's zipfile gives them; None where it gives none."""
+    """The records of the zip `data`, as far as Python's zipfile gives them; None where it gives none."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as opened:
             return [_record(data, info) for info in opened.infolist()] or None

@@ -79,14 +79,14 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
 
 
 def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
-    """A file of torch whose pickle has that SHAPE and about so many OPCODES, and the length of the pickle."""
+    """A file of torch whose pickle has that `shape` and about so many `opcodes`, and the length of the pickle."""
     pickled = _WRAPPED % SHAPES[shape](opcodes)
     return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n")]), len(pickled)
 
 
 class Cost:
-    """What COMMAND on a file cost: processor SECONDS and bytes of MEMORY beyond what
-    the process had; and what CAME of it.
+    """What COMMAND on a file cost: processor `seconds` and bytes of `memory` beyond what
+    the process had; and what `came` of it.
     """
 
     def __init__(self, seconds: float, memory: int, came: str) -> None:
@@ -94,7 +94,7 @@ class Cost:
 
 
 def measured(command: str, path: Path) -> Cost:
-    """COMMAND on the file at PATH, in a process of its own."""
+    """`command` on the file at `path`, in a process of its own."""
     words = [sys.executable, "-m", "tests.fuzz.budgets", "--measure", command, str(path)]
     where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": where})
@@ -103,7 +103,7 @@ def measured(command: str, path: Path) -> Cost:
 
 
 def _measure(command: str, path: Path) -> None:
-    """Do COMMAND here, and print what it cost."""
+    """Do `command` here, and print what it cost."""
     import ckptconv
     from ckptconv.byteranges.sources import Source
     from ckptconv.errors import CkptconvError

@@ -44,7 +44,7 @@ class _Board:
         self.memory[what * _NUMBER : (what + 1) * _NUMBER] = number.to_bytes(_NUMBER, "little")
 
     def start(self, data: bytes) -> None:
-        """DATA is next."""
+        """`data` is next."""
         self[_LENGTH] = len(data)
         self.memory[mmap.PAGESIZE : mmap.PAGESIZE + len(data)] = data
 
@@ -54,7 +54,7 @@ class _Board:
 
 
 def _fuzz(count: int, seed: int, board: _Board) -> None:
-    """Run COUNT pickles, the same ones for the same SEED, and keep what is found."""
+    """Run `count` pickles, the same ones for the same `seed`, and keep what is found."""
     gc.freeze()
     random = Random(seed)
     pool = [*BY_HAND.values()]
@@ -83,7 +83,7 @@ def _next(pool: list[bytes], random: Random) -> bytes:
 
 
 def _wrong(data: bytes, board: _Board | None = None) -> str | None:
-    """What is wrong with what the lenient reader says of DATA, in few words: the same for the same fault."""
+    """What is wrong with what the lenient reader says of `data`, in few words: the same for the same fault."""
     try:
         seen = unpicklers.compared(data)
     except Exception as error:
@@ -95,7 +95,7 @@ def _wrong(data: bytes, board: _Board | None = None) -> str | None:
 
 
 def _smaller(data: bytes, board: _Board) -> bytes:
-    """A part of DATA with which something is wrong as well."""
+    """A part of `data` with which something is wrong as well."""
     size = len(data) // 2
     while size:
         at = 0

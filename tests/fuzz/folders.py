@@ -14,14 +14,14 @@ _HEAD = re.compile(rb"([^\n]{1,120})\n([0-9]{1,6})\n")
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """FILES by name, as one."""
+    """`files` by name, as one."""
     return b"".join(
         b"%s\n%d\n%s" % (name.encode("utf-8", "surrogateescape"), len(data), data) for name, data in files.items()
     )
 
 
 def unpack(packed: bytes) -> dict[str, bytes]:
-    """The files in PACKED, as far as it makes sense; the last one can be cut short."""
+    """The files in `packed`, as far as it makes sense; the last one can be cut short."""
     files: dict[str, bytes] = {}
     at = 0
     while head := _HEAD.match(packed, at):
@@ -32,7 +32,7 @@ def unpack(packed: bytes) -> dict[str, bytes]:
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> None:
-    """FILES, into FOLDER; one with a name that leads elsewhere is none."""
+    """`files`, into `folder`; one with a name that leads elsewhere is none."""
     for name, data in files.items():
         if name not in (".", "..") and not {"/", "\0"} & set(name):
             (folder / name).write_bytes(data)

@@ -47,12 +47,12 @@ class Pairs(list[Any]):
 
 
 def parsed(text: str) -> Any:
-    """The JSON in TEXT."""
+    """The JSON in `text`."""
     return json.loads(text, object_pairs_hook=lambda pairs: Pairs([key, value] for key, value in pairs))
 
 
 def said(value: Any) -> str:
-    """VALUE as JSON."""
+    """`value` as JSON."""
     if isinstance(value, Pairs):
         return "{" + ",".join(f"{json.dumps(key, ensure_ascii=False)}:{said(each)}" for key, each in value) + "}"
     if isinstance(value, list):
@@ -61,7 +61,7 @@ def said(value: Any) -> str:
 
 
 def changed(top: Any, random: Random) -> Any:
-    """TOP, changed in place in a few places; or something else."""
+    """`top`, changed in place in a few places; or something else."""
     for _ in range(random.choice((1, 1, 2, 3))):
         slots = _slots(top)
         if not slots:
@@ -88,7 +88,7 @@ def changed(top: Any, random: Random) -> Any:
 
 
 def _slots(top: Any) -> list[tuple[list[Any], int]]:
-    """Every place in TOP: a list and the index in it."""
+    """Every place in `top`: a list and the index in it."""
     found, todo = [], [top]
     while todo:
         at = todo.pop()

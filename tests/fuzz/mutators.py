@@ -49,7 +49,7 @@ def _pickle(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def storages_of(data: bytes, at: int = 0) -> dict[str, tuple[int, int]]:
-    """By key the elements of the storages that the pickle at AT of DATA refers to, and their bytes."""
+    """By key the elements of the storages that the pickle at `at` of `data` refers to, and their bytes."""
     try:
         graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="", offset=at)
     except CkptconvError:
@@ -108,7 +108,7 @@ def _with(records: list[Record], i: int, **what: Any) -> list[Record]:
 
 
 def _fitting(records: list[Record], random: Random) -> list[Record]:
-    """RECORDS with the storages that data.pkl refers to, each of the size that it says."""
+    """`records` with the storages that data.pkl refers to, each of the size that it says."""
     main = next((record for record in records if record.name.endswith(b"/data.pkl")), None)
     if main is None:
         return records
@@ -169,7 +169,7 @@ def _safetensors(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def _place(top: Any) -> int:
-    """Give the tensors in the header TOP places one behind another, as far as they make sense; the bytes of all."""
+    """Give the tensors in the header `top` places one behind another, as far as they make sense; the bytes of all."""
     at = 0
     for _, entry in top if isinstance(top, Pairs) else ():
         fields = dict(entry) if isinstance(entry, Pairs) else {}
@@ -203,7 +203,7 @@ def _folder(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def _other_files(files: dict[str, bytes], name: str, random: Random) -> dict[str, bytes]:
-    """FILES without NAME, or with it under another one, or with what another one has."""
+    """`files` without `name`, or with it under another one, or with what another one has."""
     other = random.choice([*files])
     what = random.randrange(4)
     if what == 0:

@@ -193,7 +193,7 @@ def made(random: Random) -> bytes:
 
 
 def mutated(data: bytes, random: Random, change: Callable[[bytes], bytes] | None = None) -> bytes:
-    """DATA with a part of another pickle in it, or spoiled."""
+    """`data` with a part of another pickle in it, or spoiled."""
     way = random.random()
     if change and way < 0.2:
         return change(data)
@@ -205,7 +205,7 @@ def mutated(data: bytes, random: Random, change: Callable[[bytes], bytes] | None
 
 
 def _frame(pieces: list[bytes], random: Random) -> None:
-    """Put some of PIECES into a frame of their length, or of another one."""
+    """Put some of `pieces` into a frame of their length, or of another one."""
     start = int(random.random() * len(pieces))
     end = start + int(random.random() * (len(pieces) - start + 1))
     length = sum(map(len, pieces[start:end])) + random.choice((0, 0, 0, 0, 1, -1, 7, 1 << 20, 1 << 62, (1 << 64) - 1))
@@ -213,7 +213,7 @@ def _frame(pieces: list[bytes], random: Random) -> None:
 
 
 def _spoiled(data: bytes, random: Random) -> bytes:
-    """DATA with a byte or two too many, too few or changed, or cut short."""
+    """`data` with a byte or two too many, too few or changed, or cut short."""
     for _ in range(1 + int(random.random() * 3)):
         at = int(random.random() * (len(data) + 1))
         way = random.random()

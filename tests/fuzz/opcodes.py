@@ -66,7 +66,7 @@ _GLOBALS = (
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """The opcodes of the pickle at the start of DATA, each with its operand, and what
+    """The opcodes of the pickle at the start of `data`, each with its operand, and what
     follows it or cannot be understood.
     """
     stream = io.BytesIO(data)
@@ -81,9 +81,9 @@ def split(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def changed(data: bytes, random: Random, change: Change, *, others: list[list[bytes]] | None = None) -> bytes:
-    """The pickle DATA, changed in one to three places; parts of OTHERS may get into it.
+    """The pickle `data`, changed in one to three places; parts of `others` may get into it.
 
-    CHANGE is for what has no structure.
+    `change` is for what has no structure.
     """
     pieces, rest = split(data)
     if not pieces:
@@ -156,7 +156,7 @@ _EDITS = (_delete, _duplicate, _swap, _splice, _splice, _insert, _operand, _oper
 
 
 def _other_operand(pieces: list[bytes], i: int, random: Random, change: Change) -> bytes:
-    """Opcode I of PIECES with another operand of the same kind."""
+    """Opcode `i` of `pieces` with another operand of the same kind."""
     code = pieces[i][:1]
     if code in b"JKMIL\x8a\x8b":
         return _number(random.choice(_NUMBERS), random)
@@ -249,7 +249,7 @@ def _global(random: Random) -> bytes:
 
 
 def _closed(pieces: list[bytes], random: Random) -> list[bytes]:
-    """PIECES with what is left on the stack put together into one value at the end."""
+    """`pieces` with what is left on the stack put together into one value at the end."""
     body = [piece for piece in pieces if piece != _STOP]
     heights = [0]
     for piece in body:
@@ -276,7 +276,7 @@ def _closed(pieces: list[bytes], random: Random) -> list[bytes]:
 
 
 def _framed(pieces: list[bytes], random: Random) -> list[bytes]:
-    """PIECES with one protocol, at the start, and one frame or none."""
+    """`pieces` with one protocol, at the start, and one frame or none."""
     protocol = next((piece for piece in pieces if piece[:1] == _PROTO), _PROTO + b"\x02")
     body = b"".join(piece for piece in pieces if piece[:1] not in (_PROTO, _FRAME))
     frame = _FRAME + struct.pack("<Q", len(body)) if protocol[1:] >= b"\x04" and random.random() < 0.7 else b""

@@ -42,7 +42,7 @@ _EVERY = 20  # executions between two reports
 
 
 class Fuzzer:
-    """Runs TARGET on inputs, in the folder WORK, and keeps what it FINDS."""
+    """Runs `target` on inputs, in the folder `work`, and keeps what it `finds`."""
 
     def __init__(self, target: str, work: Path, finds: Path) -> None:
         self.target = target
@@ -57,7 +57,7 @@ class Fuzzer:
         self.peak = memory("VmHWM")
 
     def test_one(self, data: bytes) -> None:
-        """DATA, once; what is wrong is kept."""
+        """`data`, once; what is wrong is kept."""
         wrong = self.wrong(data)
         self.report["executions"] += 1
         if wrong and wrong not in self.known:
@@ -68,7 +68,7 @@ class Fuzzer:
             (self.work / "report.json").write_text(json.dumps(self.report))
 
     def wrong(self, data: bytes) -> str | None:
-        """What is wrong with DATA in few words: the same for the same fault."""
+        """What is wrong with `data` in few words: the same for the same fault."""
         before, started = memory("VmRSS"), time.process_time()
         try:
             read = targets.run(self.target, data, self.folder)
@@ -91,7 +91,7 @@ class Fuzzer:
         return None
 
     def smaller(self, data: bytes, wrong: str) -> bytes:
-        """A part of DATA that is WRONG in the same way, as far as that can be found in time."""
+        """A part of `data` that is `wrong` in the same way, as far as that can be found in time."""
         until = time.monotonic() + _SMALLER
         size = max(len(data) // 2, 1)
         while size and time.monotonic() < until:
@@ -117,7 +117,9 @@ def _named(error: Exception) -> str:
 
 
 def fuzz(target: str, seconds: int, work: Path, finds: Path) -> NoReturn:
-    """Fuzz TARGET with the corpus in WORK, where the report goes, and what is found to FINDS; ends the process."""
+    """Fuzz `target` with the corpus in `work`, where the report goes, and what is found to `finds`;
+    ends the process.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_TOO_MUCH, _TOO_MUCH))
     sys.setrecursionlimit(10_000)  # the reference machine nests as deep as a pickle
     fuzzer = Fuzzer(target, work, finds)

@@ -259,7 +259,7 @@ SEEDS = {
 
 
 def seeds_of(target: str) -> dict[str, bytes]:
-    """The seeds of TARGET by name; the same on every call."""
+    """The seeds of `target` by name; the same on every call."""
     torch.manual_seed(0)
     return dict(SEEDS[target]())
 

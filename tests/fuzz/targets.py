@@ -46,14 +46,14 @@ _TRACED = 2000  # bytes of a pickle that the reference machine runs too: it nest
 
 
 class Target(NamedTuple):
-    """CHECK does everything with bytes in an empty folder; whether they could be read. Raises for a finding."""
+    """`check` does everything with bytes in an empty folder; whether they could be read. Raises for a finding."""
 
     name: str
     check: Callable[[bytes, Path], bool]
 
 
 def run(target: str, data: bytes, folder: Path) -> bool:
-    """DATA through TARGET, in FOLDER, which is emptied before and after."""
+    """`data` through `target`, in `folder`, which is emptied before and after."""
     try:
         _empty(folder)
         return TARGETS[target].check(data, folder)
@@ -122,7 +122,7 @@ def _check_folder(data: bytes, folder: Path) -> bool:
 
 
 def _use(path: Path, choice: int) -> bool:
-    """Everything with what is at PATH; CHOICE is a number that says what of what takes long.
+    """Everything with what is at `path`; `choice` is a number that says what of what takes long.
 
     Whether it could be read.
     """
@@ -143,7 +143,7 @@ def _use(path: Path, choice: int) -> bool:
 
 
 def _verified(path: Path) -> bool:
-    """Whether nothing is wrong with what is at PATH, but for what loading it would run."""
+    """Whether nothing is wrong with what is at `path`, but for what loading it would run."""
     try:
         verdict = verify(path)
     except CkptconvError as error:
@@ -218,7 +218,7 @@ def _convert_somehow(path: Path, choice: int, *, sound: bool) -> None:
 
 
 def _converted(path: Path, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> bool:
-    """Write PATH, edited, to TARGET in FORMAT, unless torch is needed for that; then it is only planned."""
+    """Write `path`, edited, to `target` in `format`, unless torch is needed for that; then it is only planned."""
     with open_input(path) as source:
         output = OutputOptions(format=format, copy_tied=copy_tied, allow_unsafe=True, force=True)
         plan = make_plan(opening.read(source), target, edits, output)
@@ -233,7 +233,7 @@ def _needs_torch(plan: Plan) -> bool:
 
 
 def _tensors(summary: Summary) -> list[Any]:
-    """What no device changes of the tensors in SUMMARY."""
+    """What no device changes of the tensors in `summary`."""
     return [{**tensor, "device": None} for tensor in summary["tensors"]]
 
 

@@ -29,7 +29,7 @@ _STRICTER = {
 
 
 def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """PROGRAM, with the driver's findings going to FOLDER."""
+    """`program`, with the driver's findings going to `folder`."""
     start = (
         "import sys; from pathlib import Path; from ckptconv.pickles import lenient;"
         " from ckptconv.pickles.machine import PickleMachine; from tests.fuzz import differential;"

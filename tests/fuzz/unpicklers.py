@@ -40,7 +40,7 @@ _MORE = 32 << 20  # bytes
 
 
 class Reached(NamedTuple):
-    """What an unpickler did: the globals that it looked up, and whether it USED one of them."""
+    """What an unpickler did: the globals that it looked up, and whether it `used` one of them."""
 
     by: str
     globals: list[tuple[str, str]]
@@ -48,9 +48,9 @@ class Reached(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """How many globals were REACHED, and what the lenient reader MISSED of them.
+    """How many globals were `reached`, and what the lenient reader `missed` of them.
 
-    DOUBTFUL: it says itself that it cannot tell, so the pickle is never called harmless.
+    `doubtful`: it says itself that it cannot tell, so the pickle is never called harmless.
     """
 
     reached: int
@@ -112,7 +112,7 @@ class _Loaded(metaclass=_Quiet):
 
 
 def _unpickler(base: Any) -> Any:
-    """The class BASE, with nothing behind its names."""
+    """The class `base`, with nothing behind its names."""
 
     class Inert(base):  # type: ignore[misc]
         found: list[tuple[str, str]]
@@ -160,7 +160,7 @@ def bounded() -> Iterator[None]:
 
 
 def reached(data: bytes, way: Way | None = None) -> list[Reached]:
-    """What each of the readers reaches in DATA, loaded in WAY, or in one that depends on DATA alone."""
+    """What each of the readers reaches in `data`, loaded in `way`, or in one that depends on `data` alone."""
     _register_codes()
     way = way or _way(data)
     found = []
@@ -178,13 +178,13 @@ def reached(data: bytes, way: Way | None = None) -> list[Reached]:
 
 
 def _way(data: bytes) -> Way:
-    """A way to load DATA, always the same one."""
+    """A way to load `data`, always the same one."""
     number = zlib.crc32(data)
     return Way(_ENCODINGS[number % len(_ENCODINGS)], number % 7 == 0, number % 11 == 0)
 
 
 def compared(data: bytes) -> Compared:
-    """What the unpicklers reach in DATA, beside what the lenient reader lists."""
+    """What the unpicklers reach in `data`, beside what the lenient reader lists."""
     seen = scan_lenient(lambda offset, length: data[offset : offset + length], 0, len(data), most=_MOST)
     listed = Counter((node.module, node.name) for node in seen.graph.globals)
     listed.update(CODES[node.code] for node in seen.graph.extensions if node.code in CODES)

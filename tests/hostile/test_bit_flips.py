@@ -163,7 +163,7 @@ UNUSED = {
 
 
 def flips(data: bytes, path: Path, step: int = 1) -> Iterator[int]:
-    """The number of each bit, while PATH has DATA with that bit turned."""
+    """The number of each bit, while `path` has `data` with that bit turned."""
     path.write_bytes(data)
     with path.open("r+b", buffering=0) as file:
         for bit in range(0, 8 * len(data), step):
@@ -199,8 +199,8 @@ def _bytes_of(info: Any) -> bytes:
 
 
 def judged(data: bytes, path: Path, step: int, load: Callable[[Path], Any]) -> dict[str, list[int]]:
-    """The bits of DATA by what becomes of it when they turn: found by ``verify``; unloadable by whoever LOADs it, which
-    ``verify`` does not see; harmless, when all see the same; silent.
+    """The bits of `data` by what becomes of it when they turn: found by ``verify``; unloadable by whoever LOADs it,
+    which ``verify`` does not see; harmless, when all see the same; silent.
     """
     path.write_bytes(data)
     assert verify(path).ok
@@ -230,7 +230,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def safely(path: Path) -> Any:
-    """The object in PATH by torch's safe loader."""
+    """The object in `path` by torch's safe loader."""
     with torch.serialization.safe_globals([Settings]):
         return torch.load(path, map_location="cpu", weights_only=True)
 

@@ -73,7 +73,7 @@ def _change(random: Random) -> Callable[[bytes], bytes]:
 
 
 def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
-    """What is in PATH, once it is converted to OUT; or our error."""
+    """What is in `path`, once it is converted to `out`; or our error."""
     try:
         summary = inspect(path)
         convert(path, out, map_location="cpu", force=True, format="pt", allow_unsafe=True)
@@ -83,7 +83,7 @@ def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
 
 
 def _tensors(summary: Summary) -> dict[str, list[Any]]:
-    """Dtype, shape, stride and offset of the tensors in SUMMARY, by path."""
+    """Dtype, shape, stride and offset of the tensors in `summary`, by path."""
     tensors = summary["tensors"]
     if any("\\" in info["path"] for info in tensors):  # a key that was set twice: torch has the last alone
         return {}
@@ -91,7 +91,7 @@ def _tensors(summary: Summary) -> dict[str, list[Any]]:
 
 
 def _kind(error: str) -> str:
-    """ERROR without what is different in each file."""
+    """`error` without what is different in each file."""
     return re.sub(
         r"'[^']*'|\"[^\"]*\"|[0-9][0-9,]*|0x[0-9a-f]+|/\S+", "…", error.split("WeightsUnpickler error: ")[-1].strip()
     )[:90]

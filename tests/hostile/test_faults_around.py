@@ -34,7 +34,7 @@ needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="strace is 
 
 
 def ckptconv(*args: str | Path, **options: object) -> subprocess.CompletedProcess[bytes]:
-    """``ckptconv ARGS``; its output, unless OPTIONS say where that goes."""
+    """``ckptconv ARGS``; its output, unless `options` say where that goes."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     command = [sys.executable, "-m", "ckptconv", *map(str, args)]
     return subprocess.run(command, **options)  # type: ignore[call-overload, no-any-return]
@@ -55,7 +55,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def chosen(conversion: Conversion, *names: str) -> None:
-    """Let CONVERSION have faults only at the first and the last of its calls of these NAMES."""
+    """Let `conversion` have faults only at the first and the last of its calls of these `names`."""
     numbers = {name: [number for call, number in conversion.calls if call == name] for name in names}
     conversion.calls = sorted({(name, all_[i]) for name, all_ in numbers.items() for i in (0, -1)})
 

@@ -159,20 +159,20 @@ def each_of(table: Mapping[str, Iterable[Any]]) -> list[Any]:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """What is in FOLDER."""
+    """What is in `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def findings(path: Path, *levels: str) -> list[str]:
-    """What ``verify`` finds of these LEVELS, a line each."""
+    """What ``verify`` finds of these `levels`, a line each."""
     return [str(each) for each in verify(path).findings if each.level in levels]
 
 
 def assert_refused(
     path: Path, kind: type[InputError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``inspect``, ``convert`` and ``verify`` all end in WHAT, an error of KIND and no other, with exit status 1; no
-    output appears, and an old one stays.
+    """``inspect``, ``convert`` and ``verify`` all end in `what`, an error of `kind` and no other, with exit status 1;
+    no output appears, and an old one stays.
     """
     with pytest.raises(InputError, match=re.escape(what)) as error:
         ckptconv.inspect(path)
@@ -183,7 +183,7 @@ def assert_refused(
 
 
 def assert_found(path: Path, what: str, *levels: str) -> None:
-    """``verify`` finds WHAT, says so in a line, and exits with 1."""
+    """``verify`` finds `what`, says so in a line, and exits with 1."""
     assert any(what in each for each in findings(path, *levels or ("damaged",))), (
         what,
         findings(path, *get_args(Level)),
@@ -194,7 +194,7 @@ def assert_found(path: Path, what: str, *levels: str) -> None:
 def assert_not_converted(
     path: Path, kind: type[ckptconv.CkptconvError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``convert`` ends in WHAT, an error of KIND and no other, with exit status 1; no
+    """``convert`` ends in `what`, an error of `kind` and no other, with exit status 1; no
     output appears, and an old one stays.
     """
     folder = path.parent.parent / "out"
@@ -213,7 +213,7 @@ def assert_not_converted(
 
 
 def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) -> Path:
-    """``inspect`` shows it, with NOTES or none, ``verify`` finds nothing, ``convert`` gives
+    """``inspect`` shows it, with `notes` or none, ``verify`` finds nothing, ``convert`` gives
     the same object on the CPU; where that is.
     """
     shown = ckptconv.inspect(path)["notes"]
@@ -230,7 +230,7 @@ def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) ->
 
 
 def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None) -> None:
-    """Each of NAMES is listed by ``inspect`` and, with WHERE it stands, by ``verify``, which fails if it is strict;
+    """Each of `names` is listed by ``inspect`` and, with `where` it stands, by ``verify``, which fails if it is strict;
     ``convert`` keeps it, and runs nothing.
     """
     shown = ckptconv.inspect(path)
@@ -253,7 +253,7 @@ def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None
 
 
 def peak(function: Callable[[], object]) -> int:
-    """The most memory that FUNCTION took."""
+    """The most memory that `function` took."""
     tracemalloc.start()
     try:
         function()
@@ -263,14 +263,14 @@ def peak(function: Callable[[], object]) -> int:
 
 
 def everything(path: Path) -> None:
-    """Look at PATH, verify it and convert it, whatever comes of it."""
+    """Look at `path`, verify it and convert it, whatever comes of it."""
     out = path.parent.parent / "out.pt"
     for command in (["inspect"], ["verify"], ["convert", "--force"]):
         main([*command, str(path), *([str(out)] if command[0] == "convert" else [])])
 
 
 def checkpoint(*items: bytes, protocol: int = 4) -> bytes:
-    """A checkpoint of one tensor, and of ITEMS under keys of their own."""
+    """A checkpoint of one tensor, and of `items` under keys of their own."""
     keyed = [each for i, item in enumerate(items) for each in (text(f"x{i}"), item)]
     return torch_zip_of(dict_of(text("w"), tensor(), *keyed, protocol=protocol))
 
@@ -428,7 +428,7 @@ CALLS = {
 
 
 def call(opcode: str, module: str, name: str) -> bytes:
-    """A call by OPCODE of a global, without arguments."""
+    """A call by `opcode` of a global, without arguments."""
     named = f"{module}\n{name}\n".encode()
     return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
 
@@ -751,7 +751,7 @@ def good_zip(method: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def renamed(data: bytes, old: str, new: str) -> bytes:
-    """DATA with the record OLD under another name of the same length, in both headers."""
+    """`data` with the record `old` under another name of the same length, in both headers."""
     assert len(old) == len(new) and data.count(old.encode()) == 2
     return data.replace(old.encode(), new.encode())
 
@@ -763,7 +763,7 @@ def with_member(name: str, data: bytes = b"3\n") -> bytes:
 
 
 def zip64(data: bytes) -> bytes:
-    """DATA with a zip64 end, as torch's has."""
+    """`data` with a zip64 end, as torch's has."""
     end = end_of(data)
     count, size, start = struct.unpack_from("<HII", data, end + 10)
     wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
@@ -1346,7 +1346,7 @@ def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> 
 
 
 def assert_two_readings(path: Path, as_: str, other: str) -> None:
-    """All commands and functions that read PATH refuse it, and name both readings."""
+    """All commands and functions that read `path` refuse it, and name both readings."""
     what = f"it can be read in two ways: as a {as_} file, and as {other}"
     assert_refused(path, MalformedError, what)
     for read in (ckptconv.open, ckptconv.load, lambda path: ckptconv.diff(path, path)):
@@ -1358,7 +1358,7 @@ def assert_two_readings(path: Path, as_: str, other: str) -> None:
 
 
 def assert_runs(load: Callable[[], object], marker: Path) -> None:
-    """LOAD writes MARKER, whatever it raises then: without that the test would show nothing."""
+    """`load` writes `marker`, whatever it raises then: without that the test would show nothing."""
     with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")
         load()
@@ -1431,7 +1431,7 @@ def test_a_legacy_stream_at_the_first_byte(write: Write, tmp_path: Path) -> None
 
 
 def saved_before_1_6(payload: bytes) -> bytes:
-    """The older format's stream without its header, with PAYLOAD as the object."""
+    """The older format's stream without its header, with `payload` as the object."""
     numbers = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
     return b"".join(pickle.dumps(number, 2)[2:] for number in numbers) + payload
 
@@ -1463,7 +1463,7 @@ EMBEDDED = {
 
 
 def with_zip64(make: Callable[[bytes], bytes], payload: bytes) -> bytes:
-    """What MAKE makes, its archive's end said in 64 bits: the other one has no place for the directory."""
+    """What `make` makes, its archive's end said in 64 bits: the other one has no place for the directory."""
     data = make(payload + b" " * 200)
     archive = zip64(zip_of_pickle(payload))
     archive = patched(archive, end_of(archive) + 12, "<I", 0xFFFFFFFF)

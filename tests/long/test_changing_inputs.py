@@ -72,7 +72,7 @@ HARMLESS = (replaced, deleted)
 
 @dataclass(frozen=True)
 class Change:
-    """HOW the input was changed at the NUMBER-th CALL, which was before all of it was copied or
+    """`how` the input was changed at the `number`-th `call`, which was before all of it was copied or
     not, and what became of the conversion.
     """
 
@@ -87,7 +87,7 @@ class Change:
 
 
 class Reading:
-    """``ckptconv convert SRC DST``, whose SRC (or the file CHANGED in it) is changed while it runs."""
+    """``ckptconv convert `src` DST``, whose `src` (or the file `changed` in it) is changed while it runs."""
 
     def __init__(
         self, name: str, folder: Path, src: Path, target: str, flags: tuple[str, ...], changed: str = ""
@@ -107,7 +107,7 @@ class Reading:
         self.moments = list(self._moments(lines, place))
 
     def run(self, change: Change | None) -> tuple[Path, list[str], subprocess.CompletedProcess[str]]:
-        """Convert from a fresh start, with CHANGE; the folder, the lines of strace, the process."""
+        """Convert from a fresh start, with `change`; the folder, the lines of strace, the process."""
         place = self.folder / f"{next(self._numbers):04}"
         (place / "out").mkdir(parents=True)
         src = place / self.src.name

@@ -46,7 +46,7 @@ def a_set(folder: Path) -> Path:
 
 
 def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion:
-    """The conversion of this KIND, in FOLDER."""
+    """The conversion of this `kind`, in `folder`."""
     to_cpu = ("--to", "cpu")
     runs = folder / "runs"
     src = fixtures / "training.pt"

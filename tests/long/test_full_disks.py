@@ -40,13 +40,13 @@ def disk_of(folder: Path, size: int, *options: str) -> AbstractContextManager[Pa
 
 
 def pages(content: Content) -> int:
-    """How many a disk in memory needs for CONTENT."""
+    """How many a disk in memory needs for `content`."""
     files = content.values() if isinstance(content, dict) else [content or b""]
     return sum(-(-len(data) // PAGE) for data in files)
 
 
 def sizes(needed: int) -> list[int]:
-    """Twenty numbers of free pages: none, one, ..., all but one, as many as are NEEDED."""
+    """Twenty numbers of free pages: none, one, ..., all but one, as many as are `needed`."""
     between = {round(needed * i / (SIZES - 3)) for i in range(1, SIZES - 3)}
     found = sorted({0, 1, needed - 1, needed, *between})
     assert len(found) == SIZES
@@ -68,7 +68,7 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(
     done: subprocess.CompletedProcess[str], disk: Path, name: str, old: Content, new: Content, *, fits: bool
 ) -> None:
-    """The new one where it FITS; else the old one, nothing beside it, and one line."""
+    """The new one where it `fits`; else the old one, nothing beside it, and one line."""
     assert os.listdir(disk) == [name]
     assert content_of(disk / name) == (new if fits else old)
     assert (done.returncode, done.stderr.count("\n")) == ((0, 0) if fits else (1, 1)), done
@@ -137,7 +137,7 @@ def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -
 
 
 def fill_up(path: Path) -> None:
-    """Take all the space that there is, with a file at PATH."""
+    """Take all the space that there is, with a file at `path`."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(PAGE))

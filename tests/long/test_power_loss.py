@@ -56,7 +56,7 @@ def through_a_loop(disk: Path, at: Path, options: str) -> Iterator[None]:
 
 @contextmanager
 def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
-    """A file that is IMAGE; what it is told goes into LOG."""
+    """A file that is `image`; what it is told goes into `log`."""
     disk = folder / "disk"
     disk.touch()
     log.touch()
@@ -113,7 +113,7 @@ def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
 def history_of(
     folder: Path, srcs: Sequence[Path], filesystem: str, *, in_shards: bool, command: Sequence[str]
 ) -> tuple[History, list[Done]]:
-    """What a disk was told while SRCS were converted in turn, again and again, to one target on it; and
+    """What a disk was told while `srcs` were converted in turn, again and again, to one target on it; and
     what was done.
     """
     make, options, size = FILESYSTEMS[filesystem]
@@ -143,7 +143,7 @@ def history_of(
 
 
 def what_is_wrong(at: Path, target: str, end: int, done: Sequence[Done]) -> str | None:
-    """What must not be at TARGET, of the disk that is mounted AT, after the power was lost at END of the log."""
+    """What must not be at `target`, of the disk that is mounted `at`, after the power was lost at `end` of the log."""
     ended = [each.new for each in done if each.ended <= end]
     may_be = [ended[-1] if ended else None]
     may_be += [each.new for each in done if each.began <= end < each.ended]

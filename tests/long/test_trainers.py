@@ -24,8 +24,8 @@ Losses = list[float]
 
 
 def there_and_back(file: Path, folder: Path) -> Path:
-    """FILE sent to a GPU and back to the CPU, in FOLDER under its name; what torch's safe loader says of it is the same
-    on the way and at the end.
+    """`file` sent to a GPU and back to the CPU, in `folder` under its name; what torch's safe loader says of it is the
+    same on the way and at the end.
     """
     away, back = folder / f"on-gpu-{file.name}", folder / file.name
     ckptconv.convert(file, away, map_location="cuda:0")
@@ -204,7 +204,9 @@ def train(transformers: ModuleType, tmp_path: Path) -> Fit:
 
 
 def retagged(checkpoint: Path, folder: Path) -> Path:
-    """CHECKPOINT, a folder of the Trainer's, in FOLDER: all that can hold tensors there and back, the rest as it is."""
+    """`checkpoint`, a folder of the Trainer's, in `folder`: all that can hold tensors there and back, the rest as it
+    is.
+    """
     shutil.copytree(checkpoint, folder)
     for file in checkpoint.iterdir():
         if file.suffix in (".pt", ".pth", ".bin", ".safetensors"):

@@ -54,7 +54,7 @@ print(json.dumps(done))
 
 
 def crowd(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
-    """What became of COMMANDS, which were begun at once."""
+    """What became of `commands`, which were begun at once."""
     done = subprocess.run(
         [sys.executable, "-c", _CROWD], input=json.dumps(commands), capture_output=True, text=True, check=True
     )
@@ -82,8 +82,8 @@ def inputs(
 
 
 class Watcher(threading.Thread):
-    """Looks at TARGET, again and again, until it is told to end; what it saw that was
-    not IS_WHOLE, and how often it looked.
+    """Looks at `target`, again and again, until it is told to end; what it saw that was
+    not `is_whole`, and how often it looked.
     """
 
     def __init__(self, target: Path, is_whole: Callable[[Content], bool]) -> None:

@@ -71,7 +71,7 @@ class Watch:
 
 
 def operations(path: str, out: Path, twin: str) -> dict[str, Callable[[], object]]:
-    """All that can be done to PATH; what is made stands in OUT."""
+    """All that can be done to `path`; what is made stands in `out`."""
     done: dict[str, Callable[[], object]] = {
         "inspect": lambda: main(["inspect", path]),
         "verify": lambda: main(["verify", path, "--json"]),
@@ -96,7 +96,7 @@ def _opened(path: str) -> None:
 
 
 def attempt(operation: Callable[[], object]) -> str:
-    """What becomes of OPERATION: ``done``, the exit status, or the error's class."""
+    """What becomes of `operation`: ``done``, the exit status, or the error's class."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             status = operation()

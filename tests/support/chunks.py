@@ -18,12 +18,12 @@ _HERE = Path("here")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements of TENSOR in row-major order."""
+    """The elements of `tensor` in row-major order."""
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
-    """CHUNK cut in two, and the halves again, up to so many TIMES; halves can be empty."""
+    """`chunk` cut in two, and the halves again, up to so many `times`; halves can be empty."""
     wide = [d for d, size in enumerate(chunk.sizes) if size > 1]
     if not times or not wide:
         return [chunk]
@@ -38,7 +38,9 @@ def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
 
 
 def placements_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[ChunkPlacement]:
-    """CHUNKS of WHOLE, each somewhere in a file of its own; in row-major order if they are to be PLAIN, else in any."""
+    """`chunks` of `whole`, each somewhere in a file of its own; in row-major order if they are to be `plain`, else in
+    any.
+    """
     placements = []
     for chunk in chunks:
         part = whole[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))]

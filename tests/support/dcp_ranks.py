@@ -100,7 +100,7 @@ def rows(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:
-    """Tensors spread over both dimensions of MESH."""
+    """Tensors spread over both dimensions of `mesh`."""
     return {
         name: distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
         for name, (whole, placements) in MESH.items()
@@ -108,7 +108,7 @@ def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:
 
 
 def run(rank: int, folder: Path) -> None:
-    """What the process RANK does."""
+    """What the process `rank` does."""
     warnings.simplefilter("ignore")  # torch's own, about itself
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)

@@ -9,12 +9,12 @@ import time
 
 
 def die(tag: str) -> str:
-    """Never give TAG back."""
+    """Never give `tag` back."""
     os.kill(os.getpid(), signal.SIGKILL)
     return tag
 
 
 def stall(tag: str) -> str:
-    """Give TAG back, much later."""
+    """Give `tag` back, much later."""
     time.sleep(60)
     return tag

@@ -24,7 +24,7 @@ _PARTS |= {"storage_of", "storages", "tensor_counts"}
 
 
 def assert_fresh(checkpoint: Checkpoint) -> None:
-    """What CHECKPOINT has of its index is what an index of its graph, made now, has."""
+    """What `checkpoint` has of its index is what an index of its graph, made now, has."""
     index = vars(checkpoint)["index"]
     now = Index(checkpoint.graph, checkpoint.root, checkpoint.references, "")
     for part in vars(index).keys() & _PARTS:
@@ -60,7 +60,7 @@ def check_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """VALUE so that two of it compare by what they are, and nodes and storages by identity."""
+    """`value` so that two of it compare by what they are, and nodes and storages by identity."""
     if isinstance(value, Place):
         return value.path, id(value.node), value.key, value.depth
     if isinstance(value, TensorInfo):

@@ -96,12 +96,12 @@ def zipped(data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def legacy_of(data: bytes) -> bytes:
-    """A file of torch before 1.6 without storages, whose object is the pickle DATA."""
+    """A file of torch before 1.6 without storages, whose object is the pickle `data`."""
     return _HEAD + data + keys_and_data({})
 
 
 def _long(data: bytes) -> bytes:
-    """DATA, and behind its end more than is held in memory."""
+    """`data`, and behind its end more than is held in memory."""
     return data + b"." * 70_000
 
 
@@ -131,35 +131,35 @@ NESTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def whole(code: bytes, protocol: int = 4) -> bytes:
-    """A pickle of a dict of one tensor and of what CODE pushes, under the key ``x``."""
+    """A pickle of a dict of one tensor and of what `code` pushes, under the key ``x``."""
     return dict_of(text("w"), tensor(), text("x"), code, protocol=protocol)
 
 
 def checkpoint(code: bytes, protocol: int = 4) -> bytes:
-    """A torch zip with what CODE pushes under the key ``x``."""
+    """A torch zip with what `code` pushes under the key ``x``."""
     return torch_zip_of(whole(code, protocol))
 
 
 def legacy_with(code: bytes) -> bytes:
-    """A file of torch before 1.6 with what CODE pushes under the key ``x``."""
+    """A file of torch before 1.6 with what `code` pushes under the key ``x``."""
     reference = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04NtQ"
     data = dict_of(text("w"), tensor(reference), text("x"), code, protocol=2)
     return _HEAD + data + keys_and_data({"0": (4, bytes(16))})
 
 
 def plain_of(code: bytes) -> bytes:
-    """A plain pickle of a tensor, and of what CODE pushes."""
+    """A plain pickle of a tensor, and of what `code` pushes."""
     data = pickle.dumps({"w": torch.ones(2)}, 4)[11:]  # without PROTO and FRAME
     return b"\x80\x04" + data[:-1] + text("x") + code + b"s."
 
 
 def program_of(code: bytes, record: str = "constants.pkl") -> bytes:
-    """A TorchScript archive, with what CODE pushes in the tuple that is RECORD."""
+    """A TorchScript archive, with what `code` pushes in the tuple that is `record`."""
     return rezipped(scripted(torch.nn.Linear(2, 2)), {record: b"\x80\x02" + code + b"\x85."})
 
 
 def shards_in(folder: Path, code: bytes) -> Path:
-    """A sharded set in FOLDER, of which one shard pushes CODE and throws it away."""
+    """A sharded set in `folder`, of which one shard pushes `code` and throws it away."""
     folder.mkdir()
     popped = b"\x80\x02" + code + b"0}(" + text("v") + tensor() + b"u."
     shards = {"w": dict_of(text("w"), tensor()), "v": popped}
@@ -171,5 +171,5 @@ def shards_in(folder: Path, code: bytes) -> Path:
 
 
 def dcp_in(folder: Path, item: object) -> Path:
-    """What torch.distributed.checkpoint saves of a tensor and ITEM, in FOLDER."""
+    """What torch.distributed.checkpoint saves of a tensor and `item`, in `folder`."""
     return distributed({"w": torch.ones(2), "x": item}, folder)

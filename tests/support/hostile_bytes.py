@@ -59,25 +59,25 @@ FOUR = integer(4)
 
 
 def storage(key: str = "0", numel: bytes = FOUR, cls: str = "FloatStorage", tag: str = "cpu") -> bytes:
-    """A reference to a storage; NUMEL pushes the number of its elements."""
+    """A reference to a storage; `numel` pushes the number of its elements."""
     return b"(" + text("storage") + b"ctorch\n" + cls.encode() + b"\n" + text(key) + text(tag) + numel + b"tQ"
 
 
 def tensor(
     of: bytes | None = None, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0
 ) -> bytes:
-    """A tensor on the storage that OF pushes."""
+    """A tensor on the storage that `of` pushes."""
     rest = integer(offset) + ints(*shape) + ints(*stride) + b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + (storage() if of is None else of) + rest + b"tR"
 
 
 def pickle_of(*values: bytes) -> bytes:
-    """A list of VALUES."""
+    """A list of `values`."""
     return b"\x80\x02](" + b"".join(values) + b"e."
 
 
 def dict_of(*items: bytes, protocol: int = 2) -> bytes:
-    """A dict of ITEMS, keys and values in turn."""
+    """A dict of `items`, keys and values in turn."""
     return bytes([0x80, protocol]) + b"}(" + b"".join(items) + b"u."
 
 
@@ -94,7 +94,7 @@ def saved(obj: object, **options: Any) -> bytes:
 def zip_of(
     members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED, file: io.BytesIO | None = None, comment: bytes = b""
 ) -> bytes:
-    """The archive of MEMBERS by Python's own writer."""
+    """The archive of `members` by Python's own writer."""
     file = file or io.BytesIO()
     with zipfile.ZipFile(file, "w", method) as made:
         made.comment = comment
@@ -104,25 +104,25 @@ def zip_of(
 
 
 def torch_zip_of(pickle: bytes, records: Mapping[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
-    """A checkpoint in torch's zip format: PICKLE, and RECORDS, by default one storage of 16 bytes."""
+    """A checkpoint in torch's zip format: `pickle`, and `records`, by default one storage of 16 bytes."""
     records = {"data/0": bytes(range(16))} if records is None else records
     members = {"data.pkl": pickle, "version": b"3\n", **records}
     return zip_of({f"made/{name}": data for name, data in members.items()}, method)
 
 
 def local_header(data: bytes, name: str) -> int:
-    """The offset of the local header of NAME."""
+    """The offset of the local header of `name`."""
     with zipfile.ZipFile(io.BytesIO(data)) as made:
         return made.getinfo(name).header_offset
 
 
 def central_entry(data: bytes, name: str) -> int:
-    """The offset of the entry of NAME, whose name stands 46 bytes behind it."""
+    """The offset of the entry of `name`, whose name stands 46 bytes behind it."""
     return data.rindex(b"PK\x01\x02", 0, data.rindex(name.encode()))
 
 
 def data_of(data: bytes, name: str) -> int:
-    """The offset of the first byte of the record NAME."""
+    """The offset of the first byte of the record `name`."""
     at = local_header(data, name)
     name_length, extra_length = struct.unpack_from("<HH", data, at + 26)
     start: int = at + 30 + name_length + extra_length
@@ -160,7 +160,7 @@ def end_of(data: bytes) -> int:
 
 
 def patched(data: bytes, offset: int, form: str, value: int) -> bytes:
-    """DATA with the number at OFFSET replaced."""
+    """`data` with the number at `offset` replaced."""
     out = bytearray(data)
     struct.pack_into(form, out, offset, value)
     return bytes(out)
@@ -172,7 +172,7 @@ def flipped(data: bytes, offset: int) -> bytes:
 
 
 def number(data: bytes, offset: int, form: str) -> int:
-    """The number at OFFSET."""
+    """The number at `offset`."""
     return int(struct.unpack_from(form, data, offset)[0])
 
 
@@ -182,6 +182,6 @@ def added(data: bytes, offset: int, form: str, by: int) -> bytes:
 
 
 def found_in(data: bytes, what: bytes, times: int = 1) -> int:
-    """The offset of WHAT in DATA, which has it so many TIMES."""
+    """The offset of `what` in `data`, which has it so many `times`."""
     assert data.count(what) == times
     return data.index(what)

@@ -66,14 +66,14 @@ _PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
 
 
 def content_of(path: Path) -> Content:
-    """What stands at PATH, if anything does."""
+    """What stands at `path`, if anything does."""
     if path.is_dir():
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if not file.is_dir()}
     return path.read_bytes() if path.exists() else None
 
 
 def put(path: Path, content: Content) -> None:
-    """Let CONTENT stand at PATH."""
+    """Let `content` stand at `path`."""
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
@@ -84,8 +84,8 @@ def put(path: Path, content: Content) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """What became of a conversion with a FAULT at the NUMBER-th CALL of that name: OUTCOME says of each target whether
-    it is the old or the new one, LINE is what was said, LEFT what stands beside the targets.
+    """What became of a conversion with a `fault` at the `number`-th `call` of that name: `outcome` says of each target
+    whether it is the old or the new one, `line` is what was said, `left` what stands beside the targets.
     """
 
     conversion: str
@@ -105,12 +105,12 @@ class Point:
 
 @dataclass
 class Conversion:
-    """``ckptconv convert SRCS DST FLAGS``, in a folder of its own each time, which is the
-    only one in FOLDER that it writes to.
+    """``ckptconv convert `srcs` `dst` FLAGS``, in a folder of its own each time, which is the
+    only one in `folder` that it writes to.
 
-    TARGETS: what is to stand in it, by name, and what stands there BEFORE (nothing, where that is None). DST: by
-    default the first target. THREADS: some of the calls are other threads', and the numbers of some differ from run to
-    run. PROCESSES: they are those of other processes, and CALLS names them.
+    `targets`: what is to stand in it, by name, and what stands there `before` (nothing, where that is None). `dst`: by
+    default the first target. `threads`: some of the calls are other threads', and the numbers of some differ from run
+    to run. `processes`: they are those of other processes, and `calls` names them.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Conversion:
     def trace(
         self, out: Path, *options: str, package: Path | None = None
     ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Convert in OUT; the process, and the lines of strace. PACKAGE: the folder whose ``ckptconv`` is run."""
+        """Convert in `out`; the process, and the lines of strace. `package`: the folder whose ``ckptconv`` is run."""
         log = out.with_name("strace.log")
         traced = [call for call in WRITE_SIDE if not (self.threads and call in _UNCOUNTED)]
         # which strace does not do with the filter that makes it fast
@@ -194,8 +194,9 @@ class Conversion:
         return not_durable(lines, out)
 
     def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
-        """(call, its number among the calls of that name in its thread): from the first that has to do with OUT to the
-        last that has to do with it or with an input. Of other threads than the first, only the first call of a name.
+        """(call, its number among the calls of that name in its thread): from the first that has to do with `out` to
+        the last that has to do with it or with an input. Of other threads than the first, only the first call of a
+        name.
         """
         found: list[tuple[str, int, str]] = []
         seen: dict[tuple[str, str], int] = {}
@@ -215,7 +216,7 @@ class Conversion:
         return list(dict.fromkeys(calls))
 
     def points(self, faults: Sequence[str], calls: Sequence[str] | None = None) -> list[Point]:
-        """What becomes of it with each of the FAULTS at each call, of these CALLS.
+        """What becomes of it with each of the `faults` at each call, of these `calls`.
 
         Raises AssertionError, with all that went wrong.
         """
@@ -247,7 +248,7 @@ class Conversion:
         return point
 
     def _beside(self, out: Path) -> Iterator[str]:
-        """What stands in OUT and is no target, nor in one, nor a folder with one; what
+        """What stands in `out` and is no target, nor in one, nor a folder with one; what
         stands in a temporary folder goes with that.
         """
         for path in sorted(out.rglob("*")):
@@ -285,8 +286,8 @@ class Conversion:
             yield "another exit status"
 
     def _is_known(self, name: str, *, killed: bool) -> bool:
-        """Whether what is left under NAME is a temporary, or the folder that was
-        made for targets by one who was KILLED.
+        """Whether what is left under `name` is a temporary, or the folder that was
+        made for targets by one who was `killed`.
         """
         return is_temporary(os.path.basename(name)) or (
             killed and any(each.startswith(f"{name}/") for each in self.targets)
@@ -309,7 +310,7 @@ class Conversion:
 
 
 def not_durable(lines: Sequence[str], out: Path) -> list[str]:
-    """What a loss of power could take, by the order of the calls in LINES: whatever has a name in OUT that was not
+    """What a loss of power could take, by the order of the calls in `lines`: whatever has a name in `out` that was not
     synced before it got that name, and names that were not synced before the process ended.
 
     Nothing is said only where something was written and got a name.

@@ -20,7 +20,7 @@ _MACHINERY = ("fake_mode", "_checkpoint_offset", "_torch_load_uninitialized")
 
 
 def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
-    """The object in PATH loaded on the CPU, and the location tag of each storage in the order of loading."""
+    """The object in `path` loaded on the CPU, and the location tag of each storage in the order of loading."""
     tags: list[str] = []
 
     def keep(storage: Any, tag: str) -> Any:
@@ -42,7 +42,7 @@ def refusal(path: Any, **kwargs: Any) -> str | None:
 
 
 def assert_same(left: Any, right: Any) -> None:
-    """Fail unless LEFT and RIGHT are the same: types, nesting, order, values bit for bit, layout, and
+    """Fail unless `left` and `right` are the same: types, nesting, order, values bit for bit, layout, and
     what shares what.
     """
     _Judge().compare(left, right, ".")
@@ -184,7 +184,7 @@ def _bytes_of(storage: Any) -> torch.Tensor:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether TENSOR has no storage of its own; what it wraps are attributes."""
+    """Whether `tensor` has no storage of its own; what it wraps are attributes."""
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not is_plain and not isinstance(tensor, FakeTensor)
 
@@ -195,7 +195,7 @@ def _without_machinery(attributes: Any) -> dict[str, Any]:
 
 
 def _has_own_equality(value: Any) -> bool:
-    """Whether VALUE's class says when two of its objects are equal; that of methods compares what they belong to."""
+    """Whether `value`'s class says when two of its objects are equal; that of methods compares what they belong to."""
     equality: Any = type(value).__eq__
     return equality not in (object.__eq__, MethodType.__eq__)
 

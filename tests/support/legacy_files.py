@@ -69,7 +69,7 @@ class _Pickler(pickle._Pickler):
 
 
 def object_pickle(obj: Any, *, python2: bool = False, protocol: int = 2) -> bytes:
-    """The pickle of OBJ with storages by their ids."""
+    """The pickle of `obj` with storages by their ids."""
     stream = io.BytesIO()
     _Pickler(stream, python2, protocol).dump(obj)
     return stream.getvalue()
@@ -89,6 +89,6 @@ def legacy_file(
     protocol: int = 2,
     sys_info: Any = SYS_INFO,
 ) -> bytes:
-    """A whole file with OBJ in it, and STORAGES by key: (elements, bytes)."""
+    """A whole file with `obj` in it, and `storages` by key: (elements, bytes)."""
     head = b"".join(pickle.dumps(value, protocol) for value in (MAGIC, 1001, sys_info))
     return head + object_pickle(obj, python2=python2, protocol=protocol) + keys_and_data(storages)

@@ -20,7 +20,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def ckptconv_with_small_files(nbytes: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``ckptconv`` with WORDS, where a file larger than NBYTES is an error (EFBIG); stdout and
+    """Run ``ckptconv`` with `words`, where a file larger than `nbytes` is an error (EFBIG); stdout and
     stderr are captured.
     """
     command = [sys.executable, "-c", _PROGRAM, str(nbytes), *map(str, words)]

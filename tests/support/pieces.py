@@ -25,7 +25,7 @@ RANGES = [(0, 40), (60, 61), (64, 100), (101, 120)]
 
 
 def bytes_of(piece: Any) -> bytes:
-    """All bytes of PIECE, at once."""
+    """All bytes of `piece`, at once."""
     with Pieces([piece]) as pieces:
         data = b"".join(bytes(chunk) for chunk in pieces.chunks(piece))
     assert len(data) == piece.length
@@ -52,7 +52,7 @@ KINDS = ["span", "inflate", "chain", "cast span", "cast inflate", "cast chain"]
 
 
 def numbers_in(path: Path) -> Path:
-    """Write the numbers to PATH, behind seven bytes; behind them, deflated."""
+    """Write the numbers to `path`, behind seven bytes; behind them, deflated."""
     deflater = zlib.compressobj(wbits=-15)
     path.write_bytes(bytes(7) + RAW + deflater.compress(RAW) + deflater.flush())
     return path

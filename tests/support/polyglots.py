@@ -38,7 +38,7 @@ _OBJECT = {"w": torch.arange(4.0)}
 
 
 def runs(marker: Path) -> bytes:
-    """A pickle that makes the file MARKER."""
+    """A pickle that makes the file `marker`."""
     return b"cbuiltins\nopen\n(V%b\nVw\ntR." % str(marker).encode()
 
 
@@ -46,7 +46,7 @@ def runs(marker: Path) -> bytes:
 
 
 def tar_of(members: dict[str, bytes]) -> bytes:
-    """A tar archive of MEMBERS."""
+    """A tar archive of `members`."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name, data in members.items():
@@ -57,14 +57,14 @@ def tar_of(members: dict[str, bytes]) -> bytes:
 
 
 def checksummed(block: bytes, spelled: bytes = b"%06o\0 ", *, signed: bool = False) -> bytes:
-    """BLOCK, a tar header, with its checksum SPELLED in that way."""
+    """`block`, a tar header, with its checksum `spelled` in that way."""
     blank = block[:148] + b" " * 8 + block[156:_BLOCK]
     total: int = sum(struct.unpack("512b" if signed else "512B", blank))
     return block[:148] + (spelled % total).ljust(8, b"\0")[:8] + block[156:]
 
 
 def _tar_behind(start: bytes, payload: bytes) -> bytes:
-    """A tar archive that begins with START, in which torch finds PAYLOAD as the storages."""
+    """A tar archive that begins with `start`, in which torch finds `payload` as the storages."""
     tar = tar_of({"x": b"", "storages": payload})
     return checksummed(start.ljust(100, b"\0") + tar[100:])
 
@@ -106,7 +106,7 @@ def tar_in_safetensors(payload: bytes) -> bytes:
 
 
 def _header_like_tar(size: int, filling: int) -> bytes:
-    """The length and header of a tensor of SIZE bytes; FILLING makes another checksum."""
+    """The length and header of a tensor of `size` bytes; `filling` makes another checksum."""
     start = b'{"w":{"dtype":"U8","data_offsets":[0,%d],"shape":[' % size
     start = (_BLOCK - 8).to_bytes(8, "little") + start.ljust(140) + b"%-8d" % size + b"]}"
     text = ("~" * (filling // 90) + chr(33 + filling % 90)).replace('"', "#").replace("\\", "#")
@@ -119,7 +119,7 @@ def _header_like_tar(size: int, filling: int) -> bytes:
 
 def pickle_in_safetensors(opcodes: bytes) -> bytes:
     """A safetensors file that is a pickle: a text of five bytes, the tensor's name, which throws it away and begins a
-    text that ends in the tensor's numbers, and there OPCODES.
+    text that ends in the tensor's numbers, and there `opcodes`.
     """
     length = 0x558  # BINUNICODE, 5, 0, 0, 0
     data = b"\n0" + opcodes
@@ -128,7 +128,7 @@ def pickle_in_safetensors(opcodes: bytes) -> bytes:
 
 
 def zip_of_pickle(payload: bytes) -> bytes:
-    """What torch takes for a checkpoint, with PAYLOAD as its pickle."""
+    """What torch takes for a checkpoint, with `payload` as its pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("a/data.pkl", payload)
@@ -137,7 +137,7 @@ def zip_of_pickle(payload: bytes) -> bytes:
 
 
 def zip_in_safetensors(payload: bytes, *, absolute: bool = False) -> bytes:
-    """A safetensors file whose last bytes are an archive. ABSOLUTE: its offsets count from the start of the file."""
+    """A safetensors file whose last bytes are an archive. `absolute`: its offsets count from the start of the file."""
     archive = zip_of_pickle(payload)
     file = save({"w": torch.frombuffer(bytearray(archive), dtype=torch.uint8)})
     if not absolute:

@@ -39,7 +39,7 @@ _SECTOR = 512  # what a disk writes at once, or not at all
 
 
 def serve(file: str, image: BinaryIO, log: BinaryIO) -> None:
-    """Answer what the kernel asks, until FILE is unmounted. LOG is not buffered."""
+    """Answer what the kernel asks, until `file` is unmounted. `log` is not buffered."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode={stat.S_IFREG:o},user_id=0,group_id=0".encode()
     if ctypes.CDLL(None, use_errno=True).mount(b"disk", os.fsencode(file), b"fuse", 0, options):
@@ -86,7 +86,7 @@ def _answer(opcode: int, body: bytes, size: int, image: BinaryIO, log: BinaryIO)
 
 
 def records(log: bytes) -> Iterator[tuple[int, int, bytes | None]]:
-    """What the disk was told: where the record ends in LOG; offset and bytes, or None for a flush."""
+    """What the disk was told: where the record ends in `log`; offset and bytes, or None for a flush."""
     at = 0
     while at < len(log):
         offset, length = _RECORD.unpack_from(log, at)
@@ -95,7 +95,7 @@ def records(log: bytes) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 class History:
-    """The disk over time: IMAGE is how it was in the beginning, and what is durable so far."""
+    """The disk over time: `image` is how it was in the beginning, and what is durable so far."""
 
     def __init__(self, image: Path, log: bytes) -> None:
         self.image = image
@@ -109,7 +109,7 @@ class History:
         return [end for end, _, _ in self._records]
 
     def go_to(self, end: int) -> None:
-        """Let all happen up to END; only forward."""
+        """Let all happen up to `end`; only forward."""
         with self.image.open("r+b") as file:
             while self._next < len(self._records) and self._records[self._next][0] <= end:
                 _, offset, data = self._records[self._next]
@@ -122,7 +122,7 @@ class History:
                 self._pending.clear()
 
     def cut(self, disk: Path, choice: random.Random) -> str:
-        """Take the power away: DISK, a copy of the image, gets some of what was not flushed.
+        """Take the power away: `disk`, a copy of the image, gets some of what was not flushed.
 
         How it was chosen: all of it, nothing, any of the writes, or any of their sectors.
         """

@@ -136,7 +136,9 @@ def _lines(outcome: Any) -> list[str]:
 
 
 def make_inputs(folder: Path) -> None:
-    """Fill FOLDER with the fixtures, the corpus of CKPTCONV_CORPUS, generated checkpoints and seeds of the fuzzers."""
+    """Fill `folder` with the fixtures, the corpus of CKPTCONV_CORPUS, generated checkpoints and seeds
+    of the fuzzers.
+    """
     import torch
 
     sys.path.insert(0, str(ROOT))
@@ -161,7 +163,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Every command on the files in FOLDER, in two processes; what each printed and wrote, by its command line."""
+    """Every command on the files in `folder`, in two processes; what each printed and wrote, by its command line."""
     import torch  # noqa: F401 - once, before a process for each command is made
 
     import ckptconv
@@ -174,7 +176,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def command_lines(folder: Path) -> Iterator[str]:
-    """All commands; paths are relative to a working folder in which ``in`` is FOLDER."""
+    """All commands; paths are relative to a working folder in which ``in`` is `folder`."""
     yield from OTHERS
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -208,7 +210,7 @@ def record_one(job: tuple[Path, str]) -> tuple[str, dict[str, Any]]:
 
 
 def run(words: list[str], work: Path, streams: list[Path]) -> None:
-    """Be ``python -m ckptconv WORDS`` in the folder WORK; does not return."""
+    """Be ``python -m ckptconv WORDS`` in the folder `work`; does not return."""
     status = 70
     try:
         os.chdir(work)
@@ -229,14 +231,14 @@ def run(words: list[str], work: Path, streams: list[Path]) -> None:
 
 
 def described(path: Path) -> str:
-    """The kind, mode and checksum of PATH."""
+    """The kind, mode and checksum of `path`."""
     mode = path.lstat().st_mode
     content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(mode) else ""
     return f"{stat.filemode(mode)} {content}".strip()
 
 
 def untimed(text: str) -> str:
-    """TEXT without the times that a conversion took, and the rates that follow from them."""
+    """`text` without the times that a conversion took, and the rates that follow from them."""
     text = re.sub(r'"seconds": [0-9.e-]+', '"seconds": T', text)
     text = re.sub(r"\b[0-9.]+ (s|ms|[kMG]B/s)\b", r"T \1", text)
     return re.sub(r"0x[0-9a-f]{6,}", "0xADDRESS", text)

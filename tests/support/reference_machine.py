@@ -89,7 +89,7 @@ def operation(name: str) -> Callable[[Callable[[ReferenceMachine], None]], None]
 
 
 def container(name: str, kind: str, verb: str) -> None:
-    """NAME pushes a container of KIND: an empty one, or of what came after the MARK."""
+    """`name` pushes a container of `kind`: an empty one, or of what came after the MARK."""
 
     @operation(name)
     def push(m: ReferenceMachine) -> None:

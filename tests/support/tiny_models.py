@@ -26,7 +26,7 @@ def transformers_offline() -> Iterator[ModuleType]:
 
 
 def tiny_model(transformers: ModuleType, kind: str) -> Any:
-    """The model KIND: "gpt2" with tied embeddings, or "llama" without."""
+    """The model `kind`: "gpt2" with tied embeddings, or "llama" without."""
     torch.manual_seed(0)
     if kind == "gpt2":
         config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)

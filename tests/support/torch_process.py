@@ -43,7 +43,7 @@ class TorchProcess:
         self._end()
 
     def compare(self, first: Path, second: Path | None, tensors: dict[str, list[Any]] | None) -> dict[str, str | None]:
-        """What torch says of FIRST and SECOND, where TENSORS by path are dtype, shape, stride and offset."""
+        """What torch says of `first` and `second`, where `tensors` by path are dtype, shape, stride and offset."""
         if self._process is None:
             command = [sys.executable, "-W", "ignore", "-m", "tests.support.torch_process"]
             self._process = subprocess.Popen(
@@ -90,7 +90,7 @@ def _compared(first: str, second: str | None, tensors: dict[str, list[Any]] | No
 
 
 def _loaded(path: str) -> tuple[Any, str | None]:
-    """The object in PATH; or why there is none."""
+    """The object in `path`; or why there is none."""
     import torch
 
     try:
@@ -100,7 +100,7 @@ def _loaded(path: str) -> tuple[Any, str | None]:
 
 
 def _facts(obj: Any, path: str) -> list[Any] | None:
-    """Dtype, shape, stride and offset of the tensor at PATH, where that leads through keys and
+    """Dtype, shape, stride and offset of the tensor at `path`, where that leads through keys and
     indices alone and ends at a plain one.
     """
     import torch

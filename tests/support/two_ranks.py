@@ -40,7 +40,7 @@ def dtensors(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def parts(loaded: Any) -> Any:
-    """What each of the tensors in LOADED consists of, for the judge."""
+    """What each of the tensors in `loaded` consists of, for the judge."""
     if isinstance(loaded, dict):
         return {key: parts(value) for key, value in loaded.items()}
     if isinstance(loaded, sharded_tensor.ShardedTensor):
@@ -51,7 +51,7 @@ def parts(loaded: Any) -> Any:
 
 
 def there_and_back(path: Path) -> tuple[Any, Any]:
-    """What torch loads of the file at PATH, and after it was sent to a GPU and back."""
+    """What torch loads of the file at `path`, and after it was sent to a GPU and back."""
     away, back = path.with_suffix(".gpu.pt"), path.with_suffix(".back.pt")
     ckptconv.convert(path, away, map_location="cuda:1")
     ckptconv.convert(away, back, map_location="cpu")
@@ -62,7 +62,7 @@ def there_and_back(path: Path) -> tuple[Any, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Save, convert and load the files of RANK in FOLDER."""
+    """Save, convert and load the files of `rank` in `folder`."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     checkpoint = dtensors(mesh)

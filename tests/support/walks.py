@@ -38,5 +38,5 @@ class Walks:
         return counted
 
     def of(self, name: str, whole: int) -> float:
-        """How often the function NAME went over as many things as the WHOLE graph has, parts added up."""
+        """How often the function `name` went over as many things as the `whole` graph has, parts added up."""
         return sum(length for each, length in self.lengths if each == name) / whole

@@ -28,13 +28,13 @@ RNG_SIZES = (5056, 16)
 
 
 def save(obj: Any, path: Any, tags: Sequence[str] = TAGS, **kwargs: Any) -> None:
-    """``torch.save`` with TAGS on the storages in turn; further arguments are those of ``torch.save``."""
+    """``torch.save`` with `tags` on the storages in turn; further arguments are those of ``torch.save``."""
     with tagging(tags):
         torch.save(obj, path, **kwargs)
 
 
 def tagging(tags: Sequence[str] = TAGS) -> Any:
-    """A context in which storages that are saved get TAGS in turn."""
+    """A context in which storages that are saved get `tags` in turn."""
     given: dict[int, str] = {}
     turn = itertools.cycle(tags)
 
@@ -62,7 +62,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen dataclass, hashable."""
+    """`a` frozen dataclass, hashable."""
 
     a: int
     b: str
@@ -201,7 +201,7 @@ SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
 
 
 def counted(dtype: torch.dtype, n: int = 6) -> torch.Tensor:
-    """N elements of DTYPE, all of their bytes different where there are so many."""
+    """`n` elements of `dtype`, all of their bytes different where there are so many."""
     return (torch.arange(n * dtype.itemsize) % 251).to(torch.uint8).view(dtype)
 
 

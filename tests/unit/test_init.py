@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -23,6 +24,17 @@ def test_each_public_name_is_there() -> None:
 def test_no_other_name() -> None:
     with pytest.raises(AttributeError, match="module 'ckptconv' has no attribute 'convrt'"):
         _ = ckptconv.convrt  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [each for each in ckptconv.__all__ if inspect.isfunction(getattr(ckptconv, each))])
+def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
+    """In Google style."""
+    text = inspect.getdoc(getattr(ckptconv, name)) or ""
+    sections = ["Args", "Returns", "Raises"]
+    if name in ("convert_many", "devices"):  # which raise nothing of ours
+        sections.pop()
+    assert [section for section in sections if f"\n{section}:\n" not in text] == []
+    assert len(text.splitlines()[0]) <= 100
 
 
 def modules_after(code: str) -> set[str]:

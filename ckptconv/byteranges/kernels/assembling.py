@@ -16,7 +16,7 @@ _BLOCK = 16 << 20  # bytes of output that are held at once
 
 
 def assemble(piece: Assemble) -> Iterator[memoryview]:
-    """The elements of PIECE, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    """The elements of `piece`, up to 16 MiB at a time, in a buffer that the next ones take over."""
     room = memoryview(bytearray(min(piece.length, _BLOCK)))
     tiles = Tiles()
     for region in halved(piece.shape, _BLOCK // piece.itemsize):
@@ -31,7 +31,7 @@ def assemble(piece: Assemble) -> Iterator[memoryview]:
 
 
 def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
-    """What of REGION is in PLACEMENT."""
+    """What of `region` is in `placement`."""
     starts = tuple(map(max, region[0], placement.offsets))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], placement.offsets, placement.sizes, strict=True)
@@ -41,11 +41,11 @@ def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
 
 
 def _moved(region: Region, origin: tuple[int, ...]) -> Region:
-    """REGION, counted from ORIGIN."""
+    """`region`, counted from `origin`."""
     return tuple(start - first for start, first in zip(region[0], origin, strict=True)), region[1]
 
 
 def _slices(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """REGION as an index into what begins at ORIGIN."""
+    """`region` as an index into what begins at `origin`."""
     starts, sizes = _moved(region, origin)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

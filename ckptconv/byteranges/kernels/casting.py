@@ -24,7 +24,7 @@ _PAYLOAD = 0x007FE000  # and those that float16 has as well
 
 
 class TorchCastBuffer:
-    """Room for so many bytes of what PIECE is made of, at most MOST, and for what they become.
+    """Room for so many bytes of what `piece` is made of, at most `most`, and for what they become.
 
     Not for several threads at once.
     """
@@ -40,10 +40,10 @@ class TorchCastBuffer:
         self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
 
     def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
-        """What the first FILLED bytes of the room become, good until the next call, and how many
+        """What the first `filled` bytes of the room become, good until the next call, and how many
         finite numbers among them were too large.
 
-        They stand AT that byte of what the piece is made of, in which those elements count that are SHOWN, or all.
+        They stand `at` that byte of what the piece is made of, in which those elements count that are `shown`, or all.
         """
         data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
         piece, overflowed = self._piece, 0
@@ -64,7 +64,7 @@ class TorchCastBuffer:
 
 
 def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
-    """How many are TOO_LARGE of elements, the first of which has the number FIRST, or of those that are SHOWN."""
+    """How many are `too_large` of elements, the first of which has the number `first`, or of those that are `shown`."""
     if not shown:
         return int(too_large.sum())
     last = first + len(too_large)
@@ -73,8 +73,9 @@ def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
-    """Which finite NUMBERS were too large for the dtype of ROUNDED, None for none; NaNs in
-    it are made the same on all machines.
+    """Which finite `numbers` were too large for the dtype of `rounded`, None for none.
+
+    NaNs in it are made the same on all machines.
     """
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
@@ -100,7 +101,7 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
 
 
 def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
-    """Let the NaNs among HALVES have in FLOATS the sign and the payload that they had."""
+    """Let the NaNs among `halves` have in `floats` the sign and the payload that they had."""
     if floats.aminmax().min.isnan():  # which is quicker than to ask each
         is_nan = halves.isnan()
         bits = halves.view(torch.int16)[is_nan].to(torch.int32)
@@ -109,7 +110,7 @@ def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
 
 
 def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
-    """Which integers among NUMBERS a dtype of integers, which INFO describes, cannot say."""
+    """Which integers among `numbers` a dtype of integers, which `info` describes, cannot say."""
     if numbers.dtype == torch.uint64:
         wide = numbers.view(torch.int64)  # where the largest half is negative
         return None if info.max > _INT64.max else (wide < 0) | (wide > info.max)
@@ -119,8 +120,8 @@ def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
 
 @cache
 def _most(dtype: torch.dtype) -> float:
-    """The largest number of DTYPE and half of the step to it: what is larger is rounded to more than it has, and so is
-    this number, but in float8_e4m3fn, whose largest number is even.
+    """The largest number of `dtype` and half of the step to it: what is larger is rounded to more than it has, and so
+    is this number, but in float8_e4m3fn, whose largest number is even.
     """
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     before = (largest.view(_WORDS[dtype.itemsize]) - 1).view(dtype)
@@ -128,7 +129,7 @@ def _most(dtype: torch.dtype) -> float:
 
 
 def _turn_round(data: memoryview, dtype: torch.dtype) -> None:
-    """Let the bytes of each number in DATA stand the other way round."""
+    """Let the bytes of each number in `data` stand the other way round."""
     numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, _width(dtype))
     numbers.copy_(numbers.flip(1))
 
@@ -146,5 +147,5 @@ def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) 
 
 
 def _width(dtype: torch.dtype) -> int:
-    """The bytes of one real number of DTYPE."""
+    """The bytes of one real number of `dtype`."""
     return dtype.itemsize // (2 if dtype.is_complex else 1)

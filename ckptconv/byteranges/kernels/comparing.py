@@ -48,7 +48,7 @@ class _Far(NamedTuple):
 
 
 def comparable(a: str, b: str) -> bool:
-    """Whether values of the dtypes A and B can be compared: both are numbers, or both are the same bits."""
+    """Whether values of the dtypes `a` and `b` can be compared: both are numbers, or both are the same bits."""
     return a == b or (_is_number(a) and _is_number(b))
 
 
@@ -57,7 +57,7 @@ def _is_number(name: str) -> bool:
 
 
 class Comparer:
-    """Compares elements of the dtype A with elements of the dtype B by ``torch.allclose``'s rule.
+    """Compares elements of the dtype `a` with elements of the dtype `b` by ``torch.allclose``'s rule.
 
     ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side.
     ``largest`` and ``largest_relative`` are the largest differences of all others, those within the tolerance too: of
@@ -81,7 +81,7 @@ class Comparer:
         return self._unequal and not self.differing
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Compare the elements in A with those in B; what both buffers hold is taken as it is."""
+        """Compare the elements in `a` with those in `b`; what both buffers hold is taken as it is."""
         if self._dtypes is None or self.largest is None or self.largest_relative is None:
             x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
             self.differing += int((x != y).view(-1, self._width).any(1).sum())
@@ -110,7 +110,7 @@ class Comparer:
         return self._with_others(unequal, apart[finite], b[finite].abs())
 
     def _finite(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
-        """Of numbers, of which some differ: APART by so much, at MOST so much, where B's are of this SIZE."""
+        """Of numbers, of which some differ: `apart` by so much, at `most` so much, where `b`'s are of this `size`."""
         outside = (
             int((apart > self._atol + self._rtol * size).sum()) if self._rtol or self._atol else apart.count_nonzero()
         )
@@ -148,15 +148,15 @@ class Comparer:
         return far._replace(largest=largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
-        """Of numbers that are UNEQUAL, of which those that are finite on both sides are APART
-        by so much, where B's are of this SIZE.
+        """Of numbers that are `unequal`, of which those that are finite on both sides are `apart`
+        by so much, where `b`'s are of this `size`.
         """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)
         return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
 
     def _far(self, apart: torch.Tensor, size: torch.Tensor) -> _Far:
-        """Of finite numbers that differ: APART by so much, where B's are of this SIZE."""
+        """Of finite numbers that differ: `apart` by so much, where `b`'s are of this `size`."""
         outside = apart.numel()
         if self._rtol or self._atol:
             within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
@@ -186,7 +186,7 @@ def _as_complex(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:
-    """Whether the differences of whole NUMBERS fit 64 bits."""
+    """Whether the differences of whole `numbers` fit 64 bits."""
     if numbers.dtype.itemsize < 8:
         return True
     low, high = numbers.view(torch.int64).aminmax()
@@ -200,7 +200,7 @@ def _as_whole(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper 32 bits of whole NUMBERS, with the sign, and the lower ones."""
+    """The upper 32 bits of whole `numbers`, with the sign, and the lower ones."""
     unsigned = numbers.dtype == torch.uint64
     words = numbers.view(torch.int64) if unsigned else _as_whole(numbers)
     high = words >> 32

@@ -25,7 +25,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the numb
 
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
-    """The elements of VIEW on STORAGE, in row-major order, up to 16 MiB at a time, in a
+    """The elements of `view` on `storage`, in row-major order, up to 16 MiB at a time, in a
     buffer that the next ones take over.
     """
     itemsize = view.itemsize
@@ -44,7 +44,7 @@ class Tiles:
         self._room = memoryview(b"")
 
     def fill(self, block: torch.Tensor, view: Gather, storage: ByteRange, region: Region) -> None:
-        """Let BLOCK have the elements of REGION of VIEW on STORAGE."""
+        """Let `block` have the elements of `region` of `view` on `storage`."""
         for starts, sizes in _tiles(region, view.stride, view.itemsize):
             need = _packed(sizes, view.stride, view.itemsize)
             if len(self._room) < need:
@@ -57,7 +57,7 @@ class Tiles:
 
 
 def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
-    """SHAPE in regions of at most MOST elements, cut along the first dimension that can be cut:
+    """`shape` in regions of at most `most` elements, cut along the first dimension that can be cut:
     row-major order stays.
     """
     return _parts(
@@ -88,7 +88,7 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """REGION in parts that can be read into a buffer of at most 16 MiB each, cut along
+    """`region` in parts that can be read into a buffer of at most 16 MiB each, cut along
     the dimension that reaches farthest.
     """
     return _parts(
@@ -121,7 +121,7 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
 
 
 def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryview) -> torch.Tensor:
-    """The elements of TILE as a view of what was read into SCRATCH: stretch by stretch, packed."""
+    """The elements of `tile` as a view of what was read into `scratch`: stretch by stretch, packed."""
     starts, sizes = tile
     itemsize = view.itemsize
     span, apart = _stretch(sizes, view.stride, itemsize)

@@ -21,7 +21,7 @@ _REASONS = 10  # of failures
 
 
 def item_line(report: Report, style: Style, *, copied: bool = False) -> str:
-    """What became of one item, in one line. COPIED: it is no checkpoint, and was copied."""
+    """What became of one item, in one line. `copied`: it is no checkpoint, and was copied."""
     said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
     return _line(style, report.dst, ", ".join(said))
 
@@ -117,7 +117,7 @@ def _some(things: Iterable[str]) -> str:
 
 
 def _line(style: Style, path: str, said: str) -> str:
-    """PATH and what is SAID of it; on a terminal as much of both as fits a line, of the path its end."""
+    """`path` and what is `said` of it; on a terminal as much of both as fits a line, of the path its end."""
     path, said = style.text(path), style.text(said)
     if style.width is not None:
         mark = style.text("…")
@@ -127,7 +127,7 @@ def _line(style: Style, path: str, said: str) -> str:
 
 
 def _fitting(text: str, room: int, shorter: Callable[[str], str], marked: Callable[[str], str]) -> str:
-    """TEXT, or as much of it as fits ROOM columns once it is MARKED."""
+    """`text`, or as much of it as fits `room` columns once it is `marked`."""
     if cells(text) <= room:
         return text
     while text and cells(marked(text)) > room:

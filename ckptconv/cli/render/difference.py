@@ -36,9 +36,9 @@ _FACTS = (
 def difference_lines(
     difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """The answer and what it rests on; EVERYTHING: each name, which a pipe always gets.
+    """The answer and what it rests on; `everything`: each name, which a pipe always gets.
 
-    NAMES_ONLY: nothing else was compared.
+    `names_only`: nothing else was compared.
     """
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
@@ -188,7 +188,7 @@ def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most:
 
 
 def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:
-    """The cells of ROW side by side, where the terminal is wide enough; else the name in lines of its own."""
+    """The cells of `row` side by side, where the terminal is wide enough; else the name in lines of its own."""
     name, *rest = row
     wide = _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
     close = _GAP.join(cell for cell in row if cell)

@@ -28,7 +28,7 @@ _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterator[str]:
     """The verdict, then the facts.
 
-    SHOWN is the number of tensors that the table will have, if a filter left some out.
+    `shown` is the number of tensors that the table will have, if a filter left some out.
     """
     yield from headline(style, summary["path"], f"{summary['format']}, {size(summary['size'])}")
     yield from _verdict(summary, style)
@@ -51,13 +51,13 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterat
 
 
 def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
-    """MOST of what is LISTED, the first of N."""
+    """`most` of what is `listed`, the first of `n`."""
     rest = [f"… {n - most:,} more ({option('json')})"] if n > most else []
     return fact(style, label, [*listed[:most], *rest], separator="; ")
 
 
 def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
-    """The lines that DRAW gives for as many things as there is room for: a file can have thousands, of any length."""
+    """The lines that `draw` gives for as many things as there is room for: a file can have thousands, of any length."""
     for most in range(_SHOWN, 0, -1):
         lines = list(draw(most))
         if len(lines) <= _SHOWN:
@@ -177,7 +177,7 @@ def _contents(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _state_dicts(summary: Summary, style: Style, most: int) -> Iterator[str]:
-    """A fact for each of MOST state dicts, and one for the rest."""
+    """A fact for each of `most` state dicts, and one for the rest."""
     said = any(finding["kind"] == "prefix" for finding in summary["findings"])
     every = summary["state_dicts"]
     for found in every[:most]:
@@ -191,7 +191,7 @@ def _state_dicts(summary: Summary, style: Style, most: int) -> Iterator[str]:
 
 
 def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
-    """A fact for each of MOST whole modules, with the names of the state dict that it would give."""
+    """A fact for each of `most` whole modules, with the names of the state dict that it would give."""
     said = any(finding["kind"] == "prefix" for finding in summary["findings"])
     every = summary["modules"]
     for found in every[:most]:
@@ -224,7 +224,7 @@ def _shares(shares: dict[str, Share]) -> list[str]:
 
 
 def _accelerators(style: Style, line: str) -> str:
-    """LINE of devices with all but the CPU painted."""
+    """`line` of devices with all but the CPU painted."""
     return re.sub(r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line)
 
 

@@ -109,7 +109,7 @@ def _pieces(path: str) -> list[str]:
 
 
 def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
-    """Give NODE and all below it their kinds, each a number for what was not seen before."""
+    """Give `node` and all below it their kinds, each a number for what was not seen before."""
     tensor = node.tensor
     alike = tensor and (
         tensor["dtype"],
@@ -147,7 +147,7 @@ def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> B
 
 
 def _runs(numbers: list[int]) -> str:
-    """NUMBERS, which ascend, with what is consecutive as ``0…31``, and the middle left out where there
+    """`numbers`, which ascend, with what is consecutive as ``0…31``, and the middle left out where there
     are many gaps.
     """
     runs: list[list[int]] = []

@@ -35,7 +35,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
-    """CHANGES by pattern, the commonest first."""
+    """`changes` by pattern, the commonest first."""
     found: dict[tuple[str, str], Pattern] = {}
     for change in changes:
         words = _pattern(change.old, change.new)
@@ -45,7 +45,7 @@ def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
 
 
 def _pattern(old: str, new: str) -> tuple[str, str]:
-    """OLD and NEW with what they have in common as stars.
+    """`old` and `new` with what they have in common as stars.
 
     Segments at the end are compared first: of ``module.module.w → module.w`` the first one went.
     """
@@ -69,7 +69,7 @@ def _words_apart(old: str, new: str) -> tuple[str, str]:
 
 
 def _common(a: Iterable[str], b: Iterable[str]) -> int:
-    """How many of the first words of A and B are the same."""
+    """How many of the first words of `a` and `b` are the same."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -80,8 +80,8 @@ def _common(a: Iterable[str], b: Iterable[str]) -> int:
 
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """The words that A and B have in common and in the same order, as many as there can be:
-    runs of (where in A, where in B, how many).
+    """The words that `a` and `b` have in common and in the same order, as many as there can be:
+    runs of (where in `a`, where in `b`, how many).
     """
     if len(a) * len(b) > _LARGEST_TABLE:
         return []
@@ -107,7 +107,7 @@ def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
 
 
 def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
-    """WORDS with each of the RUNS (first, number) as a star; dots and the like at its ends stay."""
+    """`words` with each of the `runs` (first, number) as a star; dots and the like at its ends stay."""
     parts, at = [], 0
     for first, number in runs:
         parts += words[at:first]

@@ -153,7 +153,7 @@ def _renamed(pattern: Pattern) -> list[str]:
 
 
 def _all_or_some(things: Sequence[str], every_one: bool) -> str:
-    """THINGS, or the first of them and how to see the others."""
+    """`things`, or the first of them and how to see the others."""
     if every_one or len(things) <= _SHOWN:
         return ", ".join(things)
     return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more (-v lists all)"

@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def fields(tensor: TensorSummary, style: Style) -> tuple[str, str, str]:
-    """Dtype, shape and device of TENSOR as texts."""
+    """Dtype, shape and device of `tensor` as texts."""
     kind = "" if tensor["kind"] == "strided" else f" ({tensor['kind']})"
     shape = "×".join(map(str, tensor["shape"])) or "scalar"
     return style.text(tensor["dtype"] + kind), style.text(shape), style.text(tensor["device"] or "-")
@@ -50,7 +50,8 @@ def table_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """The table of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, in their order or BY_SIZE of the rows.
+    """The table of `tensors`, `limit` rows of it and no more than fit `height` lines, in their order or `by_size` of
+    the rows.
 
     Only terminals see blocks folded.
 
@@ -79,7 +80,7 @@ def table_lines(
 
 
 def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
-    """TENSORS under the paths that they would have in the state dicts of whole modules."""
+    """`tensors` under the paths that they would have in the state dicts of whole modules."""
     new = {
         tensor["path"]: ("" if tensor["module"] == "." else tensor["module"]) + key_segment(tensor["name"], 0)
         for tensor in tensors
@@ -100,12 +101,12 @@ def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
 
 
 def named(name: str, tensor: TensorSummary) -> str:
-    """NAME, and the path of the tensor that TENSOR is tied to, if it is."""
+    """`name`, and the path of the tensor that `tensor` is tied to, if it is."""
     return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
 
 
 def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
-    """What the rows above stand for, and what is missing: DRAWN of ROWS are there, SHOWN of TENSORS."""
+    """What the rows above stand for, and what is missing: `drawn` of `rows` are there, `shown` of `tensors`."""
     if rows > drawn:
         left = count(tensors - shown, "more tensor")
         rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
@@ -121,7 +122,10 @@ def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> 
 
 
 def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None) -> list[str]:
-    """ROWS, the first of EVERY for all TENSORS, and the footer; as many rows as HEIGHT lines take, if it is given."""
+    """`rows`, the first of `every` for all `tensors`, and the footer.
+
+    As many rows as `height` lines take, if it is given.
+    """
     n = len(rows)
     while True:
         shown = sum(row.tensors for row in rows[:n])
@@ -132,8 +136,9 @@ def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: in
 
 
 def _draw(rows: list[Row], style: Style) -> Iterator[str]:
-    """ROWS under headings, none wider than the terminal; names go on in the next line after a dot or a slash, beside a
-    bar for the bytes where there is room.
+    """`rows` under headings, none wider than the terminal.
+
+    Names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room.
     """
     if not rows:
         return
@@ -168,7 +173,7 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 
 
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
-    """The lines of ROW: as many as its longest cell needs."""
+    """The lines of `row`: as many as its longest cell needs."""
     lines = {i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()}
     device = "device" if row.texts[3] not in ("cpu", "-") else None
     for at in range(max(map(len, lines.values()))):
@@ -185,13 +190,13 @@ def _indented(row: Row, width: int) -> list[str]:
 
 
 def _cut(name: str) -> str:
-    """NAME without its middle, if it is longer than anybody reads."""
+    """`name` without its middle, if it is longer than anybody reads."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
-    """NBYTES beside LARGEST, in eighths of a column."""
+    """`nbytes` beside `largest`, in eighths of a column."""
     if not style.unicode:
         return "#" * round(width * nbytes / max(1, largest))
     whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)

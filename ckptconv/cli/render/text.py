@@ -48,8 +48,9 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
 class Style(NamedTuple):
-    """What the text is drawn for: a terminal of WIDTH columns, or programs, if that is None; in
-    colours or not, in Unicode or in ASCII.
+    """What the text is drawn for: a terminal of `width` columns, or programs, if that is None.
+
+    In colours or not, in Unicode or in ASCII.
     """
 
     width: int | None = None
@@ -61,7 +62,7 @@ class Style(NamedTuple):
         return max(self.width or 0, _NARROWEST)
 
     def text(self, raw: object) -> str:
-        """RAW, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
+        """`raw`, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
         text = str(raw)
         if text.isascii():
             return text if text.isprintable() else printable(text)
@@ -80,7 +81,7 @@ PLAIN = Style()
 
 
 def size(nbytes: int) -> str:
-    """NBYTES in the decimal units that disks and the Hub use."""
+    """`nbytes` in the decimal units that disks and the Hub use."""
     if nbytes < 1000:
         return f"{nbytes} B"
     power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
@@ -91,7 +92,7 @@ def size(nbytes: int) -> str:
 
 
 def cells(text: str) -> int:
-    """The columns that TEXT takes on a terminal."""
+    """The columns that `text` takes on a terminal."""
     return len(text) if text.isascii() else sum(map(_cells_of, text))
 
 
@@ -103,13 +104,13 @@ def _cells_of(character: str) -> int:
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """TEXT with spaces up to WIDTH columns; on its left if it stands RIGHT."""
+    """`text` with spaces up to `width` columns; on its left if it stands `right`."""
     gap = " " * (width - cells(text))
     return gap + text if right else text + gap
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """TEXT in lines of at most ROOM columns, broken at spaces, and in names and paths
+    """`text` in lines of at most `room` columns, broken at spaces, and in names and paths
     only where a word needs more than a line.
     """
     lines, line = [], ""
@@ -125,8 +126,9 @@ def wrapped(text: str, room: int) -> list[str]:
 
 
 def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
-    """NAME in lines of at most ROOM columns, broken after dots, slashes and spaces, else where it must be; all lines
-    but the first indented by HANGING columns.
+    """`name` in lines of at most `room` columns, broken after dots, slashes and spaces, else where it must be.
+
+    All lines but the first indented by `hanging` columns.
     """
     lines, line, most = [], "", max(1, room)
     rest = max(1, room - hanging)
@@ -144,7 +146,7 @@ def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
 
 
 def _head(text: str, room: int) -> str:
-    """As much of TEXT as fits ROOM columns, and at least a character."""
+    """As much of `text` as fits `room` columns, and at least a character."""
     used = 0
     for i, character in enumerate(text):
         used += _cells_of(character)
@@ -188,7 +190,7 @@ def fact(
     separator: str = ", ",
     paint: Callable[[str], str] = lambda line: line,
 ) -> Iterator[str]:
-    """A LABEL and WHAT it is: a sentence, or several things that are kept whole.
+    """A `label` and `what` it is: a sentence, or several things that are kept whole.
 
     What needs more lines stands below the text, not below the label.
     """
@@ -223,7 +225,7 @@ def command_lines(style: Style, command: Command) -> Iterator[str]:
 
 
 def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
-    """The first of ITEMS, MOST of them, and the number of the rest."""
+    """The first of `items`, `most` of them, and the number of the rest."""
     every = list(items)
     rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []
     return every[:most] + rest

@@ -26,7 +26,9 @@ def tree_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """The tree of TENSORS, LIMIT rows of it and no more than fit HEIGHT lines, siblings in their order or BY_SIZE."""
+    """The tree of `tensors`, `limit` rows of it and no more than fit `height` lines, siblings in their order or
+    `by_size`.
+    """
     from ckptconv.cli.render.folding import tree_of
 
     rows = list(_rows(tree_of(tensors, fold=fold and style.width is not None), style, by_size=by_size))

@@ -16,7 +16,7 @@ __all__ = ["verdict_lines"]
 
 
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
-    """VERDICT: each line begins with its level. QUIET: nothing about what is sound; VERBOSE: notes too."""
+    """`verdict`: each line begins with its level. `quiet`: nothing about what is sound; `verbose`: notes too."""
     for finding in verdict.findings:
         if verbose if finding.level == "note" else not (quiet and verdict.ok):
             yield str(finding)

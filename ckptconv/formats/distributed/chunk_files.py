@@ -40,10 +40,10 @@ class ChunkFile:
 
 @dataclass(frozen=True)
 class _Known:
-    """A file that was parsed: what stands BEFORE and BEHIND its storage.
+    """A file that was parsed: what stands `before` and `behind` its storage.
 
-    RECORDS may differ, the storage first: where each stands, and how long it is; CHECKSUMS are the places behind the
-    storage of those of each, which differ together, BLANKS all that may differ there.
+    `records` may differ, the storage first: where each stands, and how long it is; `checksums` are the places behind
+    the storage of those of each, which differ together, `blanks` all that may differ there.
     """
 
     before: bytes
@@ -54,7 +54,7 @@ class _Known:
     file: ChunkFile
 
     def records_of(self, window: SliceSource) -> list[ByteRange] | None:
-        """The records in WINDOW, a file of the same size, if it is like this one; else None."""
+        """The records in `window`, a file of the same size, if it is like this one; else None."""
         if window.read(0, len(self.before)) != self.before:
             return None
         behind = window.read(window.size - len(self.behind), len(self.behind))
@@ -75,7 +75,7 @@ class ChunkFiles:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
 
     def read(self, window: SliceSource) -> ChunkFile:
-        """The file in WINDOW. Raises what reading a file of torch raises."""
+        """The file in `window`. Raises what reading a file of torch raises."""
         known = self._known.setdefault(window.size, [])
         for each in known:
             records = each.records_of(window)
@@ -113,7 +113,7 @@ def _file(checkpoint: Checkpoint, window: SliceSource) -> ChunkFile:
 
 
 def in_file(data: Data, window: SliceSource) -> Data:
-    """DATA of WINDOW where its file has it, from which the kernel can copy."""
+    """`data` of `window` where its file has it, from which the kernel can copy."""
     if isinstance(data, ByteRange) and data.source is window:
         return replace(data, source=window.of, offset=window.offset + data.offset)
     if isinstance(data, Inflate) and data.of.source is window:
@@ -122,7 +122,7 @@ def in_file(data: Data, window: SliceSource) -> Data:
 
 
 def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) -> _Known | None:
-    """What there is to remember of CHECKPOINT, which is FILE; None where torch did not write it so."""
+    """What there is to remember of `checkpoint`, which is `file`; None where torch did not write it so."""
     archive = checkpoint.container
     if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
@@ -166,7 +166,7 @@ def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
 
 
 def _blanked(data: bytes, blanks: tuple[slice, ...]) -> bytes:
-    """DATA with zeros where it may differ."""
+    """`data` with zeros where it may differ."""
     out = bytearray(data)
     for blank in blanks:
         out[blank] = bytes(blank.stop - blank.start)

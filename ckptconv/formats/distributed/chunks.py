@@ -28,8 +28,8 @@ class Chunk(NamedTuple):
 
 
 def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raise MalformedError unless each element of the tensor NAME is in exactly one of
-    CHUNKS, all of which lie inside SHAPE.
+    """Raise MalformedError unless each element of the tensor `name` is in exactly one of
+    `chunks`, all of which lie inside `shape`.
 
     A chunk says of each element whether it is in it. The sum of what all say is what the whole would say exactly where
     their differences are the same, and those are 1 or -1 at the corners of each chunk, and 0 elsewhere: terms of a
@@ -52,7 +52,7 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
 
 
 def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """Whether the polynomials of CHUNKS add up to that of a chunk that is all of SHAPE."""
+    """Whether the polynomials of `chunks` add up to that of a chunk that is all of `shape`."""
     chance = SystemRandom()  # nobody can know the point and choose chunks for it
     left = [1] * (len(chunks) + 1)
     for d, size in enumerate(shape):
@@ -70,9 +70,10 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 def assembled(
     shape: tuple[int, ...], itemsize: int, placements: Iterable[ChunkPlacement], path: Path
 ) -> ByteRange | Concat | Assemble:
-    """The bytes of a tensor of SHAPE, which PLACEMENTS cover: their own where they stand in the order of its elements.
+    """The bytes of a tensor of `shape`, which `placements` cover: their own where they stand in the order of its
+    elements.
 
-    PATH is for messages.
+    `path` is for messages.
     """
     length = prod(shape) * itemsize
     if not length:

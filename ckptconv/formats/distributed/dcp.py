@@ -54,7 +54,7 @@ _Tree: TypeAlias = "dict[str, _Tree] | list[_Tree | None] | _Leaf"
 
 
 class _Leaf:
-    """The item NAME, and what it is."""
+    """The item `name`, and what it is."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class _Leaf:
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether FOLDER, given as such, is one, or what is left of one."""
+    """Whether `folder`, given as such, is one, or what is left of one."""
     if folder.path != folder.folder:
         return False
     _, names = list_folder(folder.folder)
@@ -78,7 +78,7 @@ def read(
     folder: SourceFolder,
     read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
-    """The checkpoint in FOLDER.
+    """The checkpoint in `folder`.
 
     Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
     """
@@ -154,7 +154,7 @@ class _Reader:
         return checkpoint
 
     def found(self, error: InputError) -> None:
-        """ERROR, unless it was said before."""
+        """`error`, unless it was said before."""
         if not isinstance(error, _Said):
             self.folder.faults.found(error)
 
@@ -183,8 +183,8 @@ class _Reader:
                 self.gone.add(file)
 
     def check_size(self, name: str, places: list[tuple[int, int]]) -> None:
-        """Raise InputError where the file NAME cannot be opened, or ends before the last of PLACES, from and to which
-        bytes something is stored in it; note in how many bytes nothing is.
+        """Raise InputError where the file `name` cannot be opened, or ends before the last of `places`, from and to
+        which bytes something is stored in it; note in how many bytes nothing is.
         """
         covered = end = 0
         for start, stop in places:
@@ -203,7 +203,7 @@ class _Reader:
             )
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
-        """Where the chunk of NAME at OFFSETS is stored, or the object NAME."""
+        """Where the chunk of `name` at `offsets` is stored, or the object `name`."""
         place: Stored | None = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(
@@ -255,7 +255,7 @@ class _Reader:
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
     def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
-        """CHUNK of the tensor NAME, which must be what the metadata says, and no more; and what its file says."""
+        """`chunk` of the tensor `name`, which must be what the metadata says, and no more; and what its file says."""
         window = self.window(name, chunk.offsets)
         with _about(name, window):
             file = self.chunk_files.read(window)
@@ -292,7 +292,7 @@ def _where(window: SliceSource) -> str:
 
 @contextmanager
 def _about(name: str, window: SliceSource) -> Iterator[None]:
-    """Errors meanwhile are about the item NAME, in WINDOW."""
+    """Errors meanwhile are about the item `name`, in `window`."""
     part = f"{name!r}, stored at byte {window.offset:,}"
     window.faults = window.faults.about(part)
     try:
@@ -303,7 +303,7 @@ def _about(name: str, window: SliceSource) -> Iterator[None]:
 
 
 def _fills(info: TensorInfo) -> bool:
-    """Whether INFO shows each byte of its storage once."""
+    """Whether `info` shows each byte of its storage once."""
     steps = sorted((step, size) for size, step in zip(info.shape, info.stride, strict=True) if size > 1)
     expected = 1
     for step, size in steps:
@@ -325,7 +325,7 @@ class _Nest:
         self.holes = 0  # places in lists that nothing belongs to, so far
 
     def add(self, name: str, path: ItemPath) -> None:
-        """Put the item NAME at PATH. Raises MalformedError where it cannot stand there."""
+        """Put the item `name` at `path`. Raises MalformedError where it cannot stand there."""
         at: _Tree = self.root
         for key, following in pairwise(path):
             inner = self.get(at, key, name)
@@ -333,7 +333,7 @@ class _Nest:
         self.put(at, path[-1], _Leaf(name), name)
 
     def get(self, at: _Tree, key: str | int, name: str) -> _Tree | None:
-        """What stands at KEY in AT."""
+        """What stands at `key` in `at`."""
         if isinstance(at, dict) and isinstance(key, str):
             return at.get(key)
         if isinstance(at, list) and isinstance(key, int):
@@ -341,7 +341,7 @@ class _Nest:
         raise self.clash(name)
 
     def put(self, at: _Tree, key: str | int, value: _Tree, name: str) -> _Tree:
-        """VALUE, put at KEY in AT, where nothing may stand."""
+        """`value`, put at `key` in `at`, where nothing may stand."""
         if self.get(at, key, name) is not None:
             raise self.clash(name)
         if isinstance(at, list) and isinstance(key, int):

@@ -92,7 +92,7 @@ class TensorItem(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where something is: LENGTH bytes at OFFSET of FILE, a path below the folder."""
+    """Where something is: `length` bytes at `offset` of `file`, a path below the folder."""
 
     file: str
     offset: int
@@ -100,8 +100,9 @@ class Stored(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Every item by its name, None for what is no tensor; ``paths`` where it belongs; ``stored`` where it is, by name
-    and first index of the chunk.
+    """Every item by its name, None for what is no tensor.
+
+    ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk.
     """
 
     items: dict[str, TensorItem | None]
@@ -110,7 +111,7 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(source: Readable) -> Metadata:
-    """What the file SOURCE says. Raises MalformedError, UnsupportedError, LimitError."""
+    """What the file `source` says. Raises MalformedError, UnsupportedError, LimitError."""
     source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
@@ -123,7 +124,7 @@ def read_metadata(source: Readable) -> Metadata:
 class _Reader:
     """Reads the nodes of one file, and says what is wrong with them.
 
-    MOST: so many chunks can be in it, unless one node is named again and again.
+    `most`: so many chunks can be in it, unless one node is named again and again.
     """
 
     def __init__(self, where: str, most: int) -> None:
@@ -174,7 +175,7 @@ class _Reader:
         return Metadata(items, paths, stored)
 
     def item(self, name: str, node: Value) -> TensorItem | None:
-        """The tensor that NODE describes, None for anything else."""
+        """The tensor that `node` describes, None for anything else."""
         if isinstance(node, Call) and is_global(node.callable, f"{_METADATA}.BytesStorageMetadata"):
             self.object(node, f"{_METADATA}.BytesStorageMetadata")
             return None
@@ -194,7 +195,7 @@ class _Reader:
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
     def dtype(self, name: str, properties: Value) -> DType:
-        """The dtype in PROPERTIES, whose state is a tuple: dtype, layout, and what torch no longer uses."""
+        """The dtype in `properties`, whose state is a tuple: dtype, layout, and what torch no longer uses."""
         call = self.made(properties, *_PROPERTIES)
         states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
         state = states[0].items if len(states) == 1 == len(call.effects) and isinstance(states[0], Tuple) else []
@@ -209,7 +210,7 @@ class _Reader:
         return BY_NAME[state[0].name]
 
     def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
-        """A chunk of NAME, which must lie inside its SHAPE."""
+        """A chunk of `name`, which must lie inside its `shape`."""
         fields = self.object(node, f"{_METADATA}.ChunkStorageMetadata")
         offsets = self.size(fields.get("offsets"), "the offsets of a chunk", name)
         sizes = self.size(fields.get("sizes"), "the sizes of a chunk", name)
@@ -227,7 +228,7 @@ class _Reader:
             yield name, self._paths[id(node)]
 
     def path(self, name: str, node: Value) -> ItemPath:
-        """The path NODE of the item NAME."""
+        """The path `node` of the item `name`."""
         path = node.items if isinstance(node, Tuple) else []
         if len(path) > LIMITS.nesting:
             raise LimitError(
@@ -256,7 +257,7 @@ class _Reader:
             yield place, self.info(name, node)
 
     def info(self, name: str, node: Value) -> Stored:
-        """The place that NODE, the _StorageInfo of NAME, says."""
+        """The place that `node`, the _StorageInfo of `name`, says."""
         fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
         transforms = fields.get("transform_descriptors")
         if transforms is not None and (not isinstance(transforms, List) or transforms.effects):
@@ -323,7 +324,7 @@ class _Reader:
     # Nodes
 
     def made(self, node: Value, *classes: str) -> Call:
-        """NODE, which must be an object of one of CLASSES, made without arguments."""
+        """`node`, which must be an object of one of `classes`, made without arguments."""
         if not isinstance(node, Call) or not is_global(node.callable, *classes) or node.kind != "NEWOBJ":
             got = node.callable if isinstance(node, Call) else type(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
@@ -332,7 +333,7 @@ class _Reader:
         return node
 
     def object(self, node: Value, cls: str) -> dict[str, Value]:
-        """The attributes of NODE, an object of the class CLS."""
+        """The attributes of `node`, an object of the class `cls`."""
         call = self.made(node, cls)
         states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
         if len(states) != len(call.effects) or len(states) > 1:
@@ -347,7 +348,7 @@ class _Reader:
         return dict(self.mapping(states[0], cls))
 
     def mapping(self, node: Value, what: str) -> Iterator[tuple[str, Value]]:
-        """The items of NODE, a dict of texts, none of them twice."""
+        """The items of `node`, a dict of texts, none of them twice."""
         seen = set()
         for key, value in self.pairs(node, what):
             if not isinstance(key, str):
@@ -358,14 +359,14 @@ class _Reader:
             yield key, value
 
     def pairs(self, node: Value, what: str) -> Iterator[tuple[Value, Value]]:
-        """The items of NODE, a dict."""
+        """The items of `node`, a dict."""
         if not isinstance(node, Dict):
             self.fail(f"{what} is no dict", got=type(node).__name__)
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 
     def size(self, node: Value, what: str, name: str) -> tuple[int, ...]:
-        """The numbers of NODE, a torch.Size: WHAT of the tensor NAME."""
+        """The numbers of `node`, a torch.Size: `what` of the tensor `name`."""
         known = self._sizes.get(id(node))
         if known is not None:
             return known
@@ -381,8 +382,9 @@ class _Reader:
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether FILE, a path, leads to something below the folder it counts from; links in that folder
-    are its owner's.
+    """Whether `file`, a path, leads to something below the folder it counts from.
+
+    Links in that folder are its owner's.
     """
     segments = file.split("/")
     return not {"", ".", ".."} & set(segments) and "\0" not in file and "\\" not in file

@@ -40,7 +40,7 @@ _ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # what is not true of whole tenso
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether FOLDER, given as such, has parts: by the names that torch gives them, else by what the
+    """Whether `folder`, given as such, has parts: by the names that torch gives them, else by what the
     first file says.
     """
     if folder.path != folder.folder:
@@ -66,7 +66,7 @@ def read(
     folder: SourceFolder,
     read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
-    """The checkpoint in FOLDER.
+    """The checkpoint in `folder`.
 
     Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
     """
@@ -101,7 +101,7 @@ def read(
 
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
-    """The tensor NAME, of its PARTS. Raises MalformedError, UnsupportedError."""
+    """The tensor `name`, of its `parts`. Raises MalformedError, UnsupportedError."""
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})
     ranks = {len(placement.sizes) for _, placement in parts}
@@ -131,7 +131,7 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
 
 
 def _shared(texts: list[dict[str, str]]) -> dict[str, str]:
-    """What all of TEXTS say, but for what is not true of whole tensors."""
+    """What all of `texts` say, but for what is not true of whole tensors."""
     first, *others = texts
     return {
         key: text

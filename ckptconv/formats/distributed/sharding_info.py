@@ -27,7 +27,10 @@ _WHOLE = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-
 
 
 def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | None:
-    """The first index of each part in HEADER, that of the file PATH; None where it says none. Raises MalformedError."""
+    """The first index of each part in `header`, that of the file `path`; None where it says none.
+
+    Raises MalformedError.
+    """
     text = (header.metadata or {}).get(SHARDING_INFO)
     if text is None:
         return None
@@ -62,13 +65,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _offsets(entry: object) -> tuple[int, ...] | None:
-    """The counts in ENTRY; None where there are none."""
+    """The counts in `entry`; None where there are none."""
     numbers = entry.get(_OFFSETS) if isinstance(entry, dict) else None
     return tuple(numbers) if isinstance(numbers, list) and all(map(is_count, numbers)) else None
 
 
 def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the file PATH, whose tensors begin at OFFSETS, is one of several that hold parts."""
+    """Whether the file `path`, whose tensors begin at `offsets`, is one of several that hold parts."""
     return _WHOLE.fullmatch(path.name) is None or any(map(any, offsets.values()))
 
 

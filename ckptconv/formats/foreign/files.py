@@ -43,7 +43,7 @@ class _File(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a file is, and the next step. DAMAGED: it should be something else."""
+    """What a file is, and the next step. `damaged`: it should be something else."""
 
     what: str
     hint: str | None
@@ -54,7 +54,7 @@ _Row = Callable[[_File], "_Answer | InputError | None"]
 
 
 def foreign_file_error(source: Readable) -> InputError | None:
-    """The error that says what SOURCE is, and the next step; None where nobody knows."""
+    """The error that says what `source` is, and the next step; None where nobody knows."""
     head = source.read(0, min(_HEAD, source.size))
     file = _File(source, head, _text(head))
     answer = next((answer for row in _ROWS if (answer := row(file))), None)
@@ -65,7 +65,7 @@ def foreign_file_error(source: Readable) -> InputError | None:
 
 
 def _text(head: bytes) -> str | None:
-    """HEAD as text, if it is: UTF-8, cut anywhere, without control characters but white space."""
+    """`head` as text, if it is: UTF-8, cut anywhere, without control characters but white space."""
     try:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -260,7 +260,7 @@ def _gzip(file: _File) -> _Answer | None:
 
 
 def _zlib(file: _File) -> _Answer | None:
-    """joblib's compression, which has no signature but two bytes; what they promise is tried."""
+    """Joblib's compression, which has no signature but two bytes; what they promise is tried."""
     if len(file.head) < 8 or file.head[0] != 0x78 or int.from_bytes(file.head[:2], "big") % 31:
         return None
     try:
@@ -299,7 +299,7 @@ def _is_flax(head: bytes) -> bool:
 
 
 def _is_flax_value(head: bytes, at: int, code: int) -> bool:
-    """ndarray (1) and numpy scalar (3) are [shape, dtype, bytes] in msgpack, a complex number (2) is two floats."""
+    """Ndarray (1) and numpy scalar (3) are [shape, dtype, bytes] in msgpack, a complex number (2) is two floats."""
     at += 1 + {0xC7: 1, 0xC8: 2, 0xC9: 4}.get(code, 0)
     return head[at : at + 2] in (b"\x01\x93", b"\x02\x92", b"\x03\x93")
 
@@ -315,8 +315,9 @@ _MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
 def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
-    """The bytes that the value with CODE at AT takes, without what an array or map
-    holds; None where there is no such code.
+    """The bytes that the value with `code` at `at` takes, without what an array or map holds.
+
+    None where there is no such code.
     """
     if code <= 0x9F or code >= 0xE0:  # small numbers, heads of small maps and arrays
         return 1

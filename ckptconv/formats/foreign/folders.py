@@ -50,7 +50,7 @@ _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 class _Folder(NamedTuple):
     """A folder, and the names in it; those of folders end in a slash.
 
-    OTHERS are no files: FIFOs, links to nowhere. CUT: it has more names than were looked at.
+    `others` are no files: FIFOs, links to nowhere. `cut`: it has more names than were looked at.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class _Folder(NamedTuple):
     cut: bool
 
     def has(self, *names: str) -> bool:
-        """Whether all of NAMES are there."""
+        """Whether all of `names` are there."""
         return self.names.issuperset(names)
 
     def any(self, pattern: str) -> bool:
@@ -77,7 +77,7 @@ _Row = Callable[[_Folder], "_Answer | None"]
 
 
 def folder_error(path: Path) -> InputError:
-    """The error that says what the folder PATH is, and what to type instead."""
+    """The error that says what the folder `path` is, and what to type instead."""
     try:
         folder = _list(path)
         answer = next(answer for row in _ROWS if (answer := row(folder)))
@@ -87,7 +87,7 @@ def folder_error(path: Path) -> InputError:
 
 
 def name_like(path: Path) -> Path | None:
-    """A path beside PATH, which is missing, with nearly its name, if there is one."""
+    """A path beside `path`, which is missing, with nearly its name, if there is one."""
     folder = _folder_at(path.parent)
     if folder is None:
         return None
@@ -100,7 +100,7 @@ def name_like(path: Path) -> Path | None:
 
 
 def distributed_part_error(path: Path) -> InputError | None:
-    """What is to be said of the file PATH if it is a part of a checkpoint of
+    """What is to be said of the file `path` if it is a part of a checkpoint of
     torch.distributed.checkpoint, by what stands beside it.
     """
     if path.suffix != ".distcp" and path.name != ".metadata":
@@ -111,7 +111,7 @@ def distributed_part_error(path: Path) -> InputError | None:
 
 
 def _list(path: Path) -> _Folder:
-    """The folder PATH with the first names in it, and with those that everybody knows."""
+    """The folder `path` with the first names in it, and with those that everybody knows."""
     names: set[str] = set()
     others: set[str] = set()
     with os.scandir(path) as entries:
@@ -125,7 +125,7 @@ def _list(path: Path) -> _Folder:
 
 
 def _kind(entry: os.DirEntry[str]) -> str | None:
-    """What is put behind the name of ENTRY; None where it is neither a folder nor a file."""
+    """What is put behind the name of `entry`; None where it is neither a folder nor a file."""
     try:
         return "/" if entry.is_dir() else "" if entry.is_file() else None
     except OSError:  # a link to itself
@@ -220,7 +220,7 @@ def _or_all(folder: _Folder) -> str:
 
 
 def _found(folder: _Folder) -> list[str]:
-    """The checkpoints in FOLDER, by their names, and then those in folders below it: files, or folders that are one
+    """The checkpoints in `folder`, by their names, and then those in folders below it: files, or folders that are one
     checkpoint. Links and hidden folders are not entered.
     """
     found = _files(folder)

@@ -45,7 +45,9 @@ _MORE = 4096  # bytes of the start that are searched for joblib's name
 
 
 def looks_like_pickle(source: Readable, head: bytes) -> bool:
-    """Whether SOURCE, which starts with HEAD, can be a pickle: protocols 2 and higher say so, older ones must parse."""
+    """Whether `source`, which starts with `head`, can be a pickle: protocols 2 and higher say so, older ones must
+    parse.
+    """
     if head[:1] == b"\x80":
         return len(head) > 1 and head[1] in _PROTOCOLS
     if (
@@ -62,7 +64,7 @@ def looks_like_pickle(source: Readable, head: bytes) -> bool:
 
 
 def pickle_error(source: Readable) -> InputError:
-    """What the pickle in SOURCE is."""
+    """What the pickle in `source` is."""
     joblib = _JOBLIB in source.read(0, min(_MORE, source.size))
     if joblib:  # raw arrays stand between its opcodes
         return UnsupportedError(

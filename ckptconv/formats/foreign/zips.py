@@ -54,7 +54,7 @@ class _Names(NamedTuple):
     below: frozenset[str]
 
     def unzip(self, name: str) -> str:
-        """The command that takes the member NAME out."""
+        """The command that takes the member `name` out."""
         return shell("unzip", self.path, name) if _TAME.fullmatch(name) else shell("unzip", self.path)
 
     @property
@@ -71,7 +71,7 @@ class _Row(NamedTuple):
 
 
 def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
-    """Raise what a zip archive of NAMES is if it is none of torch's checkpoints."""
+    """Raise what a zip archive of `names` is if it is none of torch's checkpoints."""
     below = frozenset(name.partition("/")[2] for name in names)
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
         return
@@ -184,7 +184,7 @@ _ROWS = (
 
 
 def cut_short(source: Readable) -> InputError:
-    """What is missing of SOURCE, which starts as a zip archive and has no end."""
+    """What is missing of `source`, which starts as a zip archive and has no end."""
     first = first_member(source)
     root, _, record = first.name.rpartition("/") if first else ("", "", "")
     if first is None or record != _PICKLE or first.method != STORED:
@@ -220,7 +220,7 @@ def cut_short(source: Readable) -> InputError:
 
 
 def _only_stored(source: Readable, start: int) -> bool:
-    """Whether the members that start close behind START are there and stored, as all that torch writes: a compressed
+    """Whether the members that start close behind `start` are there and stored, as all that torch writes: a compressed
     storage can have any size.
     """
     behind = source.read(start, min(_BEHIND, source.size - start))
@@ -229,7 +229,7 @@ def _only_stored(source: Readable, start: int) -> bool:
 
 
 def displaced(source: Readable) -> InputError | None:
-    """What is wrong with SOURCE if it is a zip archive that starts too late or too early."""
+    """What is wrong with `source` if it is a zip archive that starts too late or too early."""
     start = max(0, source.size - LONGEST_END)
     tail = source.read(start, source.size - start)
     at = tail.rfind(END)

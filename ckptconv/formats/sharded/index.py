@@ -92,7 +92,7 @@ class ShardSet:
 
 
 def is_index(name: str) -> bool:
-    """Whether a file called NAME is the index of a sharded set, as the Hub's libraries name it."""
+    """Whether a file called `name` is the index of a sharded set, as the Hub's libraries name it."""
     return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
 
 
@@ -119,12 +119,12 @@ def is_index_file(path: Path) -> bool:
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
-    """The name of the shard NUMBER, from 1 on, of COUNT."""
+    """The name of the shard `number`, from 1 on, of `count`."""
     return f"{stem}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def index_name(stem: str, suffix: str) -> str:
-    """The name of the index of the shards STEM-…SUFFIX.
+    """The name of the index of the shards `stem`-…`suffix`.
 
     The Hub's tools look for that of a variant under another name than its shards have.
     """
@@ -135,7 +135,7 @@ def index_name(stem: str, suffix: str) -> str:
 
 
 def stem_for(name: str, suffix: str) -> str:
-    """The stem of shards with SUFFIX that are made of a checkpoint called NAME: a file, a shard or an index.
+    """The stem of shards with `suffix` that are made of a checkpoint called `name`: a file, a shard or an index.
 
     One of those that the Hub's tools look for.
     """
@@ -145,8 +145,9 @@ def stem_for(name: str, suffix: str) -> str:
 
 
 def hub_name(stem: str, hub: HubName) -> str | None:
-    """What the Hub's tools call the file `stem`, a whole model or a shard, in the format of `hub`; None where they have
-    no name for it.
+    """What the Hub's tools call the file `stem`, a whole model or a shard, in the format of `hub`.
+
+    None where they have no name for it.
     """
     if found := _MODEL.fullmatch(stem):
         return f"{hub.model}{found[2] or ''}{hub.suffix}"
@@ -154,7 +155,7 @@ def hub_name(stem: str, hub: HubName) -> str | None:
 
 
 def of_other_suffix(name: str, suffix: str) -> str:
-    """What the shard or index NAME is called in a set with SUFFIX: ``pytorch_model-….bin`` is
+    """What the shard or index `name` is called in a set with `suffix`: ``pytorch_model-….bin`` is
     ``model-….safetensors``.
     """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
@@ -167,8 +168,9 @@ def of_other_suffix(name: str, suffix: str) -> str:
 
 
 def renumbered(names: list[str]) -> list[str]:
-    """NAMES of shards with the numbers that they have when there are no others; as they are, where one
-    is not numbered.
+    """`names` of shards with the numbers that they have when there are no others.
+
+    As they are, where one is not numbered.
     """
     found = [_SHARD.fullmatch(name) for name in names]
     return (
@@ -183,7 +185,8 @@ def renumbered(names: list[str]) -> list[str]:
 
 
 def family_of(name: str) -> str | None:
-    """Which model the file NAME is, or a part of: its stem with the variant, one for all formats;
+    """Which model the file `name` is, or a part of: its stem with the variant, one for all formats.
+
     None where the name says nothing of that.
     """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
@@ -193,7 +196,7 @@ def family_of(name: str) -> str | None:
 
 
 def _stem_like(stem: str, suffix: str) -> str:
-    """STEM as the Hub's tools spell it beside SUFFIX: transformers has two names for one thing."""
+    """`stem` as the Hub's tools spell it beside `suffix`: transformers has two names for one thing."""
     model, dot, variant = stem.partition(".")
     if model in _MODELS.values():
         model = _MODELS[suffix]
@@ -201,7 +204,7 @@ def _stem_like(stem: str, suffix: str) -> str:
 
 
 def sets_in(names: Iterable[str]) -> list[ShardSet]:
-    """The sets of shards that files with these NAMES are: one for each index, and those that have none."""
+    """The sets of shards that files with these `names` are: one for each index, and those that have none."""
     indexes: dict[tuple[str, str], list[str]] = defaultdict(list)
     shards: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(names):
@@ -232,7 +235,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
-    """The set of shards that PATH means, which is an index or a folder; None where it has none.
+    """The set of shards that `path` means, which is an index or a folder; None where it has none.
 
     Raises RefusedError where it has several models; a fault are shards without an index that are missing.
     """
@@ -250,7 +253,7 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
 
 
 def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError:
-    """The error for a folder in which there are SETS of shards and files that are a WHOLE
+    """The error for a folder in which there are `sets` of shards and files that are a `whole`
     model, more than one of both together.
     """
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + whole, _SHOWN)
@@ -263,7 +266,7 @@ def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError
 
 
 def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
-    """It is a fault unless all shards of FOUND are there, which has no index."""
+    """It is a fault unless all shards of `found` are there, which has no index."""
     numbers = {int(match["number"]) for name in found.shards if (match := _SHARD.fullmatch(name))}
     missing = [n for n in range(1, found.count + 1) if n not in numbers]
     if missing:
@@ -283,7 +286,7 @@ def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
 
 
 def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) -> list[str]:
-    """SHARDS, named by an index; it is a fault if one is not in FOLDER, and who collects faults gets the others."""
+    """`shards`, named by an index; it is a fault if one is not in `folder`, and who collects faults gets the others."""
     there = [name for name in shards if os.path.exists(folder / name)]  # a link to nowhere has not been fetched
     if len(there) < len(shards):
         faults.found(_missing(folder, sorted({*shards}.difference(there)), len(shards)))
@@ -291,8 +294,8 @@ def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) 
 
 
 def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
-    """Find a fault where shards stand in FOLDER that are numbered as those of INDEX are, and that it does not name: who
-    goes by the names reads them.
+    """Find a fault where shards stand in `folder` that are numbered as those of `index` are, and that it does not name:
+    who goes by the names reads them.
     """
     named = index.shards()
     numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
@@ -327,8 +330,9 @@ def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says: ``weight_map`` has the shard of each tensor, in the index's order; ``others`` are keys beside
-    these two, which nobody knows.
+    """What an index says: ``weight_map`` has the shard of each tensor, in the index's order.
+
+    ``others`` are keys beside these two, which nobody knows.
     """
 
     metadata: dict[str, Any]
@@ -341,7 +345,7 @@ class Index:
 
 
 def read_index(source: Readable) -> Index:
-    """The index in SOURCE. Raises MalformedError, LimitError."""
+    """The index in `source`. Raises MalformedError, LimitError."""
     return _Reader(source).index()
 
 

@@ -27,7 +27,7 @@ _EXAMPLES = "5GB, 500MB or a number of bytes"
 
 
 class Weight(NamedTuple):
-    """What a tensor adds to its shard: NBYTES, and once for all that have the same GROUP, which stay together."""
+    """What a tensor adds to its shard: `nbytes`, and once for all that have the same `group`, which stay together."""
 
     nbytes: int
     group: Hashable
@@ -35,8 +35,10 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """FILES with the names of the tensors in each, in the order of the state dict; the name of the INDEX, None for one
-    file; and how many tensors are TOO_LARGE, so that their shards are, tied ones counted once.
+    """`files` with the names of the tensors in each, in the order of the state dict.
+
+    The name of the `index`, None for one file; and how many tensors are `too_large`, so that their shards are, tied
+    ones counted once.
     """
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
@@ -45,7 +47,7 @@ class Deal:
 
 
 def parse_size(size: int | str) -> int:
-    """SIZE in bytes: an integer, or a text such as ``5GB``, in which units are decimal.
+    """`size` in bytes: an integer, or a text such as ``5GB``, in which units are decimal.
 
     Raises UsageError, TypeError.
     """
@@ -62,7 +64,7 @@ def parse_size(size: int | str) -> int:
 
 
 def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
-    """The shards for tensors of these WEIGHTS, by name, none larger than MAX_SHARD_SIZE unless one group is.
+    """The shards for tensors of these `weights`, by name, none larger than `max_shard_size` unless one group is.
 
     Raises UsageError, also where there are several groups and each is: that is a typo.
     """
@@ -108,8 +110,9 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
 
 
 def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
-    """The tensors among ITEMS of CHECKPOINT, each written out by itself; what is tied
-    stays together, unless it is copied.
+    """The tensors among `items` of `checkpoint`, each written out by itself.
+
+    What is tied stays together, unless it is copied.
     """
     weights: dict[str, Weight] = {}
     for name, value in items.items():
@@ -121,8 +124,9 @@ def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, co
 
 
 def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
-    """Those of ITEMS of CHECKPOINT that are tensors or hold some, with the bytes of their storages; what shares a
-    storage or an object stays together.
+    """Those of `items` of `checkpoint` that are tensors or hold some, with the bytes of their storages.
+
+    What shares a storage or an object stays together.
     """
     groups = _Groups(checkpoint, items)
     weights: dict[str, Weight] = {}
@@ -134,7 +138,7 @@ def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> d
 
 
 class _Groups:
-    """Which of ITEMS lead to one node or storage.
+    """Which of `items` lead to one node or storage.
 
     A group is called by the name of one of its members; NBYTES are those of its storages.
     """
@@ -160,7 +164,7 @@ class _Groups:
                 self.nbytes[group] = self.nbytes.get(group, 0) + storage.nbytes
 
     def meet(self, name: str, thing: object) -> bool:
-        """Whether THING, to which NAME leads, is new; if not, NAME and the first that led to it are one group."""
+        """Whether `thing`, to which `name` leads, is new; if not, `name` and the first that led to it are one group."""
         if id(thing) not in self.owner:
             self.owner[id(thing)] = name
             return True
@@ -168,7 +172,7 @@ class _Groups:
         return False
 
     def of(self, name: str) -> str:
-        """The group of NAME."""
+        """The group of `name`."""
         while self.above[name] != name:
             self.above[name] = name = self.above[self.above[name]]
         return name

@@ -41,7 +41,7 @@ _ITEMS = ("SETITEM", "SETITEMS")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of a set: its NAME, the checkpoint in it as it was read, and its ROOT, which has
+    """One file of a set: its `name`, the checkpoint in it as it was read, and its `root`, which has
     its items in common with the root of all.
     """
 
@@ -54,9 +54,9 @@ class Shard:
 class ShardedContainer:
     """What the reader keeps for the writer: the set as it was.
 
-    INDEX is the name that its index has or would have, METADATA what stands in it, NAMES how many there were.
+    `index` is the name that its index has or would have, `metadata` what stands in it, `names` how many there were.
 
-    CONTRADICTIONS are texts that shards have and that differ from one to the other.
+    `contradictions` are texts that shards have and that differ from one to the other.
     """
 
     root: Object
@@ -68,12 +68,12 @@ class ShardedContainer:
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether FOLDER is an index, or has shards."""
+    """Whether `folder` is an index, or has shards."""
     return not folder.path.is_dir() or bool(sets_in(names_in(folder.path)))
 
 
 def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
-    """The set of shards in FOLDER, each of which READ_FILE reads.
+    """The set of shards in `folder`, each of which `read_file` reads.
 
     Raises MalformedError, RefusedError, and what that raises.
     """
@@ -124,7 +124,9 @@ def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Che
 
 
 def _root_of(part: Checkpoint, name: str) -> Object:
-    """The mapping of names that the shard PART, called NAME, is; it loses its attributes, which have no place in a set.
+    """The mapping of names that the shard `part`, called `name`, is.
+
+    It loses its attributes, which have no place in a set.
 
     Raises UnsupportedError, MalformedError.
     """
@@ -157,7 +159,7 @@ def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
 
 
 def _merged(roots: list[Object]) -> Object:
-    """A mapping of all that ROOTS have: the effects are theirs, so that what changes in one changes in the other."""
+    """A mapping of all that `roots` have: the effects are theirs, so that what changes in one changes in the other."""
     first = roots[0]
     root: Object = Dict()
     if isinstance(first, Call) and all(isinstance(each, Call) for each in roots):
@@ -178,7 +180,7 @@ def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
-    """The shard of each name that stands in one, all of them where the INDEX, if there is one, has them.
+    """The shard of each name that stands in one, all of them where the `index`, if there is one, has them.
 
     Raises MalformedError.
     """
@@ -218,9 +220,9 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
 def _contradiction(
     folder: SourceFolder, shards: list[Shard], what: str, found: list[str], *, may_go: bool
 ) -> MalformedError:
-    """The error for tensors that stand in WHAT; FOUND names each and says where.
+    """The error for tensors that stand in `what`; `found` names each and says where.
 
-    MAY_GO: without the index there would be no contradiction.
+    `may_go`: without the index there would be no contradiction.
     """
     alone = command("convert", folder.folder / shards[0].name, Placeholder("OUT"))
     hint = "convert the shards one by one: " + alone
@@ -236,8 +238,9 @@ def names_of(root: Object) -> list[str]:
 
 
 def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
-    """The names that the INDEX alone records, with those of the tensors that they are
-    tied to; the shards of these gain them.
+    """The names that the `index` alone records, with those of the tensors that they are tied to.
+
+    The shards of these gain them.
     """
     ties = {
         name: kept

@@ -62,8 +62,8 @@ def layout(
     copy_tied: bool = False,
     max_shard_size: int | str | None = None,
 ) -> Layout:
-    """The files that CHECKPOINT, edited, becomes in FOLDER, the index last: the shards that it has, or shards of at
-    most MAX_SHARD_SIZE. Raises UsageError, RefusedError.
+    """The files that `checkpoint`, edited, becomes in `folder`, the index last: the shards that it has, or shards of at
+    most `max_shard_size`. Raises UsageError, RefusedError.
     """
     if not writer.shards:
         raise UsageError(
@@ -114,7 +114,7 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writ
 
 
 def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: dict[str, Any]) -> list[LeftBehind]:
-    """Take out of METADATA what would be false by now; what that is."""
+    """Take out of `metadata` what would be false by now; what that is."""
     root = checkpoint.graph.root
     if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(names_of(root)) == container.names):
         return []
@@ -130,7 +130,7 @@ def _dealt(
     *,
     copy_tied: bool,
 ) -> _Set:
-    """The names of CHECKPOINT dealt anew, by size."""
+    """The names of `checkpoint` dealt anew, by size."""
     items, left = _items_of(checkpoint)
     weights: dict[str, Weight]
     if writer.views:
@@ -170,7 +170,7 @@ def _about_size(too_large: int, max_shard_size: int | str) -> str:
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
-    """The items of CHECKPOINT's root by name, and what else stands in it, which no shard will have.
+    """The items of `checkpoint`'s root by name, and what else stands in it, which no shard will have.
 
     Raises RefusedError.
     """
@@ -223,7 +223,7 @@ class _SetWriter:
         return Layout(tuple(files), tuple(left.values()), tuple(notes), tuple(self.ties.items()))
 
     def metadata(self, planned: _Set, left: dict[tuple[str, str], LeftBehind]) -> dict[str, Any]:
-        """What the index says beside sizes and places, ties among it; LEFT gains what cannot stand there."""
+        """What the index says beside sizes and places, ties among it; `left` gains what cannot stand there."""
         if self.writer.ties:
             return planned.metadata
         metadata: dict[str, Any] = dict(self.ties)

@@ -102,7 +102,7 @@ def compare(
 ) -> Difference:
     """:func:`diff` with the edits as data.
 
-    BRIEF: notes name a few paths of many. PROGRESS is called with the bytes to compare, and what it gives with each
+    `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
     number of bytes compared.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
@@ -150,7 +150,7 @@ class _Comparison:
     # Parts
 
     def take_parts(self) -> None:
-        """Take of both sides what is asked for, or what the other can be compared with, and edit A's names."""
+        """Take of both sides what is asked for, or what the other can be compared with, and edit `a`'s names."""
         alone = bool(self.weights_alone)
         edits = replace(self.edits, state_dict=True) if alone else self.edits
         try:
@@ -170,7 +170,9 @@ class _Comparison:
             self.rest[1].extend(each.path for each in left_in_b)
 
     def ask_for_other_order(self, error: NoMatchError, edits: Edits) -> None:
-        """Have ERROR, by which EDITS cannot be made of A, say so if they can of B, which is not needed any more."""
+        """Have `error`, by which `edits` cannot be made of `a`, say so if they can of `b`, which is not needed any
+        more.
+        """
         try:
             apply(self.b, edits, is_emitted=False)
         except CkptconvError:
@@ -181,7 +183,10 @@ class _Comparison:
         error.hint = f"{why}: " + command("diff", *files, *options_of(self.edits), *self.other_options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
-        """Take of B what is asked for, if B has such, and what the other can be compared with; what is left behind."""
+        """Take of `b` what is asked for, if `b` has such, and what the other can be compared with.
+
+        What is left behind.
+        """
         path = self.edits.select
         if path is not None:
             try:
@@ -200,7 +205,7 @@ class _Comparison:
             raise
 
     def filter_b(self) -> None:
-        """Leave out of B what the globs say, those that mean something there."""
+        """Leave out of `b` what the globs say, those that mean something there."""
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
@@ -320,7 +325,7 @@ class _Comparison:
     # Notes
 
     def more_notes(self, near: list[str]) -> Iterator[str]:
-        """What else to know. NEAR are the paths of tensors that differ within the tolerance."""
+        """What else to know. `near` are the paths of tensors that differ within the tolerance."""
         if near:
             most = max(self.values.near.values())
             yield (
@@ -373,7 +378,7 @@ def _holds_weights_alone(checkpoint: Checkpoint) -> bool:
 
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of GLOBS that mean a tensor of CHECKPOINT."""
+    """Those of `globs` that mean a tensor of `checkpoint`."""
     state_dicts = {id(found.node) for found in checkpoint.detected.state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
@@ -383,7 +388,7 @@ def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ..
 
 
 def _why_alone(checkpoint: Checkpoint) -> str:
-    """Why nothing but tensors with names is compared where CHECKPOINT is one side."""
+    """Why nothing but tensors with names is compared where `checkpoint` is one side."""
     if checkpoint.is_state_dict:
         return f"{checkpoint.format} holds nothing else"
     return f"of a {checkpoint.format} archive the weights are compared, and not the program"
@@ -400,7 +405,7 @@ def _are_numbers(a: str, b: str) -> bool:
 
 
 def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
-    """The class of the tensor that NODE makes."""
+    """The class of the tensor that `node` makes."""
     cls = args_of(node)[1] if str(node.callable) in FROM_TYPE and len(args_of(node)) > 1 else None
     if isinstance(cls, Global) and not info.is_parameter:
         return side.name(cls)
@@ -408,7 +413,7 @@ def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
-    """For each of NAMES the first of them that is the same tensor."""
+    """For each of `names` the first of them that is the same tensor."""
     first: dict[str, str] = {}
     groups = {}
     for name in names:

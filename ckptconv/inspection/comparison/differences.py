@@ -23,7 +23,7 @@ class OnlyIn:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two tensors of one shape are apart: of so many ELEMENTS, how many differ, by at most what.
+    """How far two tensors of one shape are apart: of so many `elements`, how many differ, by at most what.
 
     ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is |a - b| and
     ``largest_relative`` |a - b| / |b|, each the largest of all other elements; the second is inf where b is 0 and a is
@@ -40,7 +40,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Two tensors of one name, at PATH in both. What differs is a pair, of A and of B, else None.
+    """Two tensors of one name, at `path` in both. What differs is a pair, of A and of B, else None.
 
     ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what
     else they are made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None
@@ -61,7 +61,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """What stands at PATH and is no tensor, on at least one side: in words, None where there is nothing."""
+    """What stands at `path` and is no tensor, on at least one side: in words, None where there is nothing."""
 
     path: str
     a: str | None
@@ -70,13 +70,14 @@ class OtherDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What the checkpoints A and B do not have in common. ``same``: nothing.
+    """What the checkpoints `a` and `b` do not have in common. ``same``: nothing.
 
-    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in A, ties once. ``differing``
-    are those of them in which anything differs, ``others`` is what differs and is no tensor; both are empty where names
-    alone were compared. ``near`` is the number of tensors in which numbers differ within the tolerance, and none beyond
-    it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no name is in both because
-    they stand at other paths, or have something before them, the command that compares those tensors.
+    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in `a`, ties once.
+    ``differing`` are those of them in which anything differs, ``others`` is what differs and is no tensor; both are
+    empty where names alone were compared. ``near`` is the number of tensors in which numbers differ within the
+    tolerance, and none beyond it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no
+    name is in both because they stand at other paths, or have something before them, the command that compares those
+    tensors.
     """
 
     a: str

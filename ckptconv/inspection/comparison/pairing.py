@@ -79,20 +79,20 @@ class Side:
         self.said: dict[int, str] = {}
 
     def tensor(self, node: Value) -> TensorInfo | None:
-        """The tensor that NODE makes, where it has a name."""
+        """The tensor that `node` makes, where it has a name."""
         return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
 
     def inner_tensor(self, node: Value) -> TensorInfo | None:
-        """The tensor with a storage that NODE makes, wherever it stands."""
+        """The tensor with a storage that `node` makes, wherever it stands."""
         part = strided_part(node) if isinstance(node, Call) else None
         return self.reader.strided_or_none(part.function, part.args.items) if part else None
 
     def name(self, node: Value) -> str:
-        """The name that unpickling looks up, where NODE is one."""
+        """The name that unpickling looks up, where `node` is one."""
         return imported_name(node, self.protocol) if isinstance(node, Global) else ""
 
     def kind(self, node: Value) -> str:
-        """What NODE is, in a word or two: a type, or the class of an object."""
+        """What `node` is, in a word or two: a type, or the class of an object."""
         if isinstance(node, Call):
             name = self.name(node.callable)
             data = self.data(node)
@@ -102,7 +102,7 @@ class Side:
         return _KINDS.get(type(node)) or type(node).__name__
 
     def data(self, node: Value) -> _Data | None:
-        """NODE as text or bytes, if it is."""
+        """`node` as text or bytes, if it is."""
         if isinstance(node, str):
             return _Data("str", node.encode("utf-8", "surrogatepass"))
         if isinstance(node, bytes):
@@ -143,7 +143,7 @@ class Side:
         return None if isinstance(node, (List, Tuple)) else members_of(node)
 
     def words(self, node: Value) -> str:
-        """NODE as a person is shown it."""
+        """`node` as a person is shown it."""
         if not isinstance(node, Node):
             return describe(node)
         if id(node) not in self.said:  # once: it can stand in any number of places
@@ -184,8 +184,9 @@ _KINDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class _Data:
-    """The bytes of a text or a bytes object of this KIND, in memory or where they stand; of a large one that is said as
-    a text, IS_TEXT, those of the text.
+    """The bytes of a text or a bytes object of this `kind`, in memory or where they stand.
+
+    Of a large one that is said as a text, `is_text`, those of the text.
     """
 
     kind: str
@@ -206,9 +207,9 @@ class _Data:
 
 @dataclass
 class Pairing:
-    """Walks the sides A and B.
+    """Walks the sides `a` and `b`.
 
-    TENSORS_ALONE: only the tensors that are items of the roots are meant, and nothing that hangs on them.
+    `tensors_alone`: only the tensors that are items of the roots are meant, and nothing that hangs on them.
 
     ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a
     bare storage; ``others`` is what differs already. ``passed_over``: how many things on each side were
@@ -244,7 +245,7 @@ class Pairing:
                 todo += self._pairs_below(a, b)[::-1]
 
     def same_parts(self, a: Call, b: Call) -> tuple[bool, list[tuple[TensorInfo, TensorInfo]]]:
-        """Whether the calls A and B, which make tensors that have no storage of their own, hold the same beside
+        """Whether the calls `a` and `b`, which make tensors that have no storage of their own, hold the same beside
         tensors, and the tensors in them, pair by pair.
         """
         same = True
@@ -283,7 +284,7 @@ class Pairing:
             )
 
     def _differ(self, a: Place, b: Place) -> bool:
-        """Note what the nodes at A and B do not have in common, and say whether to look into them."""
+        """Note what the nodes at `a` and `b` do not have in common, and say whether to look into them."""
         left, right = a.node, b.node
         tensors = bool(self.a.tensor(left)), bool(self.b.tensor(right))
         if all(tensors):
@@ -306,8 +307,9 @@ class Pairing:
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
-        """Whether A and B are the same as far as that can be told without looking into them;
-        what nobody looks into is compared whole.
+        """Whether `a` and `b` are the same as far as that can be told without looking into them.
+
+        What nobody looks into is compared whole.
         """
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
@@ -347,7 +349,7 @@ class Pairing:
         return _word(a) == _word(b)
 
     def _pairs_below(self, a: Place, b: Place) -> list[tuple[Place, Place]]:
-        """The places below A and B that both have; what one alone has is noted."""
+        """The places below `a` and `b` that both have; what one alone has is noted."""
         members = self.a.members(a.node), self.b.members(b.node)
         if members[0] is not None and members[1] is not None:
             if self._sorted(members[0], self.a) is not None:
@@ -368,7 +370,7 @@ class Pairing:
         return pairs
 
     def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
-        """The places right below PLACE, each with what it is paired by: its segment, or the
+        """The places right below `place`, each with what it is paired by: its segment, or the
         key as it is meant, where that is no text.
         """
         node = place.node
@@ -395,8 +397,9 @@ class Pairing:
         return found
 
     def _sorted(self, members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
-        """What is the same for the same MEMBERS of sets, in whatever order; None where some are objects, which are
-        paired by their places.
+        """What is the same for the same `members` of sets, in whatever order.
+
+        None where some are objects, which are paired by their places.
         """
         found = []
         for member in members:
@@ -407,8 +410,9 @@ class Pairing:
         return sorted(found)
 
     def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
-        """VALUE, a key or member, so that it can be compared with others and sorted; None
-        where it is an object, or too large.
+        """`value`, a key or member, so that it can be compared with others and sorted.
+
+        None where it is an object, or too large.
         """
         meaning = _Meaning(side)
         meant = meaning.of(value, _KEY_DEPTH)
@@ -430,7 +434,7 @@ class Pairing:
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:
-        """Note what stands at PLACE of SIDE and not in the other: its tensors, each,
+        """Note what stands at `place` of `side` and not in the other: its tensors, each,
         and what is no tensor as one thing.
         """
         self._step(place)
@@ -452,7 +456,7 @@ class Pairing:
                 side.only.append(_only(at, info))
 
     def _items(self, a: Place, b: Place) -> None:
-        """Pair the tensors that are items of the roots A and B, by name."""
+        """Pair the tensors that are items of the roots `a` and `b`, by name."""
         found: list[dict[str, Place]] = []
         for side, root, others in ((self.a, a, self.passed_over[0]), (self.b, b, self.passed_over[1])):
             tensors = {}
@@ -478,7 +482,7 @@ def _only(place: Place, info: TensorInfo) -> OnlyIn:
 
 
 def _parts(node: Node, side: Side) -> list[Value]:
-    """What NODE, in the call of a tensor, is made of, without its device and its
+    """What `node`, in the call of a tensor, is made of, without its device and its
     attributes, which are compared elsewhere.
     """
     if side.data(node) is not None or is_word(node):
@@ -500,7 +504,7 @@ def _parts(node: Node, side: Side) -> list[Value]:
 
 
 def _quantizer(node: Value) -> Value:
-    """The scheme, scales and zero points of the quantized tensor that NODE makes."""
+    """The scheme, scales and zero points of the quantized tensor that `node` makes."""
     part = strided_part(node) if isinstance(node, Call) else None
     return next(iter(part.args.items[4:5]), None) if part else None
 
@@ -514,13 +518,13 @@ def _word(word: Call) -> list[tuple[str, object]]:
 
 @dataclass
 class _Meaning:
-    """What a key or member of SIDE means, as long as there is ROOM."""
+    """What a key or member of `side` means, as long as there is `room`."""
 
     side: Side
     room: int = _KEY_SIZE
 
     def of(self, value: Value, depth: int) -> tuple[str, object] | None:
-        """VALUE, up to DEPTH levels of it; None where something in it is an object, and where it is too large."""
+        """`value`, up to `depth` levels of it; None where something in it is an object, and where it is too large."""
         data = self.side.data(value)
         self.room -= 1 + (len(data.of) >> 10 if data and isinstance(data.of, bytes) else 0)
         if depth < 0 or self.room < 0:
@@ -545,12 +549,12 @@ class _Meaning:
 
 
 def _numbered(place: Place, members: list[Value]) -> list[tuple[object, Place]]:
-    """The MEMBERS of the set at PLACE, paired by their places."""
+    """The `members` of the set at `place`, paired by their places."""
     return [(n, Place(place, f"/{{{n}}}", member, place.depth + 1)) for n, member in enumerate(members)]
 
 
 def _atom(value: Value) -> tuple[str, object]:
-    """VALUE so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
+    """`value` so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value if value == value else float("nan"))
     if value is None or isinstance(value, bool):
@@ -559,7 +563,7 @@ def _atom(value: Value) -> tuple[str, object]:
 
 
 def _apart(a: Value, b: Value, words: str) -> tuple[str, str]:
-    """Where A and B differ, which look alike at their beginnings, in WORDS."""
+    """Where `a` and `b` differ, which look alike at their beginnings, in `words`."""
     if isinstance(a, (str, bytes)) and isinstance(b, (str, bytes)) and type(a) is type(b):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         start = max(0, at - 10)

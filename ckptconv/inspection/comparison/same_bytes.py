@@ -23,11 +23,11 @@ Unequal = tuple[int, int]
 def unequal_parts(
     pairs: Sequence[tuple[ByteRange, ByteRange]], progress: Callable[[int], None] | None = None
 ) -> dict[int, list[Unequal]]:
-    """Where PAIRS of ranges of one length differ: by their index, the parts, of some megabytes, in which they do.
+    """Where `pairs` of ranges of one length differ: by their index, the parts, of some megabytes, in which they do.
 
     Those that are the same are not in it.
 
-    PROGRESS is called with the number of bytes that were compared since the last time. Raises what reading raises.
+    `progress` is called with the number of bytes that were compared since the last time. Raises what reading raises.
     """
     found: dict[int, list[Unequal]] = {}
     large = []
@@ -103,7 +103,7 @@ class _Reader:
 
 
 def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
-    """Whether A and B give the same bytes, in whatever buffers."""
+    """Whether `a` and `b` give the same bytes, in whatever buffers."""
     left = right = memoryview(b"")
     while True:
         left, right = left or _next(a), right or _next(b)

@@ -73,7 +73,7 @@ def _taking(path: str) -> tuple[Option, ...]:
 
 
 def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
-    """What to ask for, so that most names of one of OUR parts are those of one of THEIRS, which is all that they have
+    """What to ask for, so that most names of one of OUR parts are those of one of `theirs`, which is all that they have
     or stands at the same path.
     """
     best: tuple[tuple[int, int, list[str]], tuple[Option, ...]] = (0, 0, []), ()
@@ -107,7 +107,7 @@ def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[t
 
 
 def _before(short: Collection[str], long: Collection[str]) -> set[str]:
-    """What stands before some of the SHORT names in LONG."""
+    """What stands before some of the `short` names in `long`."""
     return {
         name.removesuffix(each)
         for each, _ in zip(short, range(_TRIED), strict=False)

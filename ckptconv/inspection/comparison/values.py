@@ -40,7 +40,7 @@ Meter = Callable[[int], AbstractContextManager[Progress | None]]
 
 
 class Values:
-    """Compares the values of pairs of tensors of A and B, each pair of views once."""
+    """Compares the values of pairs of tensors of `a` and `b`, each pair of views once."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, rtol: float, atol: float) -> None:
         self.orders = a.byteorder, b.byteorder
@@ -55,7 +55,7 @@ class Values:
         self._room = 0
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
-        """Have A and B, of one shape, compared; where the result will be found."""
+        """Have `a` and `b`, of one shape, compared; where the result will be found."""
         a, b = _in_numbers(a), _in_numbers(b)
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
@@ -71,8 +71,8 @@ class Values:
         return key
 
     def want_storages(self, key: Key, a: TensorInfo, b: TensorInfo) -> None:
-        """Have the storages of A and B compared, whose elements share bytes with what is not theirs: only if those are
-        equal the elements are known to be.
+        """Have the storages of `a` and `b` compared, whose elements share bytes with what is not theirs: only if those
+        are equal the elements are known to be.
         """
         assert a.storage and b.storage
         if a.view[1:] != b.view[1:] or a.storage.nbytes != b.storage.nbytes:
@@ -88,7 +88,7 @@ class Values:
         return len(self._believed.difference(_storages(a, b) for a, b in self.wanted.values()))
 
     def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Whether A and B are the same view of storages that have the same checksum, by what their files say."""
+        """Whether `a` and `b` are the same view of storages that have the same checksum, by what their files say."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
         data = a.storage.data, b.storage.data
@@ -96,7 +96,7 @@ class Values:
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Whether A and B are the same elements of their storages, read in one way."""
+        """Whether `a` and `b` are the same elements of their storages, read in one way."""
         return a.view[1:] == b.view[1:] and self.orders[0] == self.orders[1]
 
     def run(self, progress: Meter | None) -> None:
@@ -130,7 +130,7 @@ class Values:
         self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
-        """Ranges of the files which, if they are the same, say that A and B are: the elements,
+        """Ranges of the files which, if they are the same, say that `a` and `b` are: the elements,
         or the whole storages of the same view.
         """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
@@ -172,7 +172,7 @@ class Values:
         self.conclude(key, comparer)
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
-        """SLOW without what are the same views of equal storages: those that are deflated are
+        """`slow` without what are the same views of equal storages: those that are deflated are
         compared once, however many views they have.
         """
         same: dict[tuple[int, int], bool] = {}
@@ -218,7 +218,7 @@ class Values:
                 self.conclude(key, comparer)
 
     def spend(self, nbytes: int, what: str) -> None:
-        """Count NBYTES that are read for WHAT.
+        """Count `nbytes` that are read for `what`.
 
         Raises LimitError where all views together repeat what storages hold more often than anybody can wait for.
         """
@@ -252,7 +252,7 @@ class Values:
 
 
 def bytes_of(storage: Storage) -> TensorInfo:
-    """All bytes of STORAGE as a tensor of them."""
+    """All bytes of `storage` as a tensor of them."""
     return TensorInfo(
         "",
         None,
@@ -271,8 +271,9 @@ def bytes_of(storage: Storage) -> TensorInfo:
 
 
 def _in_numbers(info: TensorInfo) -> TensorInfo:
-    """INFO, a tensor with a storage, where it is quantized as its whole numbers; where several are packed in a byte,
-    and all bytes are its own, as bytes.
+    """`info`, a tensor with a storage, where it is quantized as its whole numbers.
+
+    Where several are packed in a byte, and all bytes are its own, as bytes.
     """
     dtype = get_dtype(info.dtype)
     if dtype.name in _WHOLE_NUMBERS:
@@ -283,7 +284,7 @@ def _in_numbers(info: TensorInfo) -> TensorInfo:
 
 
 def _without_repeats(a: TensorInfo, b: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
-    """A and B, of one shape, with one element in each dimension along which both repeat theirs."""
+    """`a` and `b`, of one shape, with one element in each dimension along which both repeat theirs."""
     repeated = [not (left or right) and n > 1 for left, right, n in zip(a.stride, b.stride, a.shape, strict=True)]
     if not any(repeated):
         return a, b
@@ -297,7 +298,7 @@ def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
 
 
 def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[ByteRange, ByteRange]], dict[Key, int]]:
-    """SPANS that overlap as one, so that nothing is read twice; and where in the list each is."""
+    """`spans` that overlap as one, so that nothing is read twice; and where in the list each is."""
 
     def place(key: Key) -> tuple[int, int]:
         a, b = spans[key]
@@ -321,7 +322,7 @@ def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[B
 
 
 def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: TensorInfo) -> list[Unequal]:
-    """Those of the PARTS of HOME that lie in SPAN, as parts of it, in whole elements of INFO."""
+    """Those of the `parts` of `home` that lie in `span`, as parts of it, in whole elements of `info`."""
     itemsize, before = get_dtype(info.dtype).itemsize, span.offset - home.offset
     found = []
     for offset, length in parts:

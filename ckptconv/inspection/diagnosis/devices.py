@@ -48,7 +48,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
 
 
 def _is_no_tag(tag: str) -> bool:
-    """Whether TAG is one that torch neither writes nor restores, whatever the machine."""
+    """Whether `tag` is one that torch neither writes nor restores, whatever the machine."""
     family, colon, index = tag.partition(":")
     if family in ("cpu", "meta"):
         return bool(colon)
@@ -73,7 +73,7 @@ def _there_is(scope: Scope) -> str:
 
 
 def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
-    """To a GPU that there is, else to the CPU; only the MISSING tags where others can stay."""
+    """To a GPU that there is, else to the CPU; only the `missing` tags where others can stay."""
     gpu_here = bool(scope.host.cuda)
     others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)
     if not _can_be_mapped(missing) or not (gpu_here or others_stay):
@@ -124,5 +124,5 @@ def rng_states(scope: Scope) -> Iterator[Issue]:
 
 
 def _can_be_mapped(tags: Iterable[str]) -> bool:
-    """Whether ``--map`` can say each of TAGS; a file can have any."""
+    """Whether ``--map`` can say each of `tags`; a file can have any."""
     return all(_TAG.fullmatch(tag) and not tag.startswith(("cpu:", "mps:")) for tag in tags)

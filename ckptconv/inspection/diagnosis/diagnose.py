@@ -41,9 +41,9 @@ def diagnose(
     refused: Sequence[tuple[str, Value]],
     concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """What a person should know who loads CHECKPOINT on HOST.
+    """What a person should know who loads `checkpoint` on `host`.
 
-    REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, CONCERNS
+    `refused` is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, `concerns`
     :func:`ckptconv.safety.scan.concerns`.
     """
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
@@ -79,22 +79,22 @@ def diagnose(
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:
-    """The issues that one command can fix, CODE among them; those about names are of the scope NAMES."""
+    """The issues that one command can fix, `code` among them; those about names are of the scope `names`."""
     about_names = _of_module(names, prefixes(names), code)
     return [*missing_devices(scope), *code, *about_names, *optimizers(scope), *rng_states(scope)]
 
 
 def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
-    """FIX for a TorchScript archive, of which only the state dict can be written: PART, if it has one."""
+    """`fix` for a TorchScript archive, of which only the state dict can be written: `part`, if it has one."""
     if fix is None or part is None:
         return None
     return fix if fix.format and not WRITERS[fix.format].objects else replace(fix, part=(Option("state_dict"),))
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:
-    """ISSUES about names.
+    """`issues` about names.
 
-    Those of a module can be changed where its state dict is taken, as CODE's fix does it.
+    Those of a module can be changed where its state dict is taken, as `code`'s fix does it.
     """
     found = list(issues)
     taking = next((each.fix.part for each in code if each.fix), ()) if scope.module else ()

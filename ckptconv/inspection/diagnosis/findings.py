@@ -51,8 +51,9 @@ class Advice(TypedDict):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found, what matters most first; ``remedy`` is one command for all findings that one command
-    can mend, where there are several.
+    """What :func:`diagnose` found, what matters most first.
+
+    ``remedy`` is one command for all findings that one command can mend, where there are several.
     """
 
     findings: list[Advice]
@@ -107,7 +108,7 @@ class Issue:
 class Scope:
     """What is looked at: a checkpoint on a machine, or a part of it.
 
-    REACH, if given, are the nodes (by id) of that part; MODULE is the one whose state dict it is.
+    `reach`, if given, are the nodes (by id) of that part; `module` is the one whose state dict it is.
     """
 
     checkpoint: Checkpoint
@@ -138,7 +139,7 @@ def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
 
 
 def with_names_apart(issues: list[Issue]) -> list[Issue]:
-    """ISSUES whose fixes write files of different names, where they are different fixes."""
+    """`issues` whose fixes write files of different names, where they are different fixes."""
     names: dict[tuple[object, ...], str] = {}
     apart = []
     for issue in issues:
@@ -156,7 +157,7 @@ def with_names_apart(issues: list[Issue]) -> list[Issue]:
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """All of FIXES at once; of two that send one tag somewhere the later is heard."""
+    """All of `fixes` at once; of two that send one tag somewhere the later is heard."""
     return Fix(
         "-fixed",
         part=tuple(option for part in dict.fromkeys(fix.part for fix in fixes) for option in part),
@@ -181,5 +182,5 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
 
 
 def first_few(words: Sequence[str]) -> str:
-    """WORDS, or the first of them and how many more."""
+    """`words`, or the first of them and how many more."""
     return some(words, SHOWN)

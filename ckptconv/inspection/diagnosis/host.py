@@ -29,8 +29,9 @@ class Host:
     mps: bool = False
 
     def shows(self, tag: str) -> bool | None:
-        """Whether tensors tagged TAG can be loaded to where they were; None where only torch and a
-        driver could tell.
+        """Whether tensors tagged `tag` can be loaded to where they were.
+
+        None where only torch and a driver could tell.
         """
         family, _, index = tag.partition(":")
         if family in ("cpu", "meta"):
@@ -48,7 +49,7 @@ def this_host(
     system: str = sys.platform,
     processor: str | None = None,
 ) -> Host:
-    """What the files below ROOT, the variables ENVIRON and the names of the SYSTEM and its PROCESSOR show."""
+    """What the files below `root`, the variables `environ` and the names of the `system` and its `processor` show."""
     if system == "darwin":
         return Host(0, mps=(processor or platform.machine()) == "arm64")
     return Host(_cuda(root, environ) if system == "linux" else None)
@@ -66,8 +67,9 @@ def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
 
 
 def _nvidia(root: Path) -> int:
-    """In a container, /dev has the GPUs that it was given and /proc has all; outside,
-    /dev has them once the driver was used.
+    """In a container, /dev has the GPUs that it was given and /proc has all.
+
+    Outside, /dev has them once the driver was used.
     """
     files = [path for path in _listed(root / "dev") if re.fullmatch(r"nvidia[0-9]+", path.name)]
     return len(files) or len(_listed(root / "proc/driver/nvidia/gpus"))
@@ -94,7 +96,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What PATH says; nothing where it may not be read, as that of a GPU which is not this container's."""
+    """What `path` says; nothing where it may not be read, as that of a GPU which is not this container's."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -102,11 +104,11 @@ def _text(path: Path) -> str:
 
 
 def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -> int:
-    """How many of COUNT devices VARIABLE leaves.
+    """How many of `count` devices `variable` leaves.
 
     The list ends at the first entry that is no device; one that stands twice leaves none.
 
-    Without UUIDS for all of them, whoever is named by one is believed to be there.
+    Without `uuids` for all of them, whoever is named by one is believed to be there.
     """
     if variable is None or not count:
         return count
@@ -124,18 +126,18 @@ def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -
 
 
 def _until_wrong(entries: list[_T | None]) -> list[_T]:
-    """ENTRIES up to the first None; none at all if one stands there twice."""
+    """`entries` up to the first None; none at all if one stands there twice."""
     right = entries[: entries.index(None)] if None in entries else entries
     return [entry for entry in right if entry is not None] if len(set(right)) == len(right) else []
 
 
 def _number(word: str) -> int | None:
-    """The index that WORD starts with, as C's strtoul reads it; what follows is ignored."""
+    """The index that `word` starts with, as C's strtoul reads it; what follows is ignored."""
     match = re.match(r"[+-]?[0-9]{1,9}", word.strip())
     return int(match[0]) if match and int(match[0]) >= 0 else None
 
 
 def _the_only(word: str, uuids: list[str]) -> str | None:
-    """The UUID that WORD is the start of, if it is that of one alone."""
+    """The UUID that `word` is the start of, if it is that of one alone."""
     found = [uuid for uuid in uuids if uuid.startswith(word)]
     return found[0] if len(found) == 1 else None

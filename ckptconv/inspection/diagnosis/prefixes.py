@@ -81,8 +81,9 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
 
 
 def _chain(names: list[str]) -> list[str]:
-    """The wrappers that start every one of NAMES, the outermost first; ``module.`` only once,
-    since a model can have one of its own.
+    """The wrappers that start every one of `names`, the outermost first.
+
+    ``module.`` only once, since a model can have one of its own.
     """
     chain: list[str] = []
     while names:
@@ -101,7 +102,7 @@ def _all_start(names: list[str], wrapper: str) -> bool:
 
 
 def _inner(name: str) -> re.Match[str] | None:
-    """The match of what stands before an inner ``module.`` of NAME."""
+    """The match of what stands before an inner ``module.`` of `name`."""
     if ".module." not in name:
         return None
     leading = _LEADING.match(name)
@@ -110,8 +111,8 @@ def _inner(name: str) -> re.Match[str] | None:
 
 
 def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
-    """Whether taking off STRIPPED, in this order, does to NAMES what their CHAIN of wrappers asks for: no less, and
-    nothing to a module of the model's own.
+    """Whether taking off `stripped`, in this order, does to `names` what their `chain` of wrappers asks for: no less,
+    and nothing to a module of the model's own.
     """
     others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
     return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(

@@ -23,8 +23,8 @@ __all__ = ["LoadablePart", "Refused", "containers", "opcodes", "refusals"]
 
 @dataclass(frozen=True)
 class LoadablePart:
-    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (PATH is None), or what
-    stands at PATH. NODES are what is in it; MODULE: what would give it.
+    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (`path` is None), or what
+    stands at `path`. `nodes` are what is in it; `module`: what would give it.
     """
 
     nodes: list[Node]
@@ -34,7 +34,7 @@ class LoadablePart:
 
 
 def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
-    """An issue for each thing REFUSED, the fix with the last, and what the fix takes."""
+    """An issue for each thing `refused`, the fix with the last, and what the fix takes."""
     found = Refused(scope.checkpoint, refused)
     part = found.loadable_part()
     texts = []
@@ -72,8 +72,8 @@ def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None,
 
 
 class Refused:
-    """What is in the way of torch's safe loader: REFUSED is what :func:`ckptconv.checkpoint.safe_globals.obstacles`
-    gives for CHECKPOINT, or some of it.
+    """What is in the way of torch's safe loader: `refused` is what :func:`ckptconv.checkpoint.safe_globals.obstacles`
+    gives for `checkpoint`, or some of it.
     """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
@@ -97,8 +97,9 @@ class Refused:
         seen: set[int] = set()
 
         def sized(part: LoadablePart) -> LoadablePart:
-            """PART with its bytes; what stands in two parts counts for the first, for looking again and again could
-            take forever.
+            """`part` with its bytes.
+
+            What stands in two parts counts for the first, for looking again and again could take forever.
             """
             found = self.checkpoint.index.storages_below(*part.nodes, seen=seen)
             return replace(part, nbytes=sum(storage.nbytes for storage in found))
@@ -120,7 +121,7 @@ class Refused:
 
 
 def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart]:
-    """The outermost parts that are not TAINTED, each an item of something that is itself an item."""
+    """The outermost parts that are not `tainted`, each an item of something that is itself an item."""
     items: dict[int, bool] = {}
     found: list[LoadablePart] = []
     for place in checkpoint.places:

@@ -50,7 +50,7 @@ _TO_SAFETENSORS = Fix("-weights", format=safetensors.WRITER.word)
 
 
 def _covered(infos: list[TensorInfo]) -> int:
-    """How many bytes of a storage INFOS reach over."""
+    """How many bytes of a storage `infos` reach over."""
     covered = end = 0
     for start, stop in sorted(map(extent, infos)):
         covered += max(stop - max(start, end), 0)
@@ -96,7 +96,7 @@ def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 
 
 def _fits(info: TensorInfo) -> bool:
-    """Whether safetensors can hold INFO; not everything that it can, but nothing that it cannot."""
+    """Whether safetensors can hold `info`; not everything that it can, but nothing that it cannot."""
     if info.kind != "strided" or info.storage is None or info.conj or info.neg:
         return False
     held = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")

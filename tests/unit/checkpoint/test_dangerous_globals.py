@@ -320,7 +320,7 @@ def _is_dangerous_module(name: str) -> bool:
 
 
 def _loaded(name: str) -> object:
-    """What NAME is, if its module is loaded."""
+    """What `name` is, if its module is loaded."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:end]) in sys.modules:

@@ -175,7 +175,7 @@ def training(tmp_path: Path) -> Path:
 def test_how_often_the_graph_is_walked(
     words: list[str], nodes: float, places: float, training: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NODES and PLACES: at most so often as many as the whole has."""
+    """`nodes` and `places`: at most so often as many as the whole has."""
     index = read(training).index
     whole = len(index.nodes), len(index.every_place)
     walks = Walks(monkeypatch)

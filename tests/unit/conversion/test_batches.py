@@ -272,7 +272,7 @@ def test_a_folder_without_checkpoints(tmp_path: Path, convert: Command) -> None:
 
 
 def break_some(folder: Path) -> dict[str, str]:
-    """One bad file of each kind in FOLDER, and the words of its error."""
+    """One bad file of each kind in `folder`, and the words of its error."""
     good = (folder / "step-0" / "model.pt").read_bytes()
     (folder / "empty.pt").touch()
     (folder / "cut.pt").write_bytes(good[: len(good) // 2])
@@ -415,7 +415,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """The command with ARGS, in a session of its own, as soon as the first output is there."""
+    """The command with `args`, in a session of its own, as soon as the first output is there."""
     mark = f"CKPTCONV_TEST={os.urandom(8).hex()}"
     name, value = mark.split("=")
     process = subprocess.Popen(
@@ -438,7 +438,7 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def processes_with(mark: str) -> list[int]:
-    """The processes that have MARK in their environment, but for those that ended already."""
+    """The processes that have `mark` in their environment, but for those that ended already."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -453,7 +453,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 def assert_whole_or_absent(temporaries: bool) -> set[str]:
     """Every output that is there is what it should be; the names of those.
 
-    TEMPORARIES may be there, under names that say what they are.
+    `temporaries` may be there, under names that say what they are.
     """
     whole = set()
     for path in Path("out").iterdir():

@@ -20,11 +20,14 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
+from ckptconv.byteranges import undo_journal
 from ckptconv.byteranges.patches import Patch
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal, state_of
 from ckptconv.conversion import in_place
+from ckptconv.limits import LIMITS
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place import writing
+from tests.support.command import Command
 from tests.support.judge import assert_same
 from tests.support.torn_writes import operations_of, torn_states
 
@@ -475,3 +478,31 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
     journals.mark(checkpoint, DONE)
     ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
     assert not journal_path(checkpoint).exists()
+
+
+def test_a_journal_that_is_too_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    size = journal_path(checkpoint).stat().st_size
+    for bound, is_refused in ((size, False), (size - 1, True)):
+        monkeypatch.setattr(undo_journal, "LIMITS", dataclasses.replace(LIMITS, undo_journal=bound))
+        if is_refused:
+            with pytest.raises(ckptconv.LimitError, match="too large"):
+                ckptconv.undo(checkpoint)
+        else:
+            read_journal(checkpoint, os.getuid())
+
+
+def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
+    """Several files in turn; what cannot be done in one says so, and the others are done."""
+    other, before = checkpoint.with_name("other.pt"), checkpoint.read_bytes()
+    shutil.copy(checkpoint, other)
+    ckptconv.convert(other, in_place=True, map_location="cuda:1", add_prefix="module.")
+    flags = ("--in-place", "--to", "cuda:1", "--add-prefix", "module.")
+    command("convert", checkpoint, checkpoint.with_name("none.pt"), *flags, status=3, err="none.pt: no such file")
+    assert checkpoint.read_bytes() == other.read_bytes() != before
+    said = command.json("convert", other, "--in-place", "--no-undo", "--to", "cpu", "--dry-run")
+    assert (said["in_place"]["way"], said["in_place"]["journal"]) == ("same size", None)
+    command("undo", checkpoint, other, err="as before")
+    assert checkpoint.read_bytes() == other.read_bytes() == before
+    command("undo", checkpoint, status=1, err="there is no undo journal")
+    command("convert", checkpoint, "out.pt", "--no-undo", status=2, err="--no-undo goes with --in-place")

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def refused(folder: Path, obj: object, **edits: Any) -> str:
-    """The error's line, where OBJ cannot be converted; nothing must be written."""
+    """The error's line, where `obj` cannot be converted; nothing must be written."""
     with pytest.raises((NoMatchError, CollisionError, UsageError)) as caught:
         round_trip(folder, obj, **edits)
     assert [path.name for path in folder.iterdir()] == ["src.pt"]
@@ -432,7 +432,7 @@ class Named(nn.Module):
 
 
 class Layers(nn.Module):
-    """Blocks under one NAME or another, as two code bases call them."""
+    """Blocks under one `name` or another, as two code bases call them."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -441,7 +441,7 @@ class Layers(nn.Module):
 
 
 def training(model: nn.Module) -> dict[str, Any]:
-    """What a run saves of MODEL and its average."""
+    """What a run saves of `model` and its average."""
     averaged = torch.optim.swa_utils.AveragedModel(model)
     return {"epoch": 3, "ema": averaged.state_dict(), "model": nn.DataParallel(model).state_dict(), "lists": [W]}
 

@@ -53,7 +53,7 @@ MEANT = FLOATS | COMPLEX | {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
 @dataclass(eq=False)
 class Found:
-    """A tensor: where it stands, its NAME where that is in a state dict."""
+    """A tensor: where it stands, its `name` where that is in a state dict."""
 
     path: str
     name: str | None
@@ -79,7 +79,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tensors_in(obj: Any) -> Iterator[Found]:
-    """Every place of OBJ in which there is a tensor; of containers, the first place counts."""
+    """Every place of `obj` in which there is a tensor; of containers, the first place counts."""
     seen: set[int] = set()
 
     def walk(value: Any, path: str, name: str | None, in_optimizer: bool) -> Iterator[Found]:
@@ -116,12 +116,12 @@ class Contradiction(Exception):
 
 
 def includes(glob: str, other: str) -> bool:
-    """Whether GLOB means all that OTHER means, and more."""
+    """Whether `glob` means all that `other` means, and more."""
     return fnmatch.fnmatchcase(other, glob) and not fnmatch.fnmatchcase(glob, other)
 
 
 def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tuple[str, bool]]:
-    """For each tensor the dtype that RULES say, and whether a glob did. Raises Contradiction."""
+    """For each tensor the dtype that `rules` say, and whether a glob did. Raises Contradiction."""
     has_weights = any(each.name is not None for each in found)
     offers: dict[tuple[Any, ...], list[tuple[int, str, str]]] = {}
     said: dict[str, str] = {}
@@ -171,7 +171,7 @@ def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """The bytes of the elements of TENSOR."""
+    """The bytes of the elements of `tensor`."""
     found: list[int] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
     return found
 
@@ -181,7 +181,7 @@ def whole(storage: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The elements that TENSOR reaches over."""
+    """The elements that `tensor` reaches over."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset(), tensor.storage_offset() + last + 1
 
@@ -257,7 +257,7 @@ class Program:
                 self.memo[id(view)] = self.view(view, data, ranges)
 
     def view(self, old: torch.Tensor, data: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """What OLD shows of its storage, of DATA, which has RANGES of it."""
+        """What `old` shows of its storage, of `data`, which has `ranges` of it."""
         offset = min(old.storage_offset(), data.numel())
         if old.numel():
             offset = old.storage_offset()
@@ -435,13 +435,13 @@ TARGETS = {"pt": "dst.pt", "legacy": "dst.pt", "pickle": "dst.pkl", "safetensors
 
 
 def again(obj: Any, path: Path) -> Any:
-    """OBJ as it comes out of a file: torch gives every empty tensor a storage of its own."""
+    """`obj` as it comes out of a file: torch gives every empty tensor a storage of its own."""
     torch.save(obj, path)
     return torch.load(path, weights_only=False)
 
 
 def assert_named(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """FOUND, which safetensors has, are the elements of STATE, each as the dtype that NEW has it in."""
+    """`found`, which safetensors has, are the elements of `state`, each as the dtype that `new` has it in."""
     ties: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         kept = ties.setdefault(identity(new[name]), name) if tensor.numel() else name
@@ -455,7 +455,7 @@ def assert_named(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor],
 
 
 def assert_checksums(path: Path, *, some: bool) -> None:
-    """Python's reader finds every record of a zip as its checksum says. SOME: there are checksums."""
+    """Python's reader finds every record of a zip as its checksum says. `some`: there are checksums."""
     with zipfile.ZipFile(path) as archive:
         if some:
             assert archive.testzip() is None
@@ -463,7 +463,7 @@ def assert_checksums(path: Path, *, some: bool) -> None:
 
 
 def flat(obj: Any) -> dict[str, torch.Tensor]:
-    """The state dict in OBJ that the safetensors writer means."""
+    """The state dict in `obj` that the safetensors writer means."""
     return obj.get("model", obj.get("state_dict", obj))
 
 
@@ -922,7 +922,7 @@ def test_damage_in_other_zips(write: Callable[[Any, Path], None], tmp_path: Path
 
 
 def hostile(folder: Path, build: Callable[[Any], Any]) -> Path:
-    """A file with what BUILD makes of a weight's storage, as its rebuild call gets it."""
+    """A file with what `build` makes of a weight's storage, as its rebuild call gets it."""
     weight = torch.arange(4.0)
     storage = torch.storage.TypedStorage(wrap_storage=weight.untyped_storage(), dtype=torch.float32, _internal=True)
     torch.save({"model": {"w": weight}, "x": build(storage)}, folder / "src.pt")

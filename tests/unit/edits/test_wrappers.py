@@ -37,7 +37,7 @@ def net() -> nn.Module:
 
 
 def with_inner_wrappers(model: nn.Module) -> nn.Module:
-    """MODEL with some of its parts compiled; activation checkpointing hides its own names since torch 1.12."""
+    """`model` with some of its parts compiled; activation checkpointing hides its own names since torch 1.12."""
     model[0] = torch.compile(model[0])  # type: ignore[operator,index,assignment]
     model[1][0] = torch.compile(model[1][0])  # type: ignore[operator,index,assignment]
     # its version in _metadata is 2, the wrapper's 1

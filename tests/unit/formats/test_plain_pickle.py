@@ -70,7 +70,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def tags(path: Path) -> list[str]:
-    """The location tags in the nested files of the pickle at PATH, in their order."""
+    """The location tags in the nested files of the pickle at `path`, in their order."""
     return [reference.storage.device for reference in read(path).references]
 
 
@@ -83,13 +83,13 @@ def dumped(name: str, protocol: int) -> bytes:
 
 
 def tagged(obj: Any, tag: str = "cuda:0", protocol: int = 4) -> bytes:
-    """OBJ as a machine with a GPU pickles it."""
+    """`obj` as a machine with a GPU pickles it."""
     with tagging([tag]):
         return pickle.dumps(obj, protocol)
 
 
 def storage_of(data: bytes) -> bytes:
-    """The pickle of what torch loads from DATA."""
+    """The pickle of what torch loads from `data`."""
     return pickle.dumps([Reduced(torch.storage._load_from_bytes, (data,))], 4)
 
 

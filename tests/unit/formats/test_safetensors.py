@@ -75,7 +75,7 @@ def every_dtype() -> dict[str, torch.Tensor]:
 
 
 def saved(name: str, path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Write to PATH the object in which the state dict NAME is; that state dict, as torch loads it."""
+    """Write to `path` the object in which the state dict `name` is; that state dict, as torch loads it."""
     made = OURS[name]() if name in OURS else zoo.ZOO[name]()
     zoo.save(made, path, **kwargs)
     loaded = torch.load(path, map_location="cpu", weights_only=False)
@@ -100,7 +100,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def ties_of(state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The names of STATE whose tensor has an earlier name, and that name."""
+    """The names of `state` whose tensor has an earlier name, and that name."""
     first: dict[tuple[Any, ...], str] = {}
     kept = {
         name: first.setdefault(identity(tensor), name) if tensor.numel() else name for name, tensor in state.items()
@@ -125,7 +125,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def assert_holds(path: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """The file at PATH is WANTED: values, order of names, ties recorded, data sorted by item size and aligned."""
+    """The file at `path` is `wanted`: values, order of names, ties recorded, data sorted by item size and aligned."""
     ties = ties_of(wanted)
     header, start = header_of(path)
     assert header.pop("__metadata__") == {"format": "pt", **ties}
@@ -774,7 +774,7 @@ def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], s
 
 
 def storages_of(loaded: dict[str, Any]) -> dict[int, int]:
-    """The storages in LOADED and their bytes."""
+    """The storages in `loaded` and their bytes."""
     found = [*loaded["model"].values(), *loaded["ema"].values(), *loaded["list"]]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
 

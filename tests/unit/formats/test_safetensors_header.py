@@ -45,24 +45,24 @@ def path(tmp_path: Path) -> Path:
 
 
 def file_of(header: bytes, data: bytes = DATA[:4], length: int | None = None) -> bytes:
-    """A file with HEADER and DATA; LENGTH is what its first 8 bytes claim."""
+    """A file with `header` and `data`; `length` is what its first 8 bytes claim."""
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data
 
 
 def tensor(**fields: object) -> bytes:
-    """A header of the one tensor ``a``, four bytes of F32 but for FIELDS."""
+    """A header of the one tensor ``a``, four bytes of F32 but for `fields`."""
     sound = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     return json.dumps({"a": {**sound, **fields}}).encode()
 
 
 def put(path: Path, blob: bytes) -> None:
-    """BLOB as a new file at PATH: one that is truncated and written again, ext4 sends to the disk at once."""
+    """`blob` as a new file at `path`: one that is truncated and written again, ext4 sends to the disk at once."""
     path.unlink(missing_ok=True)
     path.write_bytes(blob)
 
 
 def read(path: Path, blob: bytes) -> Header:
-    """What ckptconv reads in BLOB."""
+    """What ckptconv reads in `blob`."""
     put(path, blob)
     with Source(path) as source:
         return read_header(source)
@@ -327,7 +327,7 @@ def test_a_known_difference_is_one(row: str, path: Path) -> None:
 
 
 def without_differences(blob: bytes) -> bytes:
-    """BLOB, which the library reads, with what it makes of DIFFERENCES written plainly."""
+    """`blob`, which the library reads, with what it makes of DIFFERENCES written plainly."""
     length = int.from_bytes(blob[:8], "little")
     top = json.loads(blob[8 : 8 + length])  # takes the last of two keys, as the library does
     for name in top.keys() - {METADATA}:
@@ -341,12 +341,12 @@ def without_differences(blob: bytes) -> bytes:
 
 
 def pairs(blob: bytes) -> Any:
-    """The header of BLOB with every key of it, also those that stand twice."""
+    """The header of `blob` with every key of it, also those that stand twice."""
     return json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")], object_pairs_hook=lambda pairs: ("{}", *pairs))
 
 
 def check_difference(path: Path, blob: bytes) -> str:
-    """Both read BLOB alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike.
+    """Both read `blob` alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike.
 
     Which of these.
     """
@@ -399,7 +399,7 @@ def sound_tree(random: Random) -> tuple[Any, int]:
 
 
 def mutated(tree: Any, random: Random) -> Any:
-    """TREE with one change in it, most often deep inside."""
+    """`tree` with one change in it, most often deep inside."""
     if isinstance(tree, (tuple, list)) and random.random() < 0.95:
         items = list(tree)
         i = random.randrange(len(items) + 1)
@@ -420,7 +420,7 @@ def mutated(tree: Any, random: Random) -> Any:
 
 
 def spelled(tree: Any, random: Random) -> str:
-    """TREE as JSON, with spaces here and there."""
+    """`tree` as JSON, with spaces here and there."""
     space = random.choice(["", "", "", " ", "\n\t"])
     if isinstance(tree, tuple):
         items = (f"{spelled(key, random)}:{space}{spelled(value, random)}" for key, value in tree)
@@ -506,7 +506,7 @@ def test_a_written_header_is_read_as_it_was_meant(
     file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
 ) -> None:
     """By the library and by us, in the order given; the data starts at a multiple of 8, and where
-    LIKE allows it at its place modulo 4096.
+    `like` allows it at its place modulo 4096.
     """
     entries = {}
     at = 0

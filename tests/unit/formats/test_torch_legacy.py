@@ -51,7 +51,7 @@ FLOATS = struct.pack("<6f", *range(6))
 
 
 def refusal(act: Callable[[], Any]) -> str | None:
-    """What ACT raises, in words; None where it does what it should."""
+    """What `act` raises, in words; None where it does what it should."""
     try:
         act()
     except Exception as error:
@@ -60,7 +60,7 @@ def refusal(act: Callable[[], Any]) -> str | None:
 
 
 def saved(name: str, path: Path, protocol: int) -> Any:
-    """The object NAME of the zoo, saved in the older format at PATH; skips where torch itself refuses."""
+    """The object `name` of the zoo, saved in the older format at `path`; skips where torch itself refuses."""
     made = zoo.ZOO[name]()
     why = refusal(lambda: zoo.save(made, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False))
     if why:
@@ -69,7 +69,7 @@ def saved(name: str, path: Path, protocol: int) -> Any:
 
 
 def readable(name: str, path: Path) -> bool:
-    """Whether torch reads the object NAME back from PATH: of some it reads values before
+    """Whether torch reads the object `name` back from `path`: of some it reads values before
     they are there, with whatever memory held.
     """
     return name not in ("nested", "generator") and refusal(lambda: tags_of(path)) is None

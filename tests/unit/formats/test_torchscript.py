@@ -493,7 +493,7 @@ def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_pa
 
 
 def module(cls: str, **attributes: Any) -> Call:
-    """An object of CLS with ATTRIBUTES, as a pickle makes it."""
+    """An object of `cls` with `attributes`, as a pickle makes it."""
     call = Call("NEWOBJ", Global("__torch__", cls), Tuple([]))
     state = Dict()
     state.add(Effect("SETITEMS", [each for pair in attributes.items() for each in pair], None))
@@ -505,7 +505,7 @@ CLASSES = {"__torch__.M": (["w"], ["b"])}
 
 
 def module_of(root: Call, *tensors: Call) -> PickledModule:
-    """What is found in an archive whose module is ROOT and in which these are the TENSORS."""
+    """What is found in an archive whose module is `root` and in which these are the `tensors`."""
     info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
     index = Index(Graph(root, 2, 0, frozenset(), [], [], [], [], set()), Place(None, "", root, 0), [], "m.pt")
     vars(index)["_found"] = [index.root], {}, {id(each): info for each in tensors}  # more than could be found

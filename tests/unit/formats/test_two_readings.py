@@ -28,7 +28,7 @@ NAMES = (torch_zip.NAME, torch_legacy.NAME, safetensors.NAME, plain_pickle.NAME)
 
 
 def other_reading(data: bytes, name: str = safetensors.NAME) -> str:
-    """What else DATA, a file of the format NAME, is; nothing, where it is nothing else."""
+    """What else `data`, a file of the format `name`, is; nothing, where it is nothing else."""
     try:
         refuse_two_readings(BytesSource(data, Path("m")), name)
     except MalformedError as error:
@@ -40,7 +40,7 @@ def other_reading(data: bytes, name: str = safetensors.NAME) -> str:
 
 
 def opens(data: bytes) -> bool:
-    """Whether tarfile opens DATA as torch.load opens it."""
+    """Whether tarfile opens `data` as torch.load opens it."""
     try:
         tarfile.open(fileobj=io.BytesIO(data), mode="r:", format=tarfile.PAX_FORMAT).close()
     except tarfile.TarError:

@@ -271,7 +271,7 @@ def test_all_damaged_chunks_of_a_run_are_listed(chunks: list[Path]) -> None:
 
 
 def _storage_at(data: bytes, start: int) -> int:
-    """The first byte of the storage in the file of torch that begins at START."""
+    """The first byte of the storage in the file of torch that begins at `start`."""
     at = data.index(b"/data/0", start)
     header = data.rindex(b"PK\x03\x04", start, at)
     name, extra = struct.unpack_from("<HH", data, header + 26)

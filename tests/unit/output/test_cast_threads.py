@@ -137,7 +137,7 @@ def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: 
 
 
 def failing(original: Callable[..., Any], after: int, error: BaseException) -> Callable[..., Any]:
-    """ORIGINAL, which raises ERROR in threads that cast, after so many calls."""
+    """`original`, which raises `error` in threads that cast, after so many calls."""
     lock, calls = threading.Lock(), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:

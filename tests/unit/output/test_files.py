@@ -290,7 +290,7 @@ def test_a_long_name_leaves_room_for_the_temporary(source: Source, target: Path)
 
 
 def failing(code: int, when: Any = lambda *args: True, real: Any = None) -> Any:
-    """A stand-in for a system call that fails WHEN its arguments say so, and else is the REAL one."""
+    """A stand-in for a system call that fails `when` its arguments say so, and else is the `real` one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if when(*args):
@@ -538,7 +538,7 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
 
 
 def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
-    """DATA, deflated, as what SOURCE holds from byte 10 on."""
+    """`data`, deflated, as what `source` holds from byte 10 on."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
     stream = deflater.compress(data) + deflater.flush(end)
     with source.path.open("r+b") as file:

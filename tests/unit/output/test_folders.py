@@ -76,7 +76,7 @@ def fill(target: Path, content: dict[str, bytes]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """The files below FOLDER."""
+    """The files below `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -39,7 +39,7 @@ def graph_of(data: bytes) -> Graph:
 
 
 def written(data: bytes, *, loadable: bool = False) -> bytes:
-    """DATA parsed and emitted."""
+    """`data` parsed and emitted."""
     pieces = emit(graph_of(data), loadable=loadable)
     return b"".join(p if isinstance(p, bytes) else data[p.offset : p.offset + p.length] for p in pieces)
 
@@ -114,7 +114,7 @@ CALLABLE, ARGUMENTS = ("global", "made"), ("tuple", "made")
 
 
 def steps(stack: list[list[str]], memo: dict[int, str]) -> Iterator[tuple[bytes, Callable[[], None]]]:
-    """The opcodes that are possible now, and what each does to the kinds on the STACK, a list for each MARK."""
+    """The opcodes that are possible now, and what each does to the kinds on the `stack`, a list for each MARK."""
     s = stack[-1]
     marked = len(stack) > 1
     below = stack[-2][-1] if marked and stack[-2] else ""
@@ -498,7 +498,7 @@ def extension() -> Iterator[None]:
 
 
 def fill(draw: Callable[..., Any], thing: Any, pool: list[Any]) -> None:
-    """Put things of the POOL into THING, itself among them."""
+    """Put things of the `pool` into `thing`, itself among them."""
     some = draw(st.lists(st.sampled_from(pool), max_size=3))
     hashable = [x for x in some if isinstance(x, (Plain, str, bytes, int, Keywords))]
     if isinstance(thing, list):
@@ -728,7 +728,7 @@ def test_limits(limits: Limits, data: bytes, what: str, monkeypatch: pytest.Monk
 
 
 def long_integer(n: int) -> bytes:
-    """A pickle of an integer of N bytes."""
+    """A pickle of an integer of `n` bytes."""
     return P2 + b"\x8b" + n.to_bytes(4, "little") + b"1" * n + b"."
 
 

@@ -42,7 +42,7 @@ LOADS, REFUSED = "loads with weights_only=True", "refused by weights_only=True, 
 
 
 def judged(path: Path) -> tuple[list[Concern], str]:
-    """The concerns of the checkpoint at PATH, and its level."""
+    """The concerns of the checkpoint at `path`, and its level."""
     with open_input(path) as source:
         checkpoint = opening.read(source)
         found = concerns(checkpoint)
@@ -654,7 +654,7 @@ def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError])
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
-    """Let the chunk of the tensor in FOLDER push CODE first: its file stands behind
+    """Let the chunk of the tensor in `folder` push `code` first: its file stands behind
     the others, and .metadata says where.
     """
     (path,) = folder.glob("*.distcp")

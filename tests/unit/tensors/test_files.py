@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::Us
 
 
 def outcome(load: Callable[[], Any]) -> Any:
-    """What LOAD gives, or the exception."""
+    """What `load` gives, or the exception."""
     try:
         return load()
     except Exception as error:
@@ -367,7 +367,7 @@ def test_auto_is_the_gpu(training: Path) -> None:
 
 
 def at_path(value: Any, path: str) -> Any:
-    """The tensor that stands at PATH, made of string keys and indices alone; None elsewhere."""
+    """The tensor that stands at `path`, made of string keys and indices alone; None elsewhere."""
     for segment in parse_path(path):
         key: Any = (
             re.sub(r"\\(.)", r"\1", segment[1:])

@@ -71,7 +71,7 @@ class Pretended:
         return new
 
     def put(self, tag: str, *tensors: torch.Tensor) -> None:
-        """Say that TENSORS are on TAG."""
+        """Say that `tensors` are on `tag`."""
         for tensor in tensors:
             self.tags[moving._key(tensor.untyped_storage())] = tag
 
@@ -117,7 +117,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def built(name: str) -> Any:
-    """The zoo's NAME, the same one each time."""
+    """The zoo's `name`, the same one each time."""
     torch.manual_seed(0)
     with mock.patch.object(RemovableHandle, "next_id", 0):
         return zoo.ZOO[name]()
@@ -826,7 +826,7 @@ class TestOnAGpu:
         assert len({p.untyped_storage().data_ptr() for p in lstm.parameters()}) == 1
 
     def test_the_old_memory_is_given_back(self, gpu: str) -> None:
-        """A module that has left the GPU has left nothing there."""
+        """A module that has left the `gpu` has left nothing there."""
         before = torch.cuda.memory_allocated()
         model = nn.Linear(1000, 1000, device=gpu)
         remap(model, "cpu")

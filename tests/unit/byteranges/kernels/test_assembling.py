@@ -54,7 +54,7 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
 
 
 def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length: int) -> bytes:
-    """PIECE through a stream, after having read here and there in it."""
+    """`piece` through a stream, after having read here and there in it."""
     parts = piece.ranges() or (piece,)
     with VirtualFile(OutFile(HERE, (Literal(b"before"), *parts), 6 + length)) as stream:
         for _ in range(3):

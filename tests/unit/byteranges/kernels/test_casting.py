@@ -70,7 +70,7 @@ def patterns(name: str) -> torch.Tensor:
 def cast(
     numbers: torch.Tensor, new: str, most: int = 1 << 22, shown: Sequence[tuple[int, int]] = (), **bits: bool
 ) -> tuple[torch.Tensor, int]:
-    """NUMBERS as NEW, so many bytes at once, and how many of those that are SHOWN were too large."""
+    """`numbers` as `new`, so many bytes at once, and how many of those that are `shown` were too large."""
     data = numbers.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = getattr(torch, new)
     of = ByteRange(None, 0, len(data))  # type: ignore[arg-type]

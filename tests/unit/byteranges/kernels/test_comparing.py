@@ -24,14 +24,14 @@ def name(dtype: torch.dtype) -> str:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of TENSOR."""
+    """The bytes of `tensor`."""
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def compared(
     a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0
 ) -> ValueDifference:
-    """What a comparer says of A and B, given so many elements AT_ONCE."""
+    """What a comparer says of `a` and `b`, given so many elements `at_once`."""
     comparer = Comparer(name(a.dtype), name(b.dtype), rtol, atol)
     for start in range(0, a.numel(), at_once):
         comparer.add(raw(a[start : start + at_once]), raw(b[start : start + at_once]))

@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def strided(view: Cast) -> Gather:
-    """What VIEW is made of."""
+    """What `view` is made of."""
     assert isinstance(view.of, Gather)
     return view.of
 
@@ -55,7 +55,7 @@ def gathered(source: Source, view: Cast) -> bytes:
 
 
 def by_torch(source: Source, view: Cast) -> bytes:
-    """What torch makes of VIEW on the bytes of SOURCE after the third."""
+    """What torch makes of `view` on the bytes of `source` after the third."""
     dtype, of = getattr(torch, view.new), strided(view)
     data = bytearray(source.read(3, source.size - 3))
     whole = torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
@@ -70,7 +70,7 @@ def by_torch(source: Source, view: Cast) -> bytes:
 
 
 def numbers_of(data: bytes, dtype: str) -> torch.Tensor:
-    """The real numbers in DATA."""
+    """The real numbers in `data`."""
     real = torch.float32 if dtype == "complex64" else getattr(torch, dtype)
     return torch.frombuffer(bytearray(data), dtype=real)
 

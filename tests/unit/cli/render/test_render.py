@@ -69,7 +69,7 @@ def finding(kind: str, text: str, line: str | None, *, blocks: bool = True) -> A
 
 
 def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
-    """SUMMARY with the findings given and no others, whatever this machine has."""
+    """`summary` with the findings given and no others, whatever this machine has."""
     summary["findings"] = list(findings)
     summary["loads_here"] = not any(found["blocks"] for found in findings)
     if summary["loads_here"] and any(found["kind"] == "device" for found in findings):
@@ -506,7 +506,7 @@ def test_numbers_have_their_grammar(tmp_path: Path) -> None:
 
 
 def pasted(lines: list[str]) -> list[list[str]]:
-    """The words of the commands in LINES, as a shell would take them."""
+    """The words of the commands in `lines`, as a shell would take them."""
     text = "\n".join(line for line in lines if line.startswith("    ") and not line.startswith(" " * 16))
     return [shlex.split(line) for line in re.sub(r" \\\n +", " ", text).splitlines()]
 

@@ -26,7 +26,7 @@ def window(raw: bytes) -> SliceSource:
 
 
 def answer(files: ChunkFiles, raw: bytes) -> object:
-    """What is read of RAW, or why it is not."""
+    """What is read of `raw`, or why it is not."""
     try:
         file = files.read(window(raw))
     except InputError as error:

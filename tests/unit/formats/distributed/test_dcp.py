@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, a
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:
-    """STATE as one process saves it, in the folder PATH."""
+    """`state` as one process saves it, in the folder `path`."""
     dcp_of_torch.save(state, checkpoint_id=path, no_dist=True)
     return path
 
@@ -50,7 +50,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
 
 
 def by_torch(folder: Path, tmp_path: Path) -> Any:
-    """What torch makes of FOLDER."""
+    """What torch makes of `folder`."""
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     return torch.load(tmp_path / "torch.pt", weights_only=False)
 
@@ -66,7 +66,7 @@ def first_range(data: Any) -> ByteRange:
 
 
 def damaged(folder: Path, name: str, target: Path) -> Path:
-    """FOLDER, copied to TARGET, with one bit of the tensor NAME turned round."""
+    """`folder`, copied to `target`, with one bit of the tensor `name` turned round."""
     shutil.copytree(folder, target)
     for checkpoint in opened(target):
         storage = checkpoint.tensors[name].storage

@@ -112,7 +112,7 @@ def test_every_dtype(name: str) -> None:
 
 
 def _index(offset: Any) -> MetadataIndex:
-    """The index of a chunk at OFFSET, whatever that is."""
+    """The index of a chunk at `offset`, whatever that is."""
     index = MetadataIndex("a.w")
     object.__setattr__(index, "offset", offset)
     return index
@@ -139,7 +139,7 @@ def _chunk(metadata: Metadata) -> Any:
 
 
 def _size(*numbers: Any) -> Any:
-    """A torch.Size of whatever NUMBERS are, as a pickle can have it."""
+    """A torch.Size of whatever `numbers` are, as a pickle can have it."""
     return Reduced(torch.Size, (numbers,))
 
 

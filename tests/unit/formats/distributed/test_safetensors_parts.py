@@ -34,14 +34,14 @@ WHOLE = {
 
 
 def by_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """What torch's reader makes of FOLDER."""
+    """What torch's reader makes of `folder`."""
     state: dict[str, Any] = {}
     _load_state_dict(state, HuggingFaceStorageReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return state
 
 
 def part(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> Path:
-    """A file with parts, TENSORS that begin at OFFSETS."""
+    """A file with parts, `tensors` that begin at `offsets`."""
     path.parent.mkdir(exist_ok=True)
     info = {name: {"saved_offsets": first} for name, first in offsets.items()}
     save_file(tensors, path, {SHARDING_INFO: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"})

@@ -330,7 +330,7 @@ def test_a_members_name_gets_into_no_command_if_unzip_takes_it_for_more(say: Mak
 
 
 def run(command: str, folder: Path) -> None:
-    """Type COMMAND, as a message says it. Python programs run in this process, which has torch already."""
+    """Type `command`, as a message says it. Python programs run in this process, which has torch already."""
     words = shlex.split(command)
     if words[:2] == ["python", "-c"] and len(words) == 3:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -349,7 +349,7 @@ def follow(path: Path, words: str) -> InputError:
 
 
 def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
-    """The out.pt in FOLDER is read here, and torch's safe loader gives EXPECTED."""
+    """The out.pt in `folder` is read here, and torch's safe loader gives `expected`."""
     read(folder / "out.pt")
     loaded = torch.load(folder / "out.pt")
     assert list(loaded) == list(expected)

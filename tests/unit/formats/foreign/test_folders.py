@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fill(folder: Path, *names: str) -> None:
-    """Make empty files in FOLDER, and empty folders where a name ends in a slash."""
+    """Make empty files in `folder`, and empty folders where a name ends in a slash."""
     for name in names:
         path = folder / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)

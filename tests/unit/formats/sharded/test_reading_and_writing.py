@@ -56,7 +56,7 @@ def convert(
     force: bool = False,
     **edits: Any,
 ) -> Report:
-    """To a file where DST has a suffix, else to a folder."""
+    """To a file where `dst` has a suffix, else to a folder."""
     output = OutputOptions(format=format, max_shard_size=max_shard_size, copy_tied=copy_tied, force=force)
     return conversion.run(src, dst, edits_from(**edits), output, is_folder=not dst.suffix)
 
@@ -69,7 +69,7 @@ def some_state() -> State:
 
 
 def save_set(folder: Path, state: State, *, safe: bool, size: int | str = 900, **kwargs: Any) -> Path:
-    """STATE in shards, as huggingface_hub writes them."""
+    """`state` in shards, as huggingface_hub writes them."""
     folder.mkdir(parents=True)
     logging.disable(logging.WARNING)  # that pickles are deprecated
     save_torch_state_dict(dict(state), folder, max_shard_size=size, safe_serialization=safe, **kwargs)
@@ -95,7 +95,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def load_set(folder: Path) -> State:
-    """What the shards in FOLDER hold, each read with its own library, where the index says that it is."""
+    """What the shards in `folder` hold, each read with its own library, where the index says that it is."""
     state: State = {}
     for shard in dict.fromkeys(index_of(folder)["weight_map"].values()):
         path = folder / shard
@@ -161,7 +161,7 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:
-    """Fail unless ``from_pretrained`` finds all of MODEL in FOLDER and nothing else,
+    """Fail unless ``from_pretrained`` finds all of `model` in `folder` and nothing else,
     and computes the same, bit for bit.
     """
     model.config.save_pretrained(folder)

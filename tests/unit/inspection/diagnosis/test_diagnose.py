@@ -74,7 +74,7 @@ def only(found: Summary, kind: str) -> Advice:
 
 
 def run(command: str | None) -> Path:
-    """Type COMMAND here; the file that it wrote."""
+    """Type `command` here; the file that it wrote."""
     assert command is not None
     program, *words = shlex.split(command)
     assert program == "ckptconv"
@@ -85,7 +85,7 @@ def run(command: str | None) -> Path:
 
 
 def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
-    """The file that the command for KIND made of PATH, of which nobody complains so any more."""
+    """The file that the command for `kind` made of `path`, of which nobody complains so any more."""
     made = run([f["command"] for f in look(path, machine)["findings"] if f["kind"] == kind][-1])
     assert kind not in kinds(look(made, machine))
     return made
@@ -660,7 +660,7 @@ def test_torch_is_not_imported(fixtures: Path) -> None:
 
 
 def check_every_command(path: Path | str) -> Summary:
-    """Each command of PATH runs, and nobody complains so any more; what it says of loading is what torch does."""
+    """Each command of `path` runs, and nobody complains so any more; what it says of loading is what torch does."""
     found = look(path)
     if not torch.cuda.is_available():
         assert found["loads_here"] == loads(path), (path, found["findings"])

@@ -16,7 +16,7 @@ UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-1111", "GPU-1fb42d6f-7d6b"]
 
 
 def nvidia(root: Path, count: int, *, dev: int | None = None, uuids: bool = True) -> Path:
-    """A tree with COUNT GPUs in /proc, DEV of them in /dev."""
+    """A tree with `count` GPUs in /proc, `dev` of them in /dev."""
     (root / "dev").mkdir(parents=True)
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "null"):
         (root / "dev" / name).touch()
@@ -31,7 +31,7 @@ def nvidia(root: Path, count: int, *, dev: int | None = None, uuids: bool = True
 
 
 def amd(root: Path, count: int) -> Path:
-    """A tree with one processor and COUNT GPUs of AMD's."""
+    """A tree with one processor and `count` GPUs of AMD's."""
     (root / "dev").mkdir(parents=True)
     (root / "dev/kfd").touch()
     for i in range(count + 1):
@@ -152,7 +152,7 @@ def test_agrees_with_torch(tmp_path_factory: pytest.TempPathFactory, words: list
 
 
 def torch_count(variable: str, count: int) -> int:
-    """What torch counts where NVIDIA's library has COUNT GPUs."""
+    """What torch counts where NVIDIA's library has `count` GPUs."""
     with (
         mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": variable}),
         mock.patch("torch.cuda._raw_device_count_nvml", return_value=count),
