@@ -38,6 +38,12 @@ class Limits:
     #: Calls around each other that make one tensor (a parameter of a subclass of a view); torch writes three. They are
     #: read by recursion.
     nested_calls: int = 50
+    #: What is read of tensors to tell whether torch loads a file: the sizes of nested tensors, 16 bytes for each part.
+    values_read: int = 16 * MIB
+    #: Of tensors that torch copies while it loads them, for the same; most it takes as they stand in the file.
+    values_copied: int = 256 * MIB
+    #: Deflated storages, for the same: nobody's checkpoint is deflated but small ones.
+    inflated_to_prove: int = 64 * MIB
     #: Pickles inside byte strings inside pickles; one happens, two are an attack.
     nested_pickles: int = 8
     #: Pickles inside one file; a model of a thousand layers can have a state of its own kind in each.

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word
-from ckptconv.checkpoint.safe_globals import obstacles
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
+from ckptconv.checkpoint.weights_only.unpickler import obstacles
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, find_places
 from ckptconv.pickles.referrers import Referrers

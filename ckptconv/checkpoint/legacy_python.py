@@ -64,11 +64,11 @@ def _modernize_tensors(graph: Graph) -> None:
         if is_global(call.callable, *_PARAMETERS):
             args = _parameter(call)
             if args:
-                _become(call, rebuild_parameter, args)
+                _become(call, rebuild_parameter, args, graph)
         elif _TENSOR_CLASS.fullmatch(str(call.callable)) and not args_of(call):
             state = _state(call)
             if state and len(state.items) == 4:
-                _become(call, rebuild_tensor, state)
+                _become(call, rebuild_tensor, state, graph)
 
 
 def _modernize_keys(graph: Graph) -> None:
@@ -94,6 +94,7 @@ def _set_items(call: Call, graph: Graph) -> None:
         if len(parts) != 2 or pair in graph.shared:
             return
         items += parts
+    _keep(call, graph)
     order, call.order, call.args = call.order, None, Tuple([])
     call.effects = [*([Effect("SETITEMS", items, order)] if items else []), *call.effects]
 
@@ -117,8 +118,15 @@ def _parameter(call: Call) -> Tuple | None:
     return Tuple([args[0], requires_grad, hooks])
 
 
-def _become(call: Call, function: Global, args: Tuple) -> None:
+def _keep(call: Call, graph: Graph) -> None:
+    """Remember `call` as the source has it."""
+    graph.written[call] = kept = Call(call.kind, call.callable, call.args, call.kwargs, call.order)
+    kept.effects = call.effects
+
+
+def _become(call: Call, function: Global, args: Tuple, graph: Graph) -> None:
     """Make of `call` and its state, if it has one, one call, which comes when the state came."""
+    _keep(call, graph)
     call.callable, call.args = function, args
     if call.effects:
         call.order = call.effects[0].order

@@ -1,36 +1,41 @@
-"""The rules of torch's ``weights_only`` unpickler as a static copy: allowed globals, and what it refuses.
+"""What torch's ``weights_only`` unpickler knows by name: allowed globals, and opcodes.
 
-Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares the list with torch's own. Older versions
-take less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` since 2.5.
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; tests compare the lists with torch's own. Older versions
+take less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` since 2.5. What the calls and the opcodes do stands
+in :mod:`ckptconv.checkpoint.weights_only`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
-from ckptconv.pickles.graph import (
-    Blob,
-    Call,
-    Extension,
-    FrozenSet,
-    Global,
-    Graph,
-    Node,
-    Object,
-    Py2String,
-    Tuple,
-    Value,
-    children,
-    is_global,
-    walk,
-)
+from ckptconv.pickles.graph import Global, Graph
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["ALLOWED", "can_be_made_loadable", "is_allowed", "obstacles", "refused_opcodes"]
+__all__ = [
+    "ADDED_BY",
+    "ALLOWED",
+    "IMPORTED_WITH_TORCH",
+    "TENSOR_CLASSES",
+    "is_allowed",
+    "is_torchs",
+    "needed_import",
+    "refused_opcodes",
+]
 
-_TENSOR_CLASSES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+#: The classes of tensors of torch before 0.4, by their dtypes.
+TENSOR_CLASSES = {
+    "BFloat16Tensor": "bfloat16",
+    "BoolTensor": "bool",
+    "ByteTensor": "uint8",
+    "CharTensor": "int8",
+    "DoubleTensor": "float64",
+    "FloatTensor": "float32",
+    "HalfTensor": "float16",
+    "IntTensor": "int32",
+    "LongTensor": "int64",
+    "ShortTensor": "int16",
+}
 _TYPED_STORAGES = {name for name in BY_STORAGE_CLASS if name and name != "UntypedStorage"}
 _QUANTIZED = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
 
@@ -54,8 +59,8 @@ ALLOWED: frozenset[str] = frozenset(
     | {f"torch.{name}" for name in BY_NAME}
     | {f"torch.{name}" for name in _TYPED_STORAGES}
     | {f"torch.cuda.{name}" for name in _TYPED_STORAGES.difference(_QUANTIZED)}
-    | {f"torch.{where}{name}Tensor" for name in _TENSOR_CLASSES for where in ("", "cuda.")}
-    | {f"torch.{where}sparse.{name}Tensor" for name in _TENSOR_CLASSES if name != "Bool" for where in ("", "cuda.")}
+    | {f"torch.{where}{name}" for name in TENSOR_CLASSES for where in ("", "cuda.")}
+    | {f"torch.{where}sparse.{name}" for name in TENSOR_CLASSES if name != "BoolTensor" for where in ("", "cuda.")}
     | {
         f"torch.{name}"
         for name in (
@@ -92,17 +97,33 @@ _OPCODES = (
     "LONG_BINGET", "BINPUT", "LONG_BINPUT", "LONG1", "PROTO", "STOP",
 )  # a table  # fmt: skip
 _TAKEN = {CODES[name][0] for name in _OPCODES}
-_MAPPINGS = ("collections.OrderedDict", "collections.Counter")
-_BUILDABLE = (
-    *_MAPPINGS,
-    "torch.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch._utils._rebuild_parameter",
-    "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_tensor",
+
+#: What ``import torch`` adds to the list by itself.
+IMPORTED_WITH_TORCH = frozenset(
+    (
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+        "torch.distributed._mesh_layout._MeshLayout",
+        "torch.distributed._mesh_layout._FlatLayout",
+    )
 )
-_LONG = "an integer of more than 255 bytes"
-_LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
+#: What modules of torch's own add to it once they are imported.
+ADDED_BY = {
+    "torch.distributed.tensor": frozenset(
+        (
+            "torch.distributed.device_mesh.DeviceMesh",
+            "torch.distributed.tensor.DTensor",
+            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+            "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+            "torch.distributed.tensor._dtensor_spec.TensorMeta",
+            "torch.distributed.tensor.placement_types.Partial",
+            "torch.distributed.tensor.placement_types.Replicate",
+            "torch.distributed.tensor.placement_types.Shard",
+            "torch.distributed.tensor.placement_types._StridedShard",
+        )
+    ),
+    "torch._dynamo": frozenset(("torch._dynamo.decorators._DimRange",)),
+}
 
 
 def is_allowed(node: Global) -> bool:
@@ -110,70 +131,24 @@ def is_allowed(node: Global) -> bool:
     return imported_name(node, 2) in ALLOWED
 
 
+def is_torchs(node: Global) -> bool:
+    """Whether the unpickler takes a global, or would once a module of torch's own is imported."""
+    name = imported_name(node, 2)
+    return name in ALLOWED or name in IMPORTED_WITH_TORCH or needed_import(name) is not None
+
+
+def needed_import(name: str) -> str | None:
+    """Find the module of torch's that makes the unpickler take a global.
+
+    Args:
+        name: The global, ``module.name``.
+
+    Returns:
+        The module to import; None where none of torch's helps.
+    """
+    return next((module for module, names in ADDED_BY.items() if name in names), None)
+
+
 def refused_opcodes(graph: Graph) -> list[str]:
     """The names of the opcodes in the pickle as it stands that the unpickler does not know."""
     return sorted(name for name, code in CODES.items() if code[0] in graph.used - _TAKEN)
-
-
-def can_be_made_loadable(graph: Graph) -> bool:
-    """Whether the unpickler refuses the pickle for its opcodes or protocol alone, so that
-    it only has to be written differently.
-    """
-    return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
-
-
-def obstacles(graph: Graph, nodes: Iterable[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """What in `graph` the unpickler refuses however it is written: a global's name or a reason, and where it stands.
-
-    `nodes` are all of `graph`, where they are known.
-    """
-    if _is_long(graph.root):
-        yield _LONG, graph.root
-    for node in walk([*graph.discarded, graph.root]) if nodes is None else nodes:
-        yield from ((reason, node) for reason in _node_obstacles(node))
-    for value in graph.discarded:
-        if isinstance(value, Node):
-            yield "a call whose result is thrown away", value
-
-
-def _node_obstacles(node: Node) -> Iterator[str]:
-    if isinstance(node, Global):
-        if not is_allowed(node):
-            yield str(node)
-    elif isinstance(node, Call):
-        yield from _call_obstacles(node)
-    elif isinstance(node, FrozenSet):
-        yield "a frozenset"
-    elif isinstance(node, Extension):
-        yield "an extension code"
-    elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
-        yield "a long byte string"
-    elif isinstance(node, Py2String) and not _is_utf8(node.data):
-        yield "a byte string of Python 2 that is no UTF-8"
-    if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
-        yield _LONG
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _is_long(value: Value) -> bool:
-    return type(value) is int and (value if value >= 0 else ~value).bit_length() > _LONGEST_INT
-
-
-def _call_obstacles(call: Call) -> Iterator[str]:
-    function = call.callable
-    if not isinstance(function, Global) or call.kind not in ("REDUCE", "NEWOBJ"):
-        yield "an object made in a way that only pickle knows"
-    for effect in call.effects:
-        if effect.opcode in ("SETITEM", "SETITEMS"):
-            fits = is_global(function, *_MAPPINGS)
-        else:
-            fits = effect.opcode == "BUILD" and is_global(function, *_BUILDABLE)
-        if not fits and isinstance(function, Global) and is_allowed(function):
-            yield f"{effect.opcode} on the result of {function}"

@@ -55,6 +55,7 @@ def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
         "strict": verdict.strict,
         "format": verdict.format,
         "safety": verdict.safety,
+        "torch": verdict.torch,
         "checked": verdict.checked,
         "nbytes": verdict.nbytes,
         "findings": [asdict(finding) for finding in verdict.findings],

@@ -8,7 +8,8 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
-from ckptconv.checkpoint.safe_globals import is_allowed
+from ckptconv.checkpoint.safe_globals import needed_import
+from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
@@ -22,6 +23,7 @@ from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, words
 from ckptconv.hints import option
 from ckptconv.output.other_files import OtherFile
+from ckptconv.pickles.graph import Global
 from ckptconv.safety.scan import dangers_carried
 
 __all__ = ["InPlace", "Plan", "Report", "make_plan", "report_of"]
@@ -199,14 +201,16 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
 
 def _about_code(checkpoint: Checkpoint) -> list[str]:
     """What the output still needs, which no edit of devices or names takes away."""
-    unknown = list(dict.fromkeys(str(node) for node in checkpoint.graph.globals if not is_allowed(node)))
-    if not unknown:
+    obstacles = checkpoint.index.obstacles if may_have_obstacles(checkpoint.graph) else []
+    found = dict.fromkeys(f"its {node}" if isinstance(node, Global) else reason for reason, node in obstacles)
+    if not found:
         return []
-    more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
-    return [
-        f"torch.load(weights_only=True) refuses the output for its {unknown[0]}{more}: inspect says what to do about"
-        " that"
-    ]
+    first, *others = found
+    needed = {needed_import(name.removeprefix("its ")) for name in found}
+    if None not in needed:
+        return [f"torch.load(weights_only=True) takes the output only after `import {', '.join(map(str, needed))}`"]
+    more = f" and {len(others):,} more" if others else ""
+    return [f"torch.load(weights_only=True) refuses the output for {first}{more}: inspect says what to do about that"]
 
 
 def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:

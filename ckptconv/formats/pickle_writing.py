@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ckptconv.byteranges.spans import ByteRange, Cast, Data, Literal
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage, TensorInfo
-from ckptconv.checkpoint.safe_globals import can_be_made_loadable
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
+from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.formats.layout import HubName

@@ -74,6 +74,7 @@ from ckptconv.pickles.parser import parse
 __all__ = [
     "NAME",
     "NO_CHECKSUMS",
+    "NO_STORAGE_CHECKSUMS",
     "PICKLE",
     "REPLACED",
     "WRITER",
@@ -88,6 +89,10 @@ __all__ = [
 NAME = "torch zip"
 PICKLE = "data.pkl"
 NO_CHECKSUMS = "the file has no checksums, so damage to it cannot be seen"
+NO_STORAGE_CHECKSUMS = (
+    "no storage has a checksum: torch.serialization.skip_data leaves them out, with the bytes, which are zeros until"
+    " somebody fills them in; damage to them cannot be seen"
+)
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 #: What an in-place change that appends a new pickle replaces: the old one, and what describes the layout.
 REPLACED = (PICKLE, ".format_version", ".storage_alignment")
@@ -110,6 +115,7 @@ def read(source: Readable) -> Checkpoint:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names))
     except EndMissing as error:
         raise cut_short(source) from error
+    archive = _without_sums(archive)
     source.faults.unread(archive.unread(source))
     names = archive.names()
     _check_case(source, names)
@@ -122,7 +128,7 @@ def read(source: Readable) -> Checkpoint:
 
     def record(key: str) -> ByteRange | Inflate | None:
         found = names.get(f"data/{key}")
-        return found.data(source, checked=checked) if found else None
+        return found.data(source, checked=archive.is_checked(found)) if found else None
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
     checkpoint.blobs = BytesSource(pickle, source.path) if pickle is not None else source
@@ -139,10 +145,22 @@ def read(source: Readable) -> Checkpoint:
     ]
     if not checked:
         checkpoint.notes.append(NO_CHECKSUMS)
+    elif archive.unsummed:
+        checkpoint.notes.append(NO_STORAGE_CHECKSUMS)
     version = "version" if "version" in names else ".data/version"  # torch looks at both
     _check_version(source, _note(source, names, version, checked))
     checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))
     return checkpoint
+
+
+def _without_sums(archive: Archive) -> Archive:
+    """`archive`, where no storage has a checksum though the pickle has one: ``torch.serialization.skip_data`` writes
+    none, and no bytes either, which others fill in later.
+    """
+    storages = [member for name, member in archive.names().items() if _is_storage(name) and member.size]
+    if any(member.crc32 for member in storages):
+        return archive
+    return replace(archive, unsummed=frozenset(member.name for member in storages))
 
 
 def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
@@ -300,11 +318,11 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
         if name == PICKLE:
             writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
         elif name in storages and not storages[name].is_record:
-            writer.storage(new.get(name, name), storages[name])
+            writer.storage(new.get(name, name), storages[name], summed=not archive.unsummed)
         else:
-            writer.member(new.get(name, name), member, checkpoint.source)
+            writer.member(new.get(name, name), member, checkpoint.source, checked=archive.is_checked(member))
     for name in added:
-        writer.storage(new[name], storages[name])
+        writer.storage(new[name], storages[name], summed=not archive.unsummed)
     return writer.finish(path)
 
 
@@ -388,13 +406,13 @@ class _Writer:
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(Literal(data))
 
-    def storage(self, name: str, data: Data) -> None:
+    def storage(self, name: str, data: Data, *, summed: bool = True) -> None:
         """The bytes of a storage that come from another container, with or without a
-        checksum, or that are others than they were.
+        checksum, or that are others than they were. `summed`: they get one, as all others have.
         """
         known = data.crc32_known()
         crc32: int | Piece = 0
-        if self.checked and data.length:
+        if self.checked and summed and data.length:
             assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
             crc32 = data if known is None else known
         if known is None:
@@ -406,15 +424,18 @@ class _Writer:
         if data.length:
             self.add(data)
 
-    def member(self, name: str, member: Member, source: Readable) -> None:
-        """A record of the source: as it stands where that is possible, else under a header of our own."""
+    def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
+        """A record of the source: as it stands where that is possible, else under a header of our own.
+
+        `checked`: it has a checksum.
+        """
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED
         if same and aligned and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
             self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
             self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
             return
-        data = member.data(source, checked=self.checked)
+        data = member.data(source, checked=checked)
         start = self.at + self.bare_header(name, member.size)
         keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
         padding = (

@@ -41,10 +41,10 @@ from ckptconv.formats.zip_archive import Archive
 from ckptconv.hints import literal, option
 from ckptconv.limits import LIMITS
 
-__all__ = ["NAME", "is_program", "read_program", "refuse"]
+__all__ = ["CONSTANTS", "NAME", "is_program", "read_program", "refuse"]
 
 NAME = "TorchScript"
-_CONSTANTS = "constants.pkl"
+CONSTANTS = "constants.pkl"
 #: What else there is, by the first part of its name, for who takes the weights alone.
 _PROGRAM = {
     "code": "the program",
@@ -74,7 +74,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
 
     By the record by which torch knows it.
     """
-    return isinstance(checkpoint.container, Archive) and _CONSTANTS in checkpoint.container.names()
+    return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
 
 def read_program(source: Source, checkpoint: Checkpoint) -> None:
@@ -99,13 +99,13 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
     if devices:
         listed = [f"{device} ×{n:,} (first in {where[device]})" for device, n in devices.most_common()]
         checkpoint.notes.append(f"devices in its code, which no map_location changes: {some(listed, _SHOWN)}")
-    constants = checkpoint.beside[_CONSTANTS] = _constants(source, archive)
+    constants = checkpoint.beside[CONSTANTS] = _constants(source, archive)
     if constants.tensors:
         found = Counter(info.device for info in constants.tensors.values())
         on = [f"{device} ×{n:,}" for device, n in found.most_common()]
         nbytes = sum(storage.nbytes for storage in constants.storages.values())
         checkpoint.notes.append(
-            f"constants of its code: {count(len(constants.tensors), 'tensor')} in {_CONSTANTS}, {nbytes:,} bytes, on"
+            f"constants of its code: {count(len(constants.tensors), 'tensor')} in {CONSTANTS}, {nbytes:,} bytes, on"
             f" {some(on, _SHOWN)}"
         )
     if not _has_weights(checkpoint):
@@ -222,8 +222,8 @@ def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
 def _constants(source: Source, archive: Archive) -> Checkpoint:
     """What the code calls CONSTANTS."""
     names, checked = archive.names(), archive.has_checksums
-    where = f"{source.path}: {_CONSTANTS}"
-    graph, _ = read_pickle(source, names[_CONSTANTS], where, checked=checked)
+    where = f"{source.path}: {CONSTANTS}"
+    graph, _ = read_pickle(source, names[CONSTANTS], where, checked=checked)
 
     def record(key: str) -> ByteRange | Inflate | None:
         found = names.get(f"constants/{key}")
@@ -256,7 +256,7 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
             sizes[kind] += member.size
         elif kind == "extra":
             sizes[name] += member.size
-    if sizes["constants"] == names[_CONSTANTS].size:
+    if sizes["constants"] == names[CONSTANTS].size:
         del sizes["constants"]  # it says that there are none
     return [LeftBehind(name, size, _PROGRAM.get(name, _EXTRA)) for name, size in sizes.items() if size]
 

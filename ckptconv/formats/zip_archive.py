@@ -112,7 +112,8 @@ class Member(NamedTuple):
 class Archive:
     """Every member in the order of the file, all below one folder `root`.
 
-    ``has_checksums`` is False where every CRC is zero.
+    ``has_checksums`` is False where every CRC is zero; ``unsummed`` are the members that have none in an archive where
+    others have one.
 
     ``broken``: names of members whose local headers do not say where their data stands; no reader gets an archive with
     such, but one that collects faults.
@@ -122,6 +123,11 @@ class Archive:
     members: tuple[Member, ...]
     has_checksums: bool
     broken: frozenset[str] = frozenset()
+    unsummed: frozenset[str] = frozenset()
+
+    def is_checked(self, member: Member) -> bool:
+        """Whether `member` has a checksum."""
+        return self.has_checksums and member.name not in self.unsummed
 
     def names(self) -> dict[str, Member]:
         """The members by name below the root."""
@@ -130,8 +136,9 @@ class Archive:
     def unread(self, source: Readable) -> Iterator[UnreadRecord]:
         """The records of `source` whose bytes can be checked, with their names below the root."""
         for name, member in self.names().items():
-            if member.name not in self.broken and (self.has_checksums or member.method != STORED):
-                yield UnreadRecord(f"{source.path}: {name}", member.data(source, checked=self.has_checksums))
+            checked = self.is_checked(member)
+            if member.name not in self.broken and (checked or member.method != STORED):
+                yield UnreadRecord(f"{source.path}: {name}", member.data(source, checked=checked))
 
 
 class EndMissing(MalformedError):

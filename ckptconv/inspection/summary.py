@@ -13,8 +13,8 @@ from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.rebuild_functions import torch_device
-from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.weights_only.answers import Answer
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
@@ -23,9 +23,11 @@ from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Set, Tuple, gc_paused, is_global
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, gc_paused, is_global
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
+from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
 __all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
 
@@ -110,6 +112,29 @@ class ConcernSummary(TypedDict):
     more: int
 
 
+class ReasonSummary(TypedDict):
+    """Why torch refuses the file, or why that is not known, and where; None where it is the file as a whole.
+
+    ``needs`` is the module of torch's own that it wants imported first, if that is all.
+    """
+
+    refused: bool
+    text: str
+    path: str | None
+    needs: str | None
+
+
+class TorchLoadSummary(TypedDict):
+    """Whether ``torch.load`` loads the file: ``loads``, ``refused`` or ``not known``, on a machine that has none of
+    the devices in it; which call that is, and the version of torch whose rules were followed.
+    """
+
+    answer: Answer
+    call: str
+    torch: str
+    reasons: list[ReasonSummary]
+
+
 class Summary(TypedDict):
     """What :func:`inspect` returns.
 
@@ -138,6 +163,7 @@ class Summary(TypedDict):
     views: list[str]
     rng_states: list[str]
     weights_only: bool
+    torch_load: TorchLoadSummary
     obstacles: dict[str, int]
     safety: Level
     concerns: list[ConcernSummary]
@@ -179,11 +205,10 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
-    refused = checkpoint.index.obstacles if has_pickle else []
+    loading = torch_loading(checkpoint)
     concerned = concerns(checkpoint)
-    diagnosis = diagnose(checkpoint, host, refused, concerned)
-    refusals = Counter(reason for reason, _ in refused)
-    refusals.update(f"opcode {name}" for name in refused_opcodes(graph))
+    diagnosis = diagnose(checkpoint, host, loading, concerned)
+    refusals = Counter(reason.text for reason in loading.reasons if reason.known == "refused") if has_pickle else {}
     globals_ = Counter(map(str, graph.globals))
     in_modules = {
         place.path: (name, found.path) for found in detected.modules for name, place in reversed(found.places.items())
@@ -211,9 +236,10 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
         ],
         rng_states=[info.path for info in detected.rng_states],
-        weights_only=not refusals,
+        weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
-        safety=level_of(checkpoint, concerned),
+        torch_load=_torch_load(loading, checkpoint),
+        safety=level_of(checkpoint, concerned, loading),
         concerns=[
             ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
             for each in concerned
@@ -226,6 +252,24 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         notes=list(checkpoint.notes),
         tensors=[
             _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
+        ],
+    )
+
+
+def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
+    uses = checkpoint.index.referrers if loading.reasons else None
+    return TorchLoadSummary(
+        answer=loading.answer,
+        call=CALL,
+        torch=loading.torch,
+        reasons=[
+            ReasonSummary(
+                refused=reason.known == "refused",
+                text=reason.text,
+                path=uses.path(uses.of(reason.node)[0]) if uses and isinstance(reason.node, Node) else None,
+                needs=reason.needs,
+            )
+            for reason in loading.reasons[: LIMITS.concerns]
         ],
     )
 

@@ -38,6 +38,7 @@ from ckptconv.hints import for_python, in_python, option
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
+from ckptconv.safety.torch_load import Loading, torch_loading
 
 __all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verdict_on", "verify"]
 
@@ -74,7 +75,7 @@ class Verdict:
     """What :func:`verify` found.
 
     ``format`` and ``safety`` are None where no checkpoint could be made of the file;
-    ``safety`` says what loading it takes.
+    ``safety`` says what loading it takes, by the rules of the version ``torch``.
 
     ``checked`` records had a checksum, of ``nbytes`` in all. `findings` beyond the limit are counted in ``more``.
     `strict`: what needs code is not ``ok`` either.
@@ -88,6 +89,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     more: int = 0
     strict: bool = False
+    torch: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -136,10 +138,11 @@ def verdict_on(
     with open_input(path, faults) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
-        checkpoint, found = None, []
+        checkpoint, found, loading = None, [], None
         with faults:
             checkpoint = opening.read(source)
             found = concerns(checkpoint)
+            loading = torch_loading(checkpoint, is_sound=not faults.errors)
         records = faults.records
         with progress(_length_of(records)) if progress else nullcontext() as tick:
             _check_records(records, faults, tick or _unheard)
@@ -148,7 +151,7 @@ def verdict_on(
         with faults:
             source.check_unchanged()
         findings = _findings(checkpoint, found, faults, source.path)
-        safety = _safety(checkpoint, found, findings)
+        safety = _safety(checkpoint, found, findings, loading)
     return Verdict(
         str(source.path),
         checkpoint.format if checkpoint else None,
@@ -158,6 +161,7 @@ def verdict_on(
         tuple(findings),
         faults.more,
         strict,
+        loading.torch if loading else None,
     )
 
 
@@ -196,13 +200,15 @@ def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Colle
     return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
 
 
-def _safety(checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding]) -> Safety | None:
+def _safety(
+    checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding], loading: Loading | None
+) -> Safety | None:
     """What loading takes; None where that is not known."""
     levels = {finding.level for finding in findings}
     if "dangerous" in levels:
         return "dangerous"
     if checkpoint:
-        return level_of(checkpoint, found)
+        return level_of(checkpoint, found, loading)
     return "needs code" if "needs code" in levels else None
 
 

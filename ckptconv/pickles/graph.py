@@ -251,7 +251,8 @@ class Graph:
     has to walk the graph for them; edits do not keep them up to date. ``discarded`` holds what the pickle made and
     threw away again, where it had effects (a call whose result is popped is still a call). ``shared`` are the nodes
     that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has,
-    those that it throws away too.
+    those that it throws away too. ``changed`` are the objects to which the source does something after making them, and
+    ``written`` the calls, as the source has them, that a reader put into today's words.
     """
 
     root: Value
@@ -265,6 +266,8 @@ class Graph:
     shared: set[Node]
     byte_strings: list[Value] = field(default_factory=list)
     extensions: list[Extension] = field(default_factory=list)
+    changed: list[Object] = field(default_factory=list)
+    written: dict[Call, Call] = field(default_factory=dict)
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class PickleMachine:
         self.references: list[PersistentId] = []
         self.byte_strings: list[Value] = []
         self.extensions: list[Extension] = []
+        self.changed: list[Object] = []
         self.popped: list[Value] = []
         self.order = 0
         self.used = bytearray(256)
@@ -118,6 +119,7 @@ class PickleMachine:
             self.shared,
             self.byte_strings,
             self.extensions,
+            self.changed,
         )
 
     # Bytes
@@ -255,6 +257,8 @@ class PickleMachine:
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
+        if not target.effects:
+            self.changed.append(target)
         target.add(Effect(opcode, values, self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:

@@ -17,9 +17,10 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
-from ckptconv.checkpoint.safe_globals import is_allowed, obstacles, refused_opcodes
+from ckptconv.checkpoint.safe_globals import is_torchs
+from ckptconv.checkpoint.weights_only.answers import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
-from ckptconv.formats import plain_pickle, torch_legacy, torch_zip
+from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.zip_archive import Archive
@@ -49,14 +50,17 @@ from ckptconv.safety.nested_pickles import (
     pickles_in_member,
     string_length,
 )
+from ckptconv.safety.torch_load import Loading, torch_loading
 
 __all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
 
-#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, or
-#: because torch.load reads no such container.
+#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, for an
+#: argument that a function of torch's does not take, for a class that torch allows once a module of its own is
+#: imported, or because torch.load reads no such container.
 Level: TypeAlias = Literal[
     "holds no code",
     "loads with weights_only=True",
+    "not known to load with weights_only=True, needs no code",
     "refused by weights_only=True, needs no code",
     "needs code",
     "dangerous",
@@ -131,20 +135,24 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
     return search.listed()
 
 
-def level_of(checkpoint: Checkpoint, found: Iterable[Concern]) -> Level:
-    """How safe it is to load `checkpoint`, in which :func:`concerns` has `found` something or nothing."""
+def level_of(checkpoint: Checkpoint, found: Iterable[Concern], loading: Loading | None = None) -> Level:
+    """How safe it is to load `checkpoint`, in which :func:`concerns` has `found` something or nothing.
+
+    `loading`: what :func:`ckptconv.safety.torch_load.torch_loading` says of it, where that was asked before.
+    """
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
         return "dangerous" if "dangerous" in met else "needs code"
     if not checkpoint.graph.opcodes:
         return "holds no code"
-    refused = (
-        checkpoint.format == plain_pickle.NAME
-        or refused_opcodes(checkpoint.graph)
-        or checkpoint.index.obstacles
-        or any(refused_opcodes(graph) or next(obstacles(graph), None) is not None for graph in _around(checkpoint))
-    )
-    return "refused by weights_only=True, needs no code" if refused else "loads with weights_only=True"
+    return _BY_ANSWER[(loading or torch_loading(checkpoint)).answer]
+
+
+_BY_ANSWER: dict[Answer, Level] = {
+    "loads": "loads with weights_only=True",
+    "not known": "not known to load with weights_only=True, needs no code",
+    "refused": "refused by weights_only=True, needs no code",
+}
 
 
 def _around(checkpoint: Checkpoint) -> list[Graph]:
@@ -298,7 +306,7 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
     """What `graph` names that torch's safe loader refuses, where, and of what kind it is."""
     for node in graph.globals:
         dangerous = is_dangerous(node)
-        if dangerous or not (is_allowed(node) or isinstance(node, OtherDType)):
+        if dangerous or not (is_torchs(node) or isinstance(node, OtherDType)):
             yield imported_name(node, graph.protocol), node, "dangerous" if dangerous else "needs code"
     for extension in graph.extensions:
         yield f"extension code {extension.code}", extension, "needs code"

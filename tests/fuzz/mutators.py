@@ -24,7 +24,7 @@ from tests.fuzz.json_changes import Pairs
 from tests.fuzz.odd_pickles import made, mutated
 from tests.fuzz.opcodes import Change
 
-__all__ = ["MUTATORS", "Mutator", "storages_of"]
+__all__ = ["MUTATORS", "Mutator", "fitting", "pickles_of", "storages_of"]
 
 #: Changes DATA; the last argument is for what has no structure.
 Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
@@ -75,7 +75,7 @@ def _zip(data: bytes, random: Random, change: Change) -> bytes:
     for _ in range(random.choice((1, 1, 2))):
         records = _other_records(records, random, change) or records
     if random.random() < 0.8:
-        records = _fitting(records, random)
+        records = fitting(records, random)
     return archive(records, zip64=random.random() < 0.5, comment=b"" if random.random() < 0.95 else b"comment")
 
 
@@ -107,7 +107,7 @@ def _with(records: list[Record], i: int, **what: Any) -> list[Record]:
     return [*records[:i], replace(records[i], **what), *records[i + 1 :]]
 
 
-def _fitting(records: list[Record], random: Random) -> list[Record]:
+def fitting(records: list[Record], random: Random) -> list[Record]:
     """`records` with the storages that data.pkl refers to, each of the size that it says."""
     main = next((record for record in records if record.name.endswith(b"/data.pkl")), None)
     if main is None:
@@ -127,14 +127,22 @@ def _sized(data: bytes, size: int) -> bytes:
 # torch's format before 1.6
 
 
-def _legacy(data: bytes, random: Random, change: Change) -> bytes:
+def pickles_of(data: bytes) -> tuple[list[bytes], bytes]:
+    """The pickles at the start of `data`, of which the older format has five, and what follows them."""
     pickles, rest = [], data
     for _ in range(5):
         pieces, following = opcodes.split(rest)
         if not pieces or pieces[-1] != b".":
-            return change(data)
+            break
         pickles.append(rest[: len(rest) - len(following)])
         rest = following
+    return pickles, rest
+
+
+def _legacy(data: bytes, random: Random, change: Change) -> bytes:
+    pickles, rest = pickles_of(data)
+    if len(pickles) < 5:
+        return change(data)
     i = random.choice((0, 1, 2, 3, 3, 3, 3, 3, 3, 4, 5))
     if i == 5:
         return b"".join(pickles) + change(rest)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
-from ckptconv.checkpoint.safe_globals import can_be_made_loadable
+from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.cli.render.facts import facts
 from ckptconv.cli.render.table import table_lines
 from ckptconv.cli.render.text import Style

@@ -82,6 +82,8 @@ a hidden pickle spelled as only one of CPython's  named all the same; what is tw
 unpicklers forgives                               test_hidden_pickles_that_one_unpickler_forgives
 a file of torch as a member or byte string        looked into, like a pickle
                                                   test_files_of_torch_inside
+what torch's safe loader refuses, of what it      not said to load; in detail tests/unit/safety/test_torch_load.py
+allows by name                                    test_weights_only_claims
 """
 
 from __future__ import annotations
@@ -1583,3 +1585,48 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
         assert ckptconv.inspect(path)["dangerous"] == ["builtins.open"]
         assert_found(path, "builtins.open", "dangerous")
         assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+
+
+# What torch's safe loader refuses
+
+
+def called(function: str, *args: bytes) -> bytes:
+    """What pushes a call of `function`, ``module name``, with what `args` push."""
+    return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(args) + b"tR"
+
+
+PLAIN = {"data/0": bytes(16), "version": b"3\n"}
+#: The value of a dict's item, and the records of the archive; torch would refuse each.
+CLAIMS: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
+    "constants.pkl beside a state dict": (tensor(), {**PLAIN, "constants.pkl": b"\x80\x02)."}),
+    "a version outside of 1 to 10": (tensor(), {**PLAIN, "version": b"11\n"}),
+    "another version in .data/version": (tensor(), {**PLAIN, ".data/version": b"99\n"}),
+    "a list as a key": (b"}]K\x01s", PLAIN),
+    "REDUCE of a dtype": (called("torch float32"), PLAIN),
+    "BUILD of an OrderedDict with a list": (called("collections OrderedDict") + b"]K\x01ab", PLAIN),
+    "requires_grad that is no bool": (tensor().replace(b"\x89ccoll", b"K\x01ccoll"), PLAIN),
+    "a device that is none": (called("torch device", text("foo")), PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_weights_only_claims(write: Write, name: str) -> None:
+    """Neither ``inspect`` nor ``verify`` says that it loads with ``weights_only=True``."""
+    value, records = CLAIMS[name]
+    path = write(torch_zip_of(dict_of(text("w"), value), records))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((RuntimeError, TypeError, ValueError, pickle.UnpicklingError)):
+            torch.load(path, map_location="cpu", weights_only=True)
+    shown = ckptconv.inspect(path)
+    assert not shown["weights_only"] and not shown["loads_here"] and shown["torch_load"]["answer"] != "loads"
+    assert verify(path).safety == shown["safety"] != "loads with weights_only=True"
+
+
+def test_a_folder_of_5000_characters_in_an_archive(write: Write) -> None:
+    """torch keeps 511 bytes of a record's name."""
+    records = {"data.pkl": dict_of(text("w"), tensor()), **PLAIN}
+    path = write(zip_of({f"{'m' * 5000}/{name}": data for name, data in records.items()}))
+    with pytest.raises(RuntimeError):
+        torch.load(path, map_location="cpu", weights_only=True)
+    assert ckptconv.inspect(path)["torch_load"]["answer"] == "refused"

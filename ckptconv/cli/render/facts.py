@@ -82,14 +82,15 @@ def _verdict(summary: Summary, style: Style) -> Iterator[str]:
     mending = _Mending(style)
     label = "loads here"
     if summary["loads_here"] is None:
-        unknown = next(finding for finding in notes if finding["kind"] == "device")
+        unknown = next(finding for finding in notes if finding["kind"] in ("device", "not known"))
         notes.remove(unknown)
-        yield from fact(
-            style, label, f"it depends: {unknown['text']}", paint=_first_word(style, "it depends", "device")
-        )
+        word = "it depends" if unknown["kind"] == "device" else "not known"
+        yield from fact(style, label, f"{word}: {unknown['text']}", paint=_first_word(style, word, "device"))
         yield from mending.lines(command_in(unknown["command"]))
     elif summary["loads_here"]:
-        yield from fact(style, label, "yes", paint=_first_word(style, "yes", "good"))
+        judged = summary["torch_load"]
+        by = f", by the rules of torch {judged['torch']}" if judged["answer"] == "loads" else ""
+        yield from fact(style, label, f"yes{by}", paint=_first_word(style, "yes", "good"))
     else:
         yield from _reasons(blocking, _remedy_first(summary, blocking), style, mending)
     for finding in notes:

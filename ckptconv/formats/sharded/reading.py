@@ -142,6 +142,9 @@ def _root_of(part: Checkpoint, name: str) -> Object:
         raise MalformedError("a name stands twice in the shard", where=part.source.path, got=repr(twice))
     if any(effect.opcode not in _ITEMS for effect in root.effects):
         part.unused.append(LeftBehind(f"{name}/._metadata", 0, "a set of shards has no place for attributes"))
+        if isinstance(root, Call):
+            kept = part.graph.written[root] = Call(root.kind, root.callable, root.args, root.kwargs, root.order)
+            kept.effects = root.effects
         root.effects = [effect for effect in root.effects if effect.opcode in _ITEMS]
     return root
 

@@ -27,10 +27,11 @@ from ckptconv.inspection.diagnosis.findings import (
 )
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.diagnosis.prefixes import inner_prefixes, prefixes
-from ckptconv.inspection.diagnosis.refusals import LoadablePart, containers, opcodes, refusals
+from ckptconv.inspection.diagnosis.refusals import LoadablePart, around, containers, opcodes, refusals, what_is_refused
 from ckptconv.inspection.diagnosis.storages import shared, unused_bytes
-from ckptconv.pickles.graph import Value, walk
+from ckptconv.pickles.graph import walk
 from ckptconv.safety.scan import Concern
+from ckptconv.safety.torch_load import Loading
 
 __all__ = ["diagnose"]
 
@@ -38,12 +39,12 @@ __all__ = ["diagnose"]
 def diagnose(
     checkpoint: Checkpoint,
     host: Host,
-    refused: Sequence[tuple[str, Value]],
+    loading: Loading,
     concerns: Sequence[Concern],
 ) -> Diagnosis:
     """What a person should know who loads `checkpoint` on `host`.
 
-    `refused` is what :func:`ckptconv.checkpoint.safe_globals.obstacles` gives for it, `concerns`
+    `loading` is what :func:`ckptconv.safety.torch_load.torch_loading` gives for it, `concerns`
     :func:`ckptconv.safety.scan.concerns`.
     """
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
@@ -52,10 +53,14 @@ def diagnose(
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
     whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
-        issues = [*containers(checkpoint), *prefixes(whole), *inner_prefixes(whole)]
+        unread = containers(checkpoint) or around(checkpoint, loading)
+        issues = [*unread, *prefixes(whole), *inner_prefixes(whole)]
         return Diagnosis([advice(checkpoint, each) for each in issues], None)
     is_script = checkpoint.script_classes is not None
+    refused = what_is_refused(checkpoint, loading)
     code, part = refusals(whole, refused) if refused or is_script else (opcodes(checkpoint), None)
+    if not any(issue.blocks for issue in code):
+        code = [*code, *around(checkpoint, loading)]
     module = part.module if part else None
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)

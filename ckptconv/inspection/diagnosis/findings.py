@@ -21,6 +21,7 @@ from ckptconv.hints import Option, command
 from ckptconv.inspection.diagnosis.host import Host
 
 __all__ = [
+    "OPEN",
     "SHOWN",
     "Advice",
     "Diagnosis",
@@ -34,6 +35,8 @@ __all__ = [
     "with_names_apart",
 ]
 
+#: Kinds of findings that leave open whether the file loads.
+OPEN = ("device", "not known")
 SHOWN = 3  # words of a list, unknown classes that get a line each
 
 
@@ -62,11 +65,11 @@ class Diagnosis:
     @property
     def loads_here(self) -> bool | None:
         """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which
-        nobody can tell.
+        nobody can tell, or something in it that torch builds in a way that is not modelled.
         """
         if any(each["blocks"] for each in self.findings):
             return False
-        return None if any(each["kind"] == "device" for each in self.findings) else True
+        return None if any(each["kind"] in OPEN for each in self.findings) else True
 
 
 @dataclass(frozen=True)

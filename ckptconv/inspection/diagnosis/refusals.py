@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
-from ckptconv.checkpoint.safe_globals import refused_opcodes
+from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import count
 from ckptconv.formats import plain_pickle, torch_legacy
@@ -17,8 +17,9 @@ from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, fir
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
 from ckptconv.pickles.paths import is_item
 from ckptconv.pickles.python2_names import imported_name
+from ckptconv.safety.torch_load import Loading
 
-__all__ = ["LoadablePart", "Refused", "containers", "opcodes", "refusals"]
+__all__ = ["LoadablePart", "Refused", "around", "containers", "opcodes", "refusals", "what_is_refused"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class LoadablePart:
 def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
     """An issue for each thing `refused`, the fix with the last, and what the fix takes."""
     found = Refused(scope.checkpoint, refused)
+    if found.where and all(map(needed_import, found.where)):
+        return [_to_import(found), *containers(scope.checkpoint)], None
     part = found.loadable_part()
     texts = []
     for word, (first, times) in list(found.where.items())[:SHOWN]:
@@ -49,6 +52,16 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[I
     issues = [Issue("code", text, blocks=True) for text in texts]
     issues[-1] = Issue("code", f"{texts[-1]}; {last}", fix, blocks=True)
     return [*issues, *containers(scope.checkpoint)], part
+
+
+def _to_import(found: Refused) -> Issue:
+    """What torch's safe loader takes once modules of torch's own are imported."""
+    modules = dict.fromkeys(needed_import(name) or "" for name in found.where)
+    first, _ = next(iter(found.where.values()))
+    name, *others = found.where
+    more = f" and {len(others):,} more" if others else ""
+    text = f"torch.load(weights_only=True) takes {name} (at {first}){more} only after `import {', '.join(modules)}`"
+    return Issue("import", text, blocks=True)
 
 
 def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None, str]:
@@ -71,9 +84,32 @@ def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None,
     return Fix("-part", part=(Option("select", part.path),)), f"{part.path} alone loads ({share})"
 
 
+def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
+    """What in the graph torch refuses however it is written: a global's name or a reason, and where it stands."""
+    if any(reason.is_spelling for reason in loading.reasons):
+        return checkpoint.index.obstacles
+    refused = [reason for reason in loading.reasons if reason.known == "refused"]
+    return [(reason.text, reason.node) for reason in refused if isinstance(reason.node, Node)]
+
+
+def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
+    """What torch refuses of the file around the pickle, and what of it is not known."""
+    refused = [reason for reason in loading.reasons if reason.known == "refused"]
+    if refused:
+        fix = Fix("-readable") if all(reason.is_spelling for reason in refused) else None
+        text = f"torch.load refuses it: {first_few([reason.text for reason in refused])}"
+        return [Issue("container", text, fix, blocks=True)]
+    if not loading.reasons:
+        return []
+    found = Refused(checkpoint, [(r.text, r.node) for r in loading.reasons if isinstance(r.node, Node)])
+    texts = [reason.text for reason in loading.reasons if reason.node is None]
+    texts += [f"{word} (at {path})" for word, (path, _) in found.where.items()]
+    return [Issue("not known", f"{first_few(texts)}: the rules of torch {loading.torch} that were followed do not say")]
+
+
 class Refused:
-    """What is in the way of torch's safe loader: `refused` is what :func:`ckptconv.checkpoint.safe_globals.obstacles`
-    gives for `checkpoint`, or some of it.
+    """What is in the way of torch's safe loader: `refused` is what the index of `checkpoint` has as obstacles, or some
+    of it, or what :func:`what_is_refused` gives.
     """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:

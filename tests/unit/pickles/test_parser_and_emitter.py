@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
 import ckptconv.pickles.machine
-from ckptconv.checkpoint.safe_globals import ALLOWED, can_be_made_loadable, obstacles
+from ckptconv.checkpoint.safe_globals import ALLOWED
+from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable, obstacles
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS, Limits
 from ckptconv.pickles.emitter import emit

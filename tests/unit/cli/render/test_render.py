@@ -346,7 +346,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         [NOTE, finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)],
         f"{CONVERT} --add-prefix x.",
         [
-            "  loads here    yes",
+            "  loads here    yes, by the rules of torch 2.13",
             "  note          a note",
             "    ckptconv convert a b --strip-prefix module.",
             "  note          another",
@@ -382,7 +382,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         "ckptconv convert a b --to cpu",
         ["  loads here    no: no GPU", "    ckptconv convert a b --to cpu"],
     ),
-    "without findings it is a word": ([], None, ["  loads here    yes"]),
+    "without findings it is a word": ([], None, ["  loads here    yes, by the rules of torch 2.13"]),
     "a cure is said once: other flags, or the same for another input, are another": (
         [
             *SAME,
@@ -415,7 +415,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "a note's cure is said once": (
         [finding("x", "note", OUTPUTS[1], blocks=False)],
         OUTPUTS[0],
-        ["  loads here    yes", "  note          note", f"    {OUTPUTS[1]}"],
+        ["  loads here    yes, by the rules of torch 2.13", "  note          note", f"    {OUTPUTS[1]}"],
     ),
 }
 

@@ -1,0 +1,236 @@
+"""What the unpickler holds while it runs: the value of each node, and what is in lists and mappings by then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+from ckptconv.byteranges.reading import read
+from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import ByteRange, Data, Inflate
+from ckptconv.checkpoint.weights_only.answers import AfterUnknown, NotKnown, Refused
+from ckptconv.checkpoint.weights_only.values import (
+    COUNTER,
+    ORDERED_DICT,
+    UNKNOWN,
+    Held,
+    Made,
+    StorageValue,
+    TensorValue,
+    said,
+)
+from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    Dict,
+    Global,
+    List,
+    Object,
+    PersistentId,
+    Py2String,
+    Set,
+    Tuple,
+    Value,
+    is_count,
+)
+
+__all__ = ["Contents", "Objects", "before"]
+
+_WINDOW = 1 << 20
+_BEYOND_LATIN_1 = re.compile(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
+_MUTABLE = (List, Dict, Set)
+
+
+class Contents:
+    """The bytes that a graph refers to and does not hold.
+
+    Attributes:
+        storages: Their bytes, by the id of the node that refers to them; what is not there cannot be read.
+        blobs: Where the long texts stand; None where they cannot be read.
+        byteorder: Of the storages' numbers.
+        are_there: Whether the storages are filled while the pickle is read; in torch's older format they follow it.
+    """
+
+    def __init__(
+        self,
+        storages: Mapping[int, Data] | None = None,
+        blobs: Readable | None = None,
+        byteorder: str = "little",
+        *,
+        are_there: bool = True,
+    ) -> None:
+        self.storages = storages or {}
+        self.blobs = blobs
+        self.byteorder = byteorder
+        self.are_there = are_there
+
+
+def before(order: int | None, now: int | None) -> bool:
+    """Whether what has the number `order` was done by `now`; edits have no number, and were done before."""
+    return order is None or now is None or order < now
+
+
+class Objects:
+    """The values by the ids of their nodes.
+
+    `make` gives that of a call that has none yet; `steps` is how much may be looked at again and again.
+    """
+
+    def __init__(self, contents: Contents, make: Callable[[Call], Held], steps: int) -> None:
+        self.contents = contents
+        self.left = steps
+        self.made: dict[int, Held] = {}
+        self._make = make
+        self._hashable: dict[int, bool] = {}
+        self._latin_1: dict[int, bool] = {}
+        self._bytes_left = LIMITS.values_read
+        self._copies_left = LIMITS.values_copied
+
+    def held(self, value: Value) -> Held:
+        """What the unpickler has for `value`."""
+        kind = type(value)
+        if kind is Call or kind is PersistentId:
+            found = self.made.get(id(value))
+            if found is not None:
+                return found
+            if isinstance(value, PersistentId):
+                return self.made.setdefault(id(value), _storage(value))
+            assert isinstance(value, Call)
+            return self._make(value)
+        if kind is Py2String:
+            assert isinstance(value, Py2String)
+            return value.data.decode("utf-8", "replace")
+        return value
+
+    def charge(self, steps: int) -> None:
+        """Count `steps`; a file that asks for the same long things again and again ends there."""
+        self.left -= steps
+        if self.left < 0:
+            raise NotKnown("more steps than a file of its size should take")
+
+    def copy(self, elements: int, itemsize: int) -> None:
+        """Count what torch allocates for so many elements, of which the file may hold one."""
+        self._copies_left -= elements * itemsize
+        if self._copies_left < 0:
+            raise NotKnown("more memory than a file of its size should take")
+
+    def elements(self, value: Value, now: int | None) -> list[Value] | None:
+        """What is in the tuple, list or set `value` by `now`; None where it is no such thing."""
+        if isinstance(value, Tuple):
+            found = value.items
+        elif isinstance(value, (List, Set)):
+            self.charge(len(value.effects))
+            found = [item for effect in value.effects if before(effect.order, now) for item in effect.values]
+        else:
+            return None
+        self.charge(len(found))
+        return found
+
+    def keys(self, value: Value, now: int | None) -> list[Value] | None:
+        """The keys of the mapping `value` by `now`; None where it is none."""
+        if not self.is_mapping(value):
+            return None
+        if isinstance(value, Call) and (not isinstance(value.args, Tuple) or value.args.items):
+            raise NotKnown("what is in a mapping that was made of something")
+        assert isinstance(value, Object)
+        found = [effect.values[i] for effect, i in value.pairs() if before(effect.order, now)]
+        self.charge(len(found))
+        return found
+
+    def items(self, value: Dict, now: int | None) -> Iterator[tuple[Value, Value]]:
+        """The items of the dict `value` by `now`."""
+        return ((e.values[i], e.values[i + 1]) for e, i in value.pairs() if before(e.order, now))
+
+    def is_mapping(self, value: Value) -> bool:
+        """Whether `value` is a dict, an OrderedDict or a Counter."""
+        if not isinstance(value, Call):
+            return isinstance(value, Dict)
+        held = self.held(value)
+        if held is not ORDERED_DICT and held is not COUNTER:
+            return False
+        if any(effect.opcode == "BUILD" for effect in value.effects):  # one can stand before a method
+            raise NotKnown("a mapping that has attributes, where its items are wanted")
+        return True
+
+    def is_empty(self, value: Value, now: int | None) -> bool:
+        """Whether Python takes `value` for false by `now`."""
+        held = self.held(value)
+        if isinstance(held, (bool, int, float, str)) or held is None:
+            return not held
+        inside = self.elements(value, now)
+        if inside is None:
+            inside = self.keys(value, now)
+        if inside is not None:
+            return not inside
+        if held is UNKNOWN:
+            raise AfterUnknown
+        if isinstance(held, Global):
+            return False
+        raise NotKnown(f"whether {said(held)} counts as empty")
+
+    def check_hashable(self, value: Value, what: str = "key") -> None:
+        """Raise where Python cannot hash `value`, which is a `what`."""
+        if not self._is_hashable(value, 0):
+            raise Refused(f"a {what} that Python cannot hash")
+
+    def _is_hashable(self, value: Value, depth: int) -> bool:
+        if isinstance(value, Tuple):
+            known = self._hashable.get(id(value))
+            if known is not None:
+                return known
+            if depth == LIMITS.nested_calls:
+                raise NotKnown("tuples in tuples too deep for a key")
+            found = all(self._is_hashable(item, depth + 1) for item in value.items)
+            self._hashable[id(value)] = found
+            return found
+        if isinstance(value, _MUTABLE):
+            return False
+        held = self.held(value)
+        if held is UNKNOWN:
+            raise AfterUnknown
+        return held.is_hashable if isinstance(held, Made) else True
+
+    # What is not in the graph
+
+    def is_latin_1(self, text: Blob) -> bool:
+        """Whether the long `text` has no character above U+00FF."""
+        if id(text) not in self._latin_1:
+            self._latin_1[id(text)] = not any(map(_BEYOND_LATIN_1.search, self._windows(text)))
+        return self._latin_1[id(text)]
+
+    def _windows(self, text: Blob) -> Iterator[bytes]:
+        blobs = self.contents.blobs
+        if blobs is None:
+            raise NotKnown("a long text that cannot be read here")
+        for at in range(0, text.length, _WINDOW):
+            yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
+
+    def numbers(self, tensor: TensorValue) -> list[int]:
+        """The elements of `tensor`, which has 64-bit integers, in row-major order."""
+        if not self.contents.are_there:
+            raise NotKnown("it needs the values of a tensor before they are there")
+        data = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
+        if data is None or not isinstance(data, (ByteRange, Inflate)) or not tensor.is_plain:
+            raise NotKnown("it needs the values of a tensor, which cannot be read here")
+        self._bytes_left -= data.length + 8 * prod(tensor.shape)
+        if self._bytes_left < 0:
+            raise NotKnown("it needs the values of more tensors than are read here")
+        raw = b"".join(read(data))
+        at = [tensor.offset]
+        for size, step in zip(tensor.shape, tensor.stride, strict=True):
+            at = [start + i * step for start in at for i in range(size)]
+        little = self.contents.byteorder == "little"
+        return [int.from_bytes(raw[8 * i : 8 * i + 8], "little" if little else "big", signed=True) for i in at]
+
+
+def _storage(node: PersistentId) -> Held:
+    """The storage that `node` names, in the words of either of torch's formats."""
+    parts = node.id.items if isinstance(node.id, Tuple) else []
+    cls, numel = (parts[1], parts[4]) if len(parts) in (5, 6) else (None, None)
+    dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
+    if dtype is None or not is_count(numel):
+        return UNKNOWN
+    return StorageValue(dtype, numel * dtype.itemsize, node)

@@ -1,0 +1,486 @@
+"""The allowed calls that make a tensor, with what torch demands of their arguments.
+
+Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions), ``torch/nn/parameter.py``, ``torch/_tensor.py``, and
+the C++ behind them, by what it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TypeAlias
+
+from ckptconv.checkpoint.weights_only.answers import AfterUnknown, NotKnown, Refused
+from ckptconv.checkpoint.weights_only.arguments import Arguments
+from ckptconv.checkpoint.weights_only.values import Held, LayoutValue, StorageValue, TensorValue, said
+from ckptconv.dtypes import BY_NAME
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Dict, Tuple, Value
+
+__all__ = [
+    "ATTRIBUTES",
+    "DIFFERENTIABLE",
+    "REBUILD",
+    "Maker",
+    "check_gradient",
+    "empty",
+    "from_type",
+    "is_odd",
+    "parameter",
+    "set_view",
+    "sparse_of_class",
+    "with_attributes",
+]
+
+#: Makes a value of a call's arguments.
+Maker: TypeAlias = Callable[[Arguments], Held]
+
+_PARAMETER = "torch.nn.parameter.Parameter"
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # how the names of dtypes that can require gradients begin
+_QUANTIZED = ("qint", "quint")
+_ODD = ("bits", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "float4_e2m1fn_x2")
+_COMPRESSED = ("torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr", "torch.sparse_bsc")
+#: Attributes of tensors that are set by code of torch's own instead of being kept.
+ATTRIBUTES = frozenset(
+    (
+        "H", "T", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides",
+        "_post_accumulate_grad_hooks", "_python_dispatch", "_version", "data", "device", "dtype", "grad", "grad_dtype",
+        "grad_fn", "imag", "is_cpu", "is_cuda", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
+        "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu",
+        "itemsize", "layout", "mH", "mT", "name", "names", "nbytes", "ndim", "output_nr", "real", "requires_grad",
+        "retains_grad", "shape", "volatile",
+    )
+)  # a table  # fmt: skip
+
+
+# Strided tensors
+
+
+def _view(
+    storage: StorageValue, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of the view, which must lie within `storage`, as ``Tensor.set_`` computes it."""
+    if offset < 0:
+        raise Refused(f"its storage offset is negative: {offset}")
+    if len(shape) != len(stride):
+        if stride:
+            raise Refused(f"its shape has {len(shape)} numbers, and its stride {len(stride)}")
+        stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    last = offset
+    elements = 1
+    for n, step in zip(shape, stride, strict=True):
+        if n < 0:
+            raise Refused(f"its shape has a negative number: {n}")
+        elements *= n
+        last += (n - 1) * step
+    if not elements:
+        if prod(max(n, 1) for n in shape) >= LIMITS.elements or offset >= LIMITS.elements:
+            raise NotKnown("an empty tensor of an absurd shape")
+    elif elements >= LIMITS.elements or any(step < 0 for step in stride):
+        raise NotKnown("a tensor of an absurd number of elements, or that runs backwards")
+    elif (needed := BY_NAME[dtype].bytes_of(last + 1)) > storage.nbytes:
+        raise Refused(f"it reaches over {needed:,} bytes of a storage of {storage.nbytes:,}")
+    return tuple(shape), tuple(stride)
+
+
+def _strided(args: Arguments, dtype: str | None = None) -> TensorValue:
+    """A tensor of the first four arguments: storage, offset, shape and stride."""
+    storage = args.storage(0)
+    dtype = dtype or storage.dtype.name
+    offset = args.integer(1, "storage offset")
+    shape, stride = _view(storage, offset, args.integers(2, "shape"), args.integers(3, "stride"), dtype)
+    return TensorValue(dtype, shape, stride, offset, storage)
+
+
+def check_gradient(requires_grad: bool, dtype: str) -> None:
+    if requires_grad and not dtype.startswith(DIFFERENTIABLE):
+        raise Refused(f"a tensor of {dtype} cannot require gradients")
+
+
+def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
+    """`tensor` with the bits in argument `i`, if there is one: a dict of names and truth values."""
+    value = args.items[i] if i < len(args.items) else None
+    if value is None or (not isinstance(value, Dict) and args.objects.is_empty(value, args.now)):
+        return tensor
+    if not isinstance(value, Dict):
+        if args.objects.is_mapping(value):
+            raise NotKnown("metadata of a tensor that is no plain dict")
+        raise Refused(f"its metadata must be a dict, and is {said(args.held(i))}")
+    for key, bit in args.objects.items(value, args.now):
+        name = args.objects.held(key)
+        if not isinstance(name, str):
+            raise Refused("its metadata has a key that is no text")
+        if name not in ("conj", "neg") or not isinstance(bit, bool):
+            raise NotKnown("metadata of a tensor that is neither its conj nor its neg bit")
+        if name == "conj" and not tensor.dtype.startswith("complex"):
+            raise Refused(f"its metadata has a conj bit, which a tensor of {tensor.dtype} has not")
+        tensor.is_plain = False
+    return tensor
+
+
+def _tensor(args: Arguments) -> TensorValue:
+    args.check_count(4)
+    return _strided(args)
+
+
+def _tensor_v2(args: Arguments) -> TensorValue:
+    args.check_count(6, 7)
+    tensor = _strided(args)
+    tensor.requires_grad = args.flag(4, "requires_grad")
+    if tensor.requires_grad:
+        check_gradient(True, tensor.dtype)
+    return _lazy_bits(args, 6, tensor) if len(args.items) > 6 else tensor
+
+
+def _tensor_v3(args: Arguments) -> TensorValue:
+    args.check_count(7, 8)
+    dtype = "float32" if args.items[6] is None else args.dtype(6)
+    tensor = _strided(args, dtype)
+    if args.items[4] is not None and args.flag(4, "requires_grad"):
+        check_gradient(True, dtype)
+        raise Refused(f"torch cannot load a tensor of {dtype} that requires gradients and is no Parameter")
+    return _lazy_bits(args, 7, tensor)
+
+
+def _meta_tensor(args: Arguments) -> TensorValue:
+    args.check_count(4)
+    dtype = "float32" if args.items[0] is None else args.dtype(0)
+    shape, stride = args.integers(1, "shape"), args.integers(2, "stride")
+    if len(shape) != len(stride):
+        raise Refused(f"its shape has {len(shape)} numbers, and its stride {len(stride)}")
+    if any(n < 0 for n in shape):
+        raise Refused("its shape has a negative number")
+    if any(n < 0 for n in stride) or prod(max(n, 1) for n in shape) * 16 >= LIMITS.elements:
+        raise NotKnown("a meta tensor of an absurd shape")
+    if sum(n * step for n, step in zip(shape, stride, strict=True)) * 16 >= LIMITS.elements:
+        raise NotKnown("a meta tensor of an absurd stride")
+    if dtype.startswith(_QUANTIZED):
+        raise Refused("there are no quantized tensors without data")
+    requires_grad = args.items[3] is not None and args.flag(3, "requires_grad")
+    check_gradient(requires_grad, dtype)
+    return TensorValue(dtype, tuple(shape), tuple(stride), device="meta", requires_grad=requires_grad)
+
+
+def empty(dtype: str) -> Maker:
+    """What makes a tensor without elements, as torch before 0.4 wrote one before its state."""
+
+    def make(args: Arguments) -> TensorValue:
+        if args.items:
+            raise NotKnown("a tensor made by its class of something")
+        return TensorValue(dtype, (0,), (1,))
+
+    return make
+
+
+def sparse_of_class(args: Arguments) -> Held:
+    """What makes a sparse tensor by its class, which nothing writes."""
+    raise NotKnown(f"a sparse tensor made by its class of {len(args.items)} arguments")
+
+
+def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
+    """``tensor.set_(storage, offset, shape, stride)``, the state of a tensor of torch before 0.4."""
+    if len(args.items) != 4 or tensor.kind != "strided" or tensor.device != "cpu" or not tensor.is_plain:
+        raise NotKnown("the state of a tensor, which is no view of a storage")
+    if tensor.requires_grad:
+        raise Refused("the storage of a tensor that requires gradients cannot be set")
+    storage = args.storage(0)
+    if storage.dtype.name != tensor.dtype:
+        raise Refused(f"a tensor of {tensor.dtype} gets a storage of {storage.dtype.name}")
+    found = _strided(args)
+    return replace(found, is_parameter=tensor.is_parameter)
+
+
+# Quantized
+
+
+def _qtensor(args: Arguments) -> TensorValue:
+    args.check_count(7)
+    storage = args.storage(0)
+    if not storage.dtype.name.startswith(_QUANTIZED):
+        raise Refused(f"a quantized tensor gets a storage of {storage.dtype.name}")
+    tensor = _strided(args)
+    if BY_NAME[tensor.dtype].bytes_of(prod(tensor.shape)) > storage.nbytes:  # torch allocates that first
+        args.objects.copy(prod(tensor.shape), 4)
+    params = args.tuple(4, "quantizer")
+    scheme = params.global_name(0) if params.items else None
+    if scheme == "torch.per_tensor_affine":
+        _check_affine(params)
+    elif scheme in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams"):
+        _check_per_channel(params, tensor.shape)
+    else:
+        raise Refused("it has no quantization scheme that torch loads")
+    if args.flag(5, "requires_grad"):
+        raise Refused("a quantized tensor cannot require gradients")
+    tensor.kind = "quantized"
+    return tensor
+
+
+def _check_affine(params: Arguments) -> None:
+    params.check_count(3)
+    scale = params.held(1)
+    if not isinstance(scale, (bool, int, float)):
+        raise NotKnown("a scale that is no number") if isinstance(scale, TensorValue) else Refused("its scale is none")
+    try:
+        float(scale)
+    except OverflowError:
+        raise Refused("its scale does not fit a float") from None
+    params.integer(2, "zero point")
+
+
+def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
+    params.check_count(4)
+    axis = params.integer(3, "axis")
+    if not 0 <= axis < len(shape):
+        raise Refused(f"its axis {axis} is none of a tensor of {len(shape)} dimensions")
+    for i, what in ((1, "scales"), (2, "zero points")):
+        held = params.held(i)
+        if not isinstance(held, TensorValue):
+            raise NotKnown(f"{what} that are no tensor")
+        if held.kind != "strided" or held.device != "cpu" or not held.is_plain or is_odd(held.dtype):
+            raise NotKnown(f"{what} that are no plain tensor")
+        if len(held.shape) != 1:
+            raise Refused(f"its {what} have {len(held.shape)} dimensions")
+        if held.shape[0] != shape[axis]:
+            raise Refused(f"it has {held.shape[0]:,} {what} for {shape[axis]:,} channels")
+        if held.dtype not in ("float64", "int64"):
+            params.objects.copy(held.shape[0], 8)
+        if i == 1 and not held.dtype.startswith(("float", "bfloat")):
+            raise Refused(f"its scales are {held.dtype}")
+
+
+def is_odd(dtype: str) -> bool:
+    """Whether torch cannot convert numbers to and from `dtype`."""
+    return dtype.startswith((*_ODD[:1], *_QUANTIZED)) or dtype in _ODD
+
+
+# Sparse and nested
+
+
+def _sparse(args: Arguments) -> TensorValue:
+    args.check_count(2)
+    held = args.held(0)
+    if not isinstance(held, LayoutValue) or not held.name.startswith("torch.sparse_"):
+        raise Refused(f"{held.name if isinstance(held, LayoutValue) else said(held)} is no sparse layout")
+    data = args.tuple(1, "data")
+    return _compressed(data) if held.name in _COMPRESSED else _coordinates(data)
+
+
+def _coordinates(args: Arguments) -> TensorValue:
+    """``(indices, values, size)``, and whether they are coalesced."""
+    n = args.check_count(3, 4)
+    indices, values = _plain_part(args, 0, "indices"), _plain_part(args, 1, "values")
+    shape = _sparse_shape(args, 2)
+    if n == 4 and args.items[3] is not None:
+        args.flag(3, "is_coalesced")
+    if len(indices.shape) != 2:
+        raise Refused(f"its indices have {len(indices.shape)} dimensions")
+    if is_odd(indices.dtype):
+        raise NotKnown(f"indices of {indices.dtype}")
+    if indices.dtype != "int64":
+        args.objects.copy(prod(indices.shape), 8)
+    if not values.shape or values.shape[0] != indices.shape[1]:
+        raise Refused(f"it has {indices.shape[1]:,} indices, and values of the shape {values.shape}")
+    dense = len(values.shape) - 1
+    if len(shape) != indices.shape[0] + dense:
+        raise Refused(f"its size has {len(shape)} dimensions, and its parts {indices.shape[0] + dense}")
+    if tuple(shape[len(shape) - dense :]) != values.shape[1:]:
+        raise Refused(f"its values have the shape {values.shape}, which its size is not")
+    return TensorValue(values.dtype, tuple(shape), kind="sparse", device=values.device)
+
+
+def _compressed(args: Arguments) -> TensorValue:
+    """``(compressed indices, plain indices, values, size)``, of which torch compares no shapes when it loads them."""
+    args.check_count(4)
+    parts = [_plain_part(args, i, what) for i, what in enumerate(("indices", "indices", "values"))]
+    if len({part.device for part in parts}) > 1:
+        raise Refused("its parts are on different devices")
+    shape = _sparse_shape(args, 3)
+    if not all(part.shape for part in parts) or any(is_odd(part.dtype) for part in parts):
+        raise NotKnown("a sparse tensor of parts without dimensions, or of odd dtypes")
+    for part in parts[:2]:
+        if part.dtype not in ("int64", "int32"):
+            args.objects.copy(prod(part.shape), 8)
+    return TensorValue(parts[2].dtype, tuple(shape), kind="sparse", device=parts[2].device)
+
+
+def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
+    held = args.held(i)
+    if not isinstance(held, TensorValue):
+        raise NotKnown(f"{what} of a sparse tensor that are {said(held)}")
+    if held.kind != "strided":
+        raise NotKnown(f"{what} of a sparse tensor that are {held.kind} themselves")
+    if i == 0 and held.device != "cpu":
+        raise NotKnown("a sparse tensor without data")
+    if is_odd(held.dtype) and held.dtype != "float4_e2m1fn_x2":
+        raise NotKnown(f"a sparse tensor of {held.dtype}")
+    if held.device != "cpu":
+        raise Refused("its parts are on different devices")
+    return held
+
+
+def _sparse_shape(args: Arguments, i: int) -> list[int]:
+    shape = args.integers(i, "size")
+    if any(n < 0 for n in shape):
+        raise Refused("its size has a negative number")
+    if prod(max(n, 1) for n in shape) >= LIMITS.elements:
+        raise NotKnown("a sparse tensor of an absurd size")
+    return shape
+
+
+def _nested(args: Arguments) -> TensorValue:
+    """``(buffer, sizes, strides, offsets)``; each part that these say must lie in the buffer's storage."""
+    args.check_count(4)
+    buffer = args.tensor(0, "buffer")
+    if buffer.kind != "strided" or buffer.device != "cpu" or not buffer.is_plain or buffer.storage is None:
+        raise NotKnown("a nested tensor whose buffer is no plain tensor")
+    if len(buffer.shape) != 1:
+        raise Refused(f"its buffer has {len(buffer.shape)} dimensions")
+    sizes, strides, offsets = (
+        _nested_part(args, i, what) for i, what in ((1, "sizes"), (2, "strides"), (3, "offsets"))
+    )
+    if len(sizes.shape) != 2 or sizes.shape != strides.shape:
+        raise Refused(f"its sizes have the shape {sizes.shape}, and its strides {strides.shape}")
+    if offsets.shape != sizes.shape[:1]:
+        raise Refused(f"it has {sizes.shape[0]} parts, and offsets of the shape {offsets.shape}")
+    number = args.objects.numbers
+    _check_parts(buffer, sizes.shape[1], number(sizes), number(strides), number(offsets))
+    return TensorValue(buffer.dtype, (), kind="nested")
+
+
+def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
+    held = args.tensor(i, what)
+    if held.kind != "strided" or held.device != "cpu":
+        raise NotKnown(f"{what} of a nested tensor that are no plain tensor")
+    if held.dtype != "int64":
+        raise Refused(f"its {what} are {held.dtype} and not int64")
+    return held
+
+
+def _check_parts(buffer: TensorValue, rank: int, sizes: list[int], strides: list[int], offsets: list[int]) -> None:
+    assert buffer.storage is not None
+    for i, offset in enumerate(offsets):
+        shape, stride = sizes[rank * i : rank * i + rank], strides[rank * i : rank * i + rank]
+        _view(buffer.storage, offset, shape, stride, buffer.dtype)
+
+
+# Other devices, and wrappers
+
+
+def _from_cpu_tensor(args: Arguments) -> TensorValue:
+    """``(data, dtype, device, requires_grad)``: with a ``map_location`` the tensor of the CPU itself, in that dtype."""
+    args.check_count(4)
+    data = args.tensor(0, "data")
+    if not args.objects.contents.are_there:
+        raise NotKnown("it needs the values of a tensor before they are there")
+    dtype = data.dtype if args.items[1] is None else args.dtype(1)
+    if data.kind != "strided" or data.device != "cpu" or not data.is_plain or data.requires_grad:
+        raise NotKnown("a tensor of another device whose data is no plain tensor")
+    if dtype != data.dtype and (is_odd(dtype) or is_odd(data.dtype)):
+        raise NotKnown(f"a conversion of {data.dtype} to {dtype}")
+    requires_grad = args.flag(3, "requires_grad")
+    check_gradient(requires_grad, dtype)
+    if dtype != data.dtype:
+        args.objects.copy(prod(data.shape), 16)
+    else:
+        data.requires_grad = requires_grad
+        return data
+    return TensorValue(dtype, data.shape, requires_grad=requires_grad, is_plain=False)
+
+
+def _from_numpy(args: Arguments) -> Held:
+    args.check_count(4)
+    raise Refused("it needs an array of numpy, and no call that the unpickler allows makes one")
+
+
+def _wrapper(args: Arguments) -> Held:
+    args.check_count(8)
+    args.global_name(0)
+    raise Refused("it needs a subclass of torch.Tensor, and the unpickler allows none that it could make")
+
+
+# Parameters, and tensors with attributes
+
+
+def parameter(args: Arguments) -> TensorValue:
+    """``torch.nn.Parameter(data, requires_grad)``."""
+    n = args.check_count(0, 2)
+    requires_grad = args.flag(1, "requires_grad") if n > 1 else True
+    if not n or args.items[0] is None:
+        return TensorValue("float32", (0,), (1,), is_parameter=True, requires_grad=requires_grad)
+    data = args.tensor(0, "data")
+    check_gradient(requires_grad, data.dtype)
+    return replace(data, is_parameter=True, requires_grad=requires_grad, is_plain=data.is_plain)
+
+
+def _parameter(args: Arguments) -> TensorValue:
+    args.check_count(3)
+    return parameter(Arguments(args.items[:2], args.objects, args.now))
+
+
+def _parameter_with_state(args: Arguments) -> TensorValue:
+    args.check_count(4)
+    return with_attributes(parameter(Arguments(args.items[:2], args.objects, args.now)), args, 3)
+
+
+def from_type(args: Arguments) -> Held:
+    """``_rebuild_from_type_v2(function, type, arguments, state)``."""
+    args.check_count(4)
+    name = args.global_name(0)
+    make = REBUILD.get(name) if name else None
+    if make is None:
+        raise NotKnown(f"a subclass made by {name or 'what is no function'}")
+    made = make(args.tuple(2, "arguments"))
+    cls = args.global_name(1)
+    if cls not in ("torch.Tensor", _PARAMETER):
+        raise NotKnown(f"a tensor of the class {cls}") if cls else Refused("the class of a tensor is no class")
+    if not isinstance(made, TensorValue):
+        raise AfterUnknown
+    is_parameter = cls == _PARAMETER
+    if made.is_parameter != is_parameter:
+        raise NotKnown("a tensor that becomes a Parameter, or the other way round")
+    return with_attributes(made, args, 3)
+
+
+def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
+    """`tensor` with the attributes in argument `i`: a mapping, or that and one for slots."""
+    state = args.items[i]
+    if isinstance(state, Tuple):
+        if len(state.items) != 2:
+            raise Refused(f"its state is a tuple of {len(state.items)}")
+        for part in state.items:
+            _set_attributes(tensor, args, part)
+    else:
+        _set_attributes(tensor, args, state)
+    return tensor
+
+
+def _set_attributes(tensor: TensorValue, args: Arguments, state: Value) -> None:
+    keys = args.objects.keys(state, args.now)
+    if keys is None:
+        if not args.objects.is_empty(state, args.now):
+            raise Refused(f"its state must be a dict, and is {said(args.objects.held(state))}")
+        return
+    for key in keys:
+        name = args.objects.held(key)
+        if not isinstance(name, str):
+            raise Refused("an attribute's name is no text")
+        if name in ATTRIBUTES or name.startswith("__"):
+            raise NotKnown(f"the attribute {name[:40]!r}, which torch sets in a way of its own")
+        tensor.is_plain = False
+
+
+REBUILD: dict[str, Maker] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_qtensor": _qtensor,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+}

@@ -1,0 +1,314 @@
+"""Run a graph through a copy of torch's ``weights_only`` unpickler that makes nothing.
+
+Each call, and each effect on an object, happens in the source's order, because what a list holds when a call gets it
+depends on it. A step that torch refuses, or that is not modelled, is a :class:`Reason`; a graph without one loads.
+
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from ckptconv.checkpoint.safe_globals import (
+    ALLOWED,
+    IMPORTED_WITH_TORCH,
+    TENSOR_CLASSES,
+    needed_import,
+    refused_opcodes,
+)
+from ckptconv.checkpoint.weights_only import containers
+from ckptconv.checkpoint.weights_only.answers import AfterUnknown, NotKnown, Reason, Refused
+from ckptconv.checkpoint.weights_only.arguments import Arguments
+from ckptconv.checkpoint.weights_only.effects import check_effect
+from ckptconv.checkpoint.weights_only.objects import Contents, Objects
+from ckptconv.checkpoint.weights_only.tensors import REBUILD, Maker, empty, from_type, parameter, sparse_of_class
+from ckptconv.checkpoint.weights_only.values import (
+    BYTEARRAY,
+    COUNTER,
+    ORDERED_DICT,
+    SET,
+    UNKNOWN,
+    Held,
+    SizeValue,
+    said,
+)
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    Effect,
+    Extension,
+    FrozenSet,
+    Global,
+    Graph,
+    Node,
+    Object,
+    Py2String,
+    Tuple,
+    Value,
+    children,
+    walk,
+)
+from ckptconv.pickles.python2_names import imported_name
+
+_AnObject = TypeVar("_AnObject", bound=Object)
+
+__all__ = ["MAKERS", "can_be_made_loadable", "may_have_obstacles", "obstacles", "reasons"]
+
+#: What each allowed global makes when it is called. A global that is allowed and not here cannot be called.
+MAKERS: dict[str, Maker] = {
+    **REBUILD,
+    "torch._tensor._rebuild_from_type_v2": from_type,
+    "torch.nn.parameter.Parameter": parameter,
+    "torch.Tensor": empty("float32"),
+    "torch.Size": containers.size,
+    "torch.device": containers.device,
+    "torch.serialization._get_layout": containers.layout,
+    "collections.OrderedDict": containers.ordered_dict,
+    "collections.Counter": containers.counter,
+    "_codecs.encode": containers.encode,
+    "builtins.bytearray": containers.bytearray_,
+    "builtins.set": containers.set_,
+    "builtins.complex": containers.complex_,
+    **{f"torch.{name}": empty(dtype) for name, dtype in TENSOR_CLASSES.items()},
+    **{f"torch.sparse.{name}": sparse_of_class for name in TENSOR_CLASSES if name != "BoolTensor"},
+}
+#: Classes whose ``__new__`` looks at no argument.
+_NEW = {
+    "collections.OrderedDict": ORDERED_DICT,
+    "collections.Counter": COUNTER,
+    "builtins.set": SET,
+    "builtins.bytearray": BYTEARRAY,
+}
+#: Classes that NEWOBJ makes as a call does.
+_MADE_AS_CALLED = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch.Size", "torch.device", "builtins.complex")
+_STORAGES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
+_MORE_STEPS = 100_000  # that a file of any size may take
+_NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
+_LONG = "an integer of more than 255 bytes"
+_LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
+
+
+def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
+    """Find why the unpickler would not load a graph as its source spells it.
+
+    Args:
+        graph: What the parser gave, unedited.
+        contents: Where the bytes stand that the graph refers to.
+
+    Yields:
+        The reasons. If there is none, the unpickler takes the pickle, storages and all.
+    """
+    for name in refused_opcodes(graph):
+        yield Reason("refused", f"opcode {name}", is_spelling=True)
+    for value in graph.byte_strings:
+        if isinstance(value, Py2String) and not _is_utf8(value.data):
+            yield Reason("refused", _NO_UTF8, value)
+    run = _Run(graph, contents or Contents(), graph.written)
+    yield from run.globals(graph.globals)
+    yield from run.steps(graph.calls, graph.changed)
+
+
+def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
+    """Find what the unpickler refuses in a graph, however it is written.
+
+    Args:
+        graph: A graph that may be edited.
+        nodes: All nodes of it, where they are at hand.
+
+    Yields:
+        A global's name or a reason, and where it stands.
+    """
+    nodes = list(walk([*graph.discarded, graph.root])) if nodes is None else nodes
+    if _is_long(graph.root):
+        yield _LONG, graph.root
+    for node in nodes:
+        yield from ((reason, node) for reason in _spelling(node))
+    run = _Run(graph, Contents(), {})
+    found = list(run.globals([node for node in nodes if isinstance(node, Global)]))
+    calls = [node for node in nodes if isinstance(node, Call)]
+    changed = [node for node in nodes if isinstance(node, Object) and node.effects]
+    found += run.steps(calls, changed)
+    yield from ((each.text, each.node) for each in found if each.known == "refused")
+    for value in graph.discarded:
+        if isinstance(value, Node):
+            yield "a call whose result is thrown away", value
+
+
+def may_have_obstacles(graph: Graph) -> bool:
+    """Tell without a walk whether :func:`obstacles` could find something.
+
+    Args:
+        graph: A graph that may be edited: an edit adds no call but those that torch makes.
+
+    Returns:
+        Whether there is a global, an opcode or a call in its source that the unpickler refuses, or was.
+    """
+    run = _Run(graph, Contents(), {})
+    if refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None):
+        return True
+    return any(each.known == "refused" for each in run.steps(graph.calls, graph.changed))
+
+
+def can_be_made_loadable(graph: Graph) -> bool:
+    """Tell whether the unpickler refuses a pickle for its opcodes or protocol alone.
+
+    Args:
+        graph: A graph that may be edited.
+
+    Returns:
+        Whether it only has to be written differently.
+    """
+    return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
+
+
+# Spelling
+
+
+def _spelling(node: Node) -> Iterator[str]:
+    """Why no opcode that the unpickler knows says `node`."""
+    if isinstance(node, Call) and node.kind not in ("REDUCE", "NEWOBJ"):
+        yield "an object made in a way that only pickle knows"
+    elif isinstance(node, FrozenSet):
+        yield "a frozenset"
+    elif isinstance(node, Extension):
+        yield "an extension code"
+    elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
+        yield "a long byte string"
+    elif isinstance(node, Py2String) and not _is_utf8(node.data):
+        yield _NO_UTF8
+    if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
+        yield _LONG
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_long(value: Value) -> bool:
+    return type(value) is int and (value if value >= 0 else ~value).bit_length() > _LONGEST_INT
+
+
+# Running
+
+
+class _Run:
+    """One run over `graph`, of which `written` has calls in other words."""
+
+    def __init__(self, graph: Graph, contents: Contents, written: Mapping[Call, Call]) -> None:
+        self.written = written
+        self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS)
+        self.found: list[Reason] = []
+        self.callables: dict[int, tuple[str, Maker | None]] = {}
+        self.depth = 0
+        self.is_unknown = False
+        self.has_foreign = False
+
+    def globals(self, nodes: list[Global]) -> Iterator[Reason]:
+        """Look up `nodes`."""
+        for node in nodes:
+            name = imported_name(node, 2)
+            if name in ALLOWED:
+                continue
+            self.has_foreign = True
+            if name in IMPORTED_WITH_TORCH:
+                yield Reason("not known", f"what {name} makes", node)
+            else:
+                yield Reason("refused", str(node), node, needed_import(name))
+
+    def steps(self, calls: list[Call], changed: list[Object]) -> list[Reason]:
+        """Make `calls`, and do what is done to `changed`, in the source's order."""
+        effects = [(target, effect) for target in changed for effect in self.form(target).effects]
+        effects.sort(key=lambda each: each[1].order or 0)
+        done = 0
+        made = self.objects.made
+        for call in calls:
+            order = self.form(call).order or 0
+            while done < len(effects) and (effects[done][1].order or 0) < order:
+                self.effect(*effects[done])
+                done += 1
+            if id(call) not in made:
+                self.make(call)
+        for target, effect in effects[done:]:
+            self.effect(target, effect)
+        if self.is_unknown and not self.found and not self.has_foreign:
+            self.found.append(Reason("not known", "what a global or a persistent id stands for"))
+        return self.found
+
+    def form(self, target: _AnObject) -> _AnObject:
+        """`target` in the words of the source."""
+        return self.written.get(target, target) if self.written else target  # type: ignore[call-overload]
+
+    def make(self, call: Call) -> Held:
+        """The value of `call`; unknown where it is refused."""
+        made = self.objects.made
+        made[id(call)] = UNKNOWN  # while it is made, for one that stands in itself
+        self.depth += 1
+        try:
+            made[id(call)] = self.value_of(self.form(call))
+        except (Refused, NotKnown) as why:
+            self.add(why, call, _before_colon(self.form(call)))
+        self.depth -= 1
+        return made[id(call)]
+
+    def value_of(self, call: Call) -> Held:
+        if self.depth > LIMITS.nested_calls:
+            raise NotKnown("calls in calls too deep")
+        known = self.callables.get(id(call.callable))
+        if known is None:
+            known = self.callables[id(call.callable)] = self.look_up(call.callable)
+        name, maker = known
+        args = self.arguments(call)
+        if call.kind == "NEWOBJ" and name in _NEW:
+            return _NEW[name]
+        if call.kind == "NEWOBJ" and not (name in _MADE_AS_CALLED or name.endswith("Tensor")):
+            maker = None
+        if maker is None:
+            raise NotKnown("a storage that is made anew") if name in _STORAGES else Refused("it cannot be called")
+        return maker(args)
+
+    def look_up(self, function: Value) -> tuple[str, Maker | None]:
+        """The name of `function`, and what it makes. Raises where the unpickler does not call it."""
+        if not isinstance(function, Global):
+            held = self.objects.held(function)
+            if held is UNKNOWN:
+                raise AfterUnknown
+            raise Refused(f"{said(held)} is called")
+        name = imported_name(function, 2)
+        if name not in ALLOWED:  # which was said of the global
+            raise AfterUnknown
+        if name.startswith("torch.cuda.") and name.endswith("Tensor"):
+            raise Refused(f"{name} makes tensors of a GPU, with map_location too")
+        return name, MAKERS.get(name)
+
+    def arguments(self, call: Call) -> Arguments:
+        if isinstance(call.args, Tuple):
+            return Arguments(call.args.items, self.objects, call.order)
+        held = self.objects.held(call.args)
+        if isinstance(held, SizeValue):
+            return Arguments([*held.sizes], self.objects, call.order)
+        raise AfterUnknown if held is UNKNOWN else NotKnown("a call whose arguments are no tuple")
+
+    def effect(self, target: Object, effect: Effect) -> None:
+        """Do `effect` to `target`."""
+        try:
+            check_effect(target, effect, self.objects)
+        except (Refused, NotKnown) as why:
+            self.add(why, target, "")
+
+    def add(self, why: Refused | NotKnown, node: Node, name: str) -> None:
+        if isinstance(why, AfterUnknown):
+            self.is_unknown = True
+        else:
+            self.found.append(Reason("refused" if isinstance(why, Refused) else "not known", f"{name}{why}", node))
+
+
+def _before_colon(call: Call) -> str:
+    """What `call` calls, before what is wrong with it."""
+    return f"{imported_name(call.callable, 2)}: " if isinstance(call.callable, Global) else ""
