@@ -204,7 +204,7 @@ def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
         yield _refused("it names the classes of modules, with their source")
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
-            yield Reason("refused", "torch cannot read a storage without a dtype from this format", each.node)
+            yield _refused("torch cannot read a storage without a dtype from this format", is_spelling=True)
     yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
 
 

@@ -103,8 +103,9 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
             option("state_dict") if part.path is None or part.module else None,
             separator=", ",
         )
+        is_code = any(isinstance(node, Global) for _, node in refused)
         raise UnsupportedError(
-            "loading it takes code that torch's safe loader refuses",
+            "loading it takes code that torch's safe loader refuses" if is_code else "torch's safe loader refuses it",
             where=checkpoint.source.path,
             got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
             hint=take + " loads a part without it" if take else one_by_one,

@@ -88,8 +88,8 @@ def _verdict(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(style, label, f"{word}: {unknown['text']}", paint=_first_word(style, word, "device"))
         yield from mending.lines(command_in(unknown["command"]))
     elif summary["loads_here"]:
-        judged = summary["torch_load"]
-        by = f", by the rules of torch {judged['torch']}" if judged["answer"] == "loads" else ""
+        proved = summary["safety"] == "loads with weights_only=True"
+        by = f", by the rules of torch {summary['torch_load']['torch']}" if proved else ""
         yield from fact(style, label, f"yes{by}", paint=_first_word(style, "yes", "good"))
     else:
         yield from _reasons(blocking, _remedy_first(summary, blocking), style, mending)
