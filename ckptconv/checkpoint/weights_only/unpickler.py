@@ -138,18 +138,17 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
 
 
 def may_have_obstacles(graph: Graph) -> bool:
-    """Tell without a walk whether :func:`obstacles` could find something.
+    """Tell at once whether :func:`obstacles` could find something that is worth its walk.
 
     Args:
         graph: A graph that may be edited: an edit adds no call but those that torch makes.
 
     Returns:
-        Whether there is a global, an opcode or a call in its source that the unpickler refuses, or was.
+        Whether there is a global or an opcode in its source that the unpickler refuses, or a call whose result is
+        thrown away. Arguments that it does not take are not looked for.
     """
     run = _Run(graph, Contents(), {})
-    if refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None):
-        return True
-    return any(each.known == "refused" for each in run.steps(graph.calls, graph.changed))
+    return bool(refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None))
 
 
 def can_be_made_loadable(graph: Graph) -> bool:
