@@ -27,7 +27,7 @@ from typing import NoReturn
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
-from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.reading import checkpoint_of

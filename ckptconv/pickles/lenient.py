@@ -167,7 +167,7 @@ class _Lenient(PickleMachine):
         if isinstance(target, Object):
             target.add(Effect(opcode, values, self.next_order()))
         elif isinstance(target, (Global, Extension)):
-            self.calls.append(Call("REDUCE", target, Tuple(values), order=self.next_order()))
+            self.calls.append(Call(opcode, target, Tuple(values), order=self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
         """Push the result of a call that is not made, whatever it is given."""

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.dangerous_globals import is_dangerous, reaches
+from ckptconv.checkpoint.dangerous_calls import reaches, undecided
+from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_torchs
@@ -305,12 +306,13 @@ class _Search:
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
     """What `graph` names that torch's safe loader refuses, where, and of what kind it is."""
     for node in graph.globals:
-        dangerous = is_dangerous(node)
-        if dangerous or not (is_torchs(node) or isinstance(node, OtherDType)):
-            yield imported_name(node, graph.protocol), node, "dangerous" if dangerous else "needs code"
+        if not is_torchs(node) and not isinstance(node, OtherDType):
+            kind: Kind = "dangerous" if is_dangerous(node) else "needs code"
+            yield imported_name(node, graph.protocol), node, kind
     for extension in graph.extensions:
         yield f"extension code {extension.code}", extension, "needs code"
     yield from ((what, node, "dangerous") for what, node in reaches(graph))
+    yield from ((what, node, "unknown") for what, node in undecided(graph))
 
 
 def _storages_loaded(graph: Graph) -> set[int]:

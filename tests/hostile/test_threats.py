@@ -10,6 +10,10 @@ the same, thrown away                             needs code, all the same
                                                   test_calls_of_unknown_globals
 a call of what no checkpoint needs                dangerous: not carried over unless asked for
                                                   test_calls_of_what_no_checkpoint_needs
+what libraries lend: aliases, methods of results, dangerous; a table made by reading Python, torch and numpy
+what looks names up, what writes files            test_what_libraries_lend
+a call of what a function of Python's gives       not known: not sound, not carried over
+                                                  test_a_call_that_cannot_be_followed
 EXT1, EXT2, EXT4                                  needs code; malformed where the code is none
                                                   test_extensions, test_malformed_pickles
 STACK_GLOBAL                                      a known name is sound, a path needs code, no text is malformed
@@ -115,6 +119,7 @@ from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.inspection.verification import Level, verify
 from tests.support.archives import without_crc32
 from tests.support.command import Command
+from tests.support.gadgets import GADGETS
 from tests.support.hostile_bytes import (
     central_entry,
     data_of,
@@ -472,6 +477,32 @@ def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str)
     out = path.parent.parent / "out.pt"
     assert main(["convert", str(path), str(out), "--to", "cpu", "--allow-unsafe"]) == 0
     assert ckptconv.inspect(out)["dangerous"] == ["os.system"]
+
+
+@pytest.mark.parametrize("name", GADGETS)
+def test_what_libraries_lend(write: Write, name: str) -> None:
+    """A function by another name, a method of what a call gives, an attribute that is looked up, a class that opens a
+    file, a function that calls what it is given: dangerous in each container, and not carried over. An item, a member
+    or a state of a global is malformed as well.
+    """
+    path = write(checkpoint(GADGETS[name].code))
+    if GADGETS[name].malformed:
+        assert_not_converted(path, MalformedError, "cannot take it")
+    else:
+        assert ckptconv.inspect(path)["dangerous"]
+        assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+    assert any(findings(path, "dangerous")) and not verify(path).ok
+    bare = write(GADGETS[name].pickle, "bare.pkl")
+    assert any(findings(bare, "dangerous")) and not verify(bare).ok
+
+
+def test_a_call_that_cannot_be_followed(write: Write) -> None:
+    """What a function of Python's gives can be anything, so a call of it is neither dangerous nor sound."""
+    item = b"coperator\ngetitem\n(" + text("mine") + b"K\x00tR)R"
+    path = write(checkpoint(item))
+    assert_found(path, "a call of what operator.getitem gives", "unknown")
+    assert not verify(path, strict=True).ok and not ckptconv.inspect(path)["weights_only"]
+    assert_not_converted(path, ckptconv.DangerousError, "operator.getitem")
 
 
 @pytest.mark.parametrize(

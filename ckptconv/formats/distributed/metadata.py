@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
 from ckptconv.formats.distributed.chunks import Chunk

@@ -6,7 +6,7 @@ They are parsed like every pickle here, which runs nothing.
 from __future__ import annotations
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.dangerous_globals import dangerous_globals
+from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.storage_ids import storage_sizes
 from ckptconv.errors import (
     DOWNLOAD_AGAIN,

@@ -1,0 +1,488 @@
+"""What a pickle would call: followed through ``getattr`` and its like, partial functions and the results of calls.
+
+A pickle names most of what it calls, and :mod:`ckptconv.checkpoint.dangerous_globals` judges the name. What a pickle
+fetches is judged here: an attribute of something named as if it were named itself; a method of what a call gives by its
+name, for every class that the result can be of. A class whose constructor does harm is dangerous where it is called, or
+handed on to be; an instance that is made without the constructor is not. What nobody can follow is *undecided*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple, TypeAlias, TypeGuard
+
+from ckptconv.checkpoint.danger_table import is_known_package, is_mentioned, is_method, listed, only_looks_up
+from ckptconv.checkpoint.dangerous_globals import INNARDS, is_dangerous, is_way_out, leads_to_danger
+from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.safe_globals import is_torchs
+from ckptconv.pickles.graph import Blob, Call, Global, Graph, Node, Tuple, Value, args_of, children, walk
+from ckptconv.pickles.python2_names import imported_as, imported_name
+
+__all__ = ["dangerous_globals", "reaches", "undecided"]
+
+_WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
+_LONGEST_SHOWN = 40  # characters of an attribute's name
+_DEEPEST = 20  # results of calls of results of calls
+_MOST_MEANINGS = 50  # of one value: a partial function has one more with each state that it gets
+
+_GETATTRS = frozenset(["builtins.getattr", "inspect.getattr_static"])
+_GETTERS = frozenset(["operator.attrgetter", "_operator.attrgetter"])
+_CALLERS = frozenset(["operator.methodcaller", "_operator.methodcaller"])
+#: What looks attributes up by names that it is given.
+_LOOK_UP = _GETATTRS | _GETTERS | _CALLERS
+#: What gives a global by the texts that it is called with: module and name, or a module alone.
+_BY_NAME = frozenset(
+    [*(f"numpy.{core}._ufunc_reconstruct" for core in ("core", "_core")), "cloudpickle.cloudpickle.subimport"]
+)
+_PARTIALS = frozenset(["functools.partial", "_functools.partial", "functools.partialmethod"])
+#: What makes an instance of its first argument without calling that: pickle's own ways, numpy's and torch's.
+_MAKERS = frozenset(
+    [
+        *(f"{module}.{name}" for module in ("copyreg", "copy_reg") for name in (
+            "_reconstructor", "__newobj__", "__newobj_ex__",
+        )),
+        *(f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core")),
+        "builtins.object.__new__", "torch._utils._rebuild_wrapper_subclass",
+    ]
+)  # a table  # fmt: skip
+#: Functions that pickle calls to make instances again, and of what.
+_MADE_BY = {
+    "logging.getLogger": ("logging", "Logger"),
+    "re._compile": ("re", "Pattern"),
+    "numpy.random._pickle.__randomstate_ctor": ("numpy.random", "RandomState"),
+    "numpy.random._pickle.__generator_ctor": ("numpy.random", "Generator"),
+    "numpy.random._pickle.__bit_generator_ctor": ("numpy.random", "BitGenerator"),
+}
+#: The rebuild functions of numpy, after which an array of a class that opens files has opened none.
+_REBUILDERS = frozenset(name for name in _MAKERS if name.endswith("_reconstruct"))
+#: Packages whose functions and classes evaluate the texts that they are called with, and what only names something.
+_EVALUATORS = frozenset(["sympy"])
+_NAMING = frozenset(["Dummy", "Symbol", "Wild"])
+
+#: The methods that pickle calls by its opcodes.
+_METHODS_OF = {
+    "BUILD": ("__setstate__", "__setattr__"),
+    "APPEND": ("append",),
+    "APPENDS": ("extend", "append"),
+    "SETITEM": ("__setitem__",),
+    "SETITEMS": ("__setitem__",),
+    "ADDITEMS": ("update", "add"),
+}
+
+
+#: The methods by which Python uses what a function is given, without naming them.
+_UNNAMED = (
+    "__call__", "__contains__", "__enter__", "__eq__", "__fspath__", "__getitem__", "__hash__", "__iter__", "__len__",
+    "__next__", "__repr__", "__str__",
+)  # a table  # fmt: skip
+_EFFECTS = frozenset(_METHODS_OF)
+
+
+class _Ref(NamedTuple):
+    """Something with a name."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class _Made(NamedTuple):
+    """What calling ``by`` gives. ``of_class``: an instance of it for sure."""
+
+    by: _Ref
+    of_class: bool
+
+
+class _Method(NamedTuple):
+    """The attribute ``name`` of what a call gave: of ``of``, where that is known."""
+
+    of: _Made | None
+    name: str
+    is_known: bool
+
+
+class _Getter(NamedTuple):
+    """What looks ``names`` up in what it is called with; and calls it."""
+
+    names: tuple[str, ...]
+    calls: bool
+
+
+class _Other(NamedTuple):
+    """Anything; ``is_known``: it comes from the packages of which the table tells."""
+
+    is_known: bool
+
+
+_Meaning: TypeAlias = _Ref | _Made | _Method | _Getter | _Other
+
+
+def dangerous_globals(graph: Graph) -> Iterator[str]:
+    """The dangerous globals that `graph` names, each once, as the reading Python would look them up."""
+    named = (imported_name(node, graph.protocol) for node in graph.globals if is_dangerous(node))
+    yield from dict.fromkeys([*named, *(what for what, _ in reaches(graph))])
+
+
+def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """What `graph` does that no checkpoint needs with what it does not name itself, and where: looks innards up, or
+    names that are computed; hands ``getattr`` itself on; calls a class that opens a file.
+    """
+    yield from _changed(graph)
+    named = [node for node in graph.globals if not is_torchs(node)]
+    if not named and not _calls_results(graph):
+        return
+    look_ups = {id(node) for node in named if imported_name(node, 2) in _LOOK_UP}
+    classes = {id(node): entry for node in named if (entry := _class_entry(node))}
+    if not look_ups and not classes and not any(map(_is_odd, named)) and not _calls_results(graph):
+        return
+    nodes = [*walk([graph.root, *graph.discarded])]
+    yield from _fetched(nodes, look_ups)
+    yield from _used(nodes)
+    yield from _handed_on(nodes, look_ups, classes)
+
+
+def undecided(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """What `graph` calls of which nobody can tell what it is, and where."""
+    if not _calls_results(graph):
+        return
+    meanings = _Meanings()
+    for node in walk([graph.root, *graph.discarded]):
+        if isinstance(node, Call) and not isinstance(node.callable, Global):
+            for meaning in meanings.of(node.callable):
+                if isinstance(meaning, _Made) and _is_known(meaning) and not leads_to_danger(*meaning.by):
+                    yield f"a call of what {meaning.by} gives", node
+                elif isinstance(meaning, _Other) and meaning.is_known:
+                    yield "a call of what a call gives", node
+
+
+def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """What `graph`, read leniently, changes without a call: items, members or states of globals of known packages."""
+    for call in graph.calls:
+        if call.kind in _EFFECTS and isinstance(call.callable, Global):
+            module, _ = imported_as(call.callable, 2)
+            if is_known_package(module):
+                yield f"{call.kind} on {imported_name(call.callable, 2)}", call
+
+
+def _calls_results(graph: Graph) -> bool:
+    return any(not isinstance(call.callable, Global) for call in graph.calls)
+
+
+def _class_entry(node: Global) -> str | None:
+    """Whether `node` is a class whose constructor does harm: ``class`` in what calls it, ``new`` in what makes one; or
+    of a package that evaluates texts.
+    """
+    module, name = imported_as(node, 2)
+    entry = listed(module, name)
+    if module.partition(".")[0] in _EVALUATORS and name not in _NAMING:
+        return "evaluator"
+    return entry if entry in ("class", "new") else None
+
+
+def _is_odd(node: Global) -> bool:
+    """Whether what `node` is called with, or what is done to what it gives, has to be looked at."""
+    module, name = imported_as(node, 2)
+    if f"{module}.{name}" in _BY_NAME or module.partition(".")[0] in _EVALUATORS:
+        return True
+    if not is_mentioned(module, name):
+        return False
+    made = _Ref(module, name)
+    methods = (method for each in _METHODS_OF.values() for method in each)
+    return any(_has(made, method) for method in methods) or next(_harm_unnamed(made), None) is not None
+
+
+class _Meanings:
+    """What values are, as far as that can be told without calling anything."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[_Meaning, ...]] = {}
+
+    def of(self, value: Value, depth: int = 0) -> tuple[_Meaning, ...]:
+        """All that `value` can be."""
+        if isinstance(value, Global):
+            return (_Ref(*imported_as(value, 2)),)
+        if not isinstance(value, Call):
+            return (_Other(False),)
+        if depth == _DEEPEST:
+            return (_Other(True),)
+        if id(value) not in self._known:
+            results = (
+                result for called in self.of(value.callable, depth + 1) for result in self._given(value, called, depth)
+            )
+            found = tuple(dict.fromkeys(islice(results, _MOST_MEANINGS + 1)))
+            self._known[id(value)] = (*found, *(_Other(True) for _ in islice(results, 1)))
+        return self._known[id(value)]
+
+    def _given(self, call: Call, called: _Meaning, depth: int) -> Iterator[_Meaning]:
+        """What `call` gives, if its callable is `called`."""
+        args = args_of(call)
+        if isinstance(called, _Ref):
+            yield from self._result(call, called, args, depth)
+        elif isinstance(called, _Getter):
+            for of in self.of(args[0], depth + 1) if args else ():
+                for name in called.names:
+                    found = _attribute(of, name)
+                    yield _Other(_is_known(of)) if called.calls else found
+        else:
+            yield _Other(_is_known(called))
+
+    def _result(self, call: Call, called: _Ref, args: list[Value], depth: int) -> Iterator[_Meaning]:
+        name = str(called)
+        if call.kind not in ("REDUCE", "OBJ"):
+            yield _Made(called, of_class=True)
+        elif name in _GETATTRS:
+            text = text_of(args[1]) if len(args) > 1 else None
+            for of in self.of(args[0], depth + 1) if args else ():
+                yield _attribute(of, text) if text is not None else _Other(True)
+        elif name in _GETTERS or name in _CALLERS:
+            texts = [text_of(each) for each in (args if name in _GETTERS else args[:1])]
+            names = [text for text in texts if text is not None]
+            yield _Getter(tuple(names[:_MOST_MEANINGS]), name in _CALLERS)
+        elif name in _BY_NAME:
+            texts = [text_of(each) for each in args]
+            yield _Ref(*_module_and_name(".".join(text or "" for text in texts)))
+        elif name in _PARTIALS:
+            states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
+            for each in [*args[:1], *(state.items[0] for state in states if isinstance(state, Tuple) and state.items)]:
+                yield from self.of(each, depth + 1)
+        elif name in _MAKERS or called.name.endswith(".__new__"):
+            for of in self.of(args[0], depth + 1) if args else ():
+                yield _Made(of, of_class=True) if isinstance(of, _Ref) else _Other(_is_known(of))
+        else:
+            made_by = _MADE_BY.get(name)
+            yield _Made(_Ref(*made_by) if made_by else called, made_by is not None or _is_class(called.name))
+
+
+def _is_class(name: str) -> bool:
+    return name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+def _module_and_name(full: str) -> tuple[str, str]:
+    module, _, name = full.partition(".")
+    return (module, name) if name else ("", module)
+
+
+def _attribute(of: _Meaning, name: str) -> _Meaning:
+    if isinstance(of, _Ref):
+        return _Ref(of.module, f"{of.name}.{name}" if of.name else name)
+    return _Method(of if isinstance(of, _Made) else None, name, _is_known(of))
+
+
+def _is_known(meaning: _Meaning) -> bool:
+    if isinstance(meaning, _Ref):
+        return is_known_package(meaning.module)
+    if isinstance(meaning, _Made):
+        return is_known_package(meaning.by.module)
+    return meaning.is_known if isinstance(meaning, (_Method, _Other)) else True
+
+
+def _fetched(nodes: list[Node], look_ups: set[int]) -> Iterator[tuple[str, Node]]:
+    """What the calls among `nodes` fetch or give that is dangerous. `look_ups` are the globals that look names up."""
+    meanings = _Meanings()
+    used = {id(each) for each in walk([child for node in nodes if isinstance(node, Call) for child in children(node)])}
+    for node in nodes:
+        if isinstance(node, Call):
+            said = list(_names_or_texts(node, look_ups, meanings, is_used=id(node) in used))
+            yield from ((what, node) for what in said or _given(node, meanings))
+
+
+def _used(nodes: list[Node]) -> Iterator[tuple[str, Node]]:
+    """What calls of known packages among `nodes` are given that does harm when it is used: what calls a method, and
+    instances with a method that Python calls by itself. It may stand in containers and in other instances.
+    """
+    meanings = _Meanings()
+    seen: set[int] = set()
+    called: set[int] = set()
+    for node in nodes:
+        todo = _given_to(node, called) if isinstance(node, Call) and _is_used_by(node, meanings) else []
+        while todo:
+            each = todo.pop()
+            if not isinstance(each, Node) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            if not isinstance(each, Call):
+                todo += children(each)
+            elif _is_used_by(each, meanings, allowed=True):
+                yield from ((what, each) for what in _harm_of_use(each, meanings))
+                todo += children(each)
+
+
+def _given_to(call: Call, called: set[int]) -> list[Value]:
+    """The arguments of `call`, and what its callable was given if that is the result of a call, not yet in `called`."""
+    made = children(call.callable) if isinstance(call.callable, Call) and id(call.callable) not in called else []
+    called.add(id(call.callable))
+    return [*made, call.args, call.kwargs]
+
+
+def _is_used_by(call: Call, meanings: _Meanings, *, allowed: bool = False) -> bool:
+    """Whether `call` is one of a known package; `allowed`: of what torch's safe loader calls too."""
+    if isinstance(call.callable, Global) and is_torchs(call.callable):
+        return allowed
+    return any(_is_known(each) for each in meanings.of(call.callable))
+
+
+def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
+    """What using the result of `call` does."""
+    for meaning in meanings.of(call):
+        if isinstance(meaning, _Getter) and meaning.calls:
+            found = (name for name in meaning.names if is_method(name))
+            yield from (f"a call of {name[:_LONGEST_SHOWN]!r}" for name in found)
+        elif isinstance(meaning, _Made):
+            yield from _harm_unnamed(meaning.by)
+
+
+def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
+    """What is dangerous about the arguments of `call`, of a global that looks names up, or evaluates texts."""
+    called = call.callable
+    if isinstance(called, Global):
+        name = imported_name(called, 2)
+        if id(called) in look_ups and call.kind not in _WITHOUT_INIT:
+            yield from (f"{name} of {what}" for what in _names_looked_up(call, name, meanings, is_used=is_used))
+        elif name.partition(".")[0] in _EVALUATORS and _evaluates(call, called):
+            yield f"{name} of a text"
+
+
+def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
+    """What is dangerous about what `call` calls and gives, but for attributes of what is named, which were judged."""
+    for meaning in meanings.of(call.callable) if not isinstance(call.callable, Global) else ():
+        if _is_called_by_name(meaning):
+            yield f"a call of {meaning.name[:_LONGEST_SHOWN]!r}"
+        elif isinstance(meaning, _Made) and _has(meaning.by, "__call__"):
+            yield f"{meaning.by}.__call__"
+        elif isinstance(meaning, _Getter) and meaning.calls and args_of(call):
+            found = (_attribute(of, name) for of in meanings.of(args_of(call)[0]) for name in meaning.names)
+            yield from (what for each in found if (what := _danger_of(each)) is not None)
+    is_judged = isinstance(call.callable, Global) and imported_name(call.callable, 2) in _GETATTRS
+    for meaning in meanings.of(call):
+        if not (is_judged and isinstance(meaning, _Ref)) and (what := _danger_of(meaning)) is not None:
+            yield what
+        if isinstance(meaning, _Made):
+            yield from _by_opcodes(call, meaning)
+
+
+def _is_called_by_name(meaning: _Meaning) -> TypeGuard[_Method]:
+    """Whether `meaning`, which is called, is a method of what a function gives that nobody knows."""
+    if not isinstance(meaning, _Method) or meaning.is_known or not is_method(meaning.name):
+        return False
+    return meaning.of is None or not meaning.of.of_class
+
+
+def _danger_of(meaning: _Meaning) -> str | None:
+    """What is dangerous about what was fetched, if anything is."""
+    if isinstance(meaning, _Ref):
+        module, name = meaning
+        return str(meaning).lstrip(".") if leads_to_danger(module, name) or listed(module, name) == "class" else None
+    if not isinstance(meaning, _Method) or not meaning.is_known:
+        return None
+    shown = meaning.name[:_LONGEST_SHOWN]
+    if meaning.of is None:
+        return f"the attribute {shown!r} of what a call gives" if is_method(meaning.name) else None
+    by = meaning.of.by
+    if listed(by.module, f"{by.name}.{meaning.name}") or is_method(meaning.name, of_known_class=meaning.of.of_class):
+        return f"the attribute {shown!r} of what {by} gives"
+    return None
+
+
+def _by_opcodes(call: Call, made: _Made) -> Iterator[str]:
+    """Methods of what `call` gives that its effects call, and that do harm."""
+    for opcode in dict.fromkeys(effect.opcode for effect in call.effects):
+        for method in _METHODS_OF.get(opcode, ()):
+            if _has(made.by, method):
+                yield f"{made.by}.{method}"
+
+
+def _harm_unnamed(made: _Ref) -> Iterator[str]:
+    """The methods of what `made` makes that do harm and that nobody names: what only looks names up does none."""
+    for method in _UNNAMED:
+        if _has(made, method) and not only_looks_up(made.module, f"{made.name}.{method}"):
+            yield f"{made}.{method}"
+
+
+def _has(ref: _Ref, method: str) -> bool:
+    """Whether `method` of what `ref` makes does harm, where naming `ref` does not."""
+    return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
+
+
+def _evaluates(call: Call, called: Global) -> bool:
+    """Whether `call` gives `called`, of a package that evaluates texts, a text that only names nothing."""
+    if called.name in _NAMING:
+        return False
+    return any(isinstance(each, (str, Blob)) for each in _all_in(args_of(call), call))
+
+
+def _all_in(args: list[Value], call: Call) -> Iterator[Value]:
+    """`args`, and what stands in containers among them."""
+    if not isinstance(call.args, Tuple):
+        yield ""
+    for each in args:
+        yield "" if isinstance(each, Call) and not isinstance(each.callable, Global) else each
+        if isinstance(each, Tuple):
+            yield from each.items
+
+
+def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
+    """Names that `call` of `function` looks up and no checkpoint needs.
+
+    `is_used`: something is called with what it gives.
+    """
+    args = args_of(call)
+    is_getattr = function in _GETATTRS
+    names = args[1:2] if is_getattr else args if function in _GETTERS else args[:1]
+    if not names:
+        yield "what is computed"
+    elif len(names) > _MOST_MEANINGS:
+        yield "more names than are looked at"
+    for each in names:
+        text = text_of(each)
+        words = text.split(".") if text is not None else []
+        if text is None:
+            yield "what is computed"
+        elif not (is_getattr or is_used) and INNARDS.isdisjoint(words):
+            continue
+        elif is_way_out(words) or (is_getattr and _leads_to(meanings.of(args[0]), text)):
+            yield repr(text[:_LONGEST_SHOWN])
+
+
+def _leads_to(meanings: Iterable[_Meaning], text: str) -> bool:
+    """Whether the attribute `text` of one of `meanings` is dangerous, where that is something named."""
+    named = (each for each in meanings if isinstance(each, _Ref))
+    return any(leads_to_danger(each.module, f"{each.name}.{text}") for each in named)
+
+
+def _handed_on(nodes: list[Node], look_ups: set[int], classes: dict[int, str]) -> Iterator[tuple[str, Node]]:
+    """Where one of `nodes` hands on what looks names up, or a class whose constructor does harm."""
+    if not look_ups and not classes:
+        return
+    used = {id(each) for each in walk([child for node in nodes if isinstance(node, Call) for child in children(node)])}
+    made = _arguments_of(nodes, _MAKERS | _GETATTRS)
+    rebuilt = _arguments_of(nodes, _REBUILDERS)
+    for node in nodes:
+        called = node.callable if isinstance(node, Call) and node.kind not in _WITHOUT_INIT else None
+        for child in children(node):
+            if not isinstance(child, Global) or not (isinstance(node, Call) or id(node) in used):
+                continue
+            if id(child) in look_ups and child is not called:
+                yield f"{imported_name(child, 2)}, not called", child
+            entry = classes.get(id(child))
+            is_call = isinstance(node, Call)
+            if (entry == "new" and id(node) not in rebuilt) or (
+                id(node) not in made
+                and ((entry == "class" and (child is called or not is_call)) or (entry == "evaluator" and not is_call))
+            ):
+                yield imported_name(child, 2), child
+
+
+def _arguments_of(nodes: list[Node], names: Iterable[str]) -> set[int]:
+    """The ids of the tuples of arguments of the calls among `nodes` of the globals `names`, that nothing else has."""
+    wanted = frozenset(names)
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, Call) and isinstance(node.callable, Global) and imported_name(node.callable, 2) in wanted
+    ]
+    alone = {id(node) for node in calls}
+    found = {id(node.args) for node in calls}
+    return found - {id(child) for node in nodes if id(node) not in alone for child in children(node)}

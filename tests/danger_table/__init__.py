@@ -1,0 +1,1 @@
+"""How the table of dangerous functions is made."""

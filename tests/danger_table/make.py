@@ -1,0 +1,296 @@
+"""Make ``ckptconv/checkpoint/dangerous_globals.txt``: what Python, torch and what they need lend that does harm.
+
+    python -m tests.danger_table.make                     for the Python, torch and numpy at hand, added to the table
+    python -m tests.danger_table.make --stdlib FOLDER     for the standard library of another version too
+    python -m tests.danger_table.make --check             writes nothing; fails if something is not in the table
+
+Nothing that is looked at is imported or run. Syntax trees are held for one module at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from ckptconv.checkpoint.dangerous_globals import is_on_lists
+from tests.danger_table import flows, primitives
+from tests.danger_table.modules import Class, Entity, External, Function, Library, Module, is_table, read_library
+
+__all__ = ["PACKAGES", "PYTHON", "STDLIB", "Table", "entries", "main", "read_table", "walked"]
+
+TABLE = Path(__file__).resolve().parents[2] / "ckptconv" / "checkpoint" / "dangerous_globals.txt"
+STDLIB = Path(os.__file__).parent
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+#: torch, and what it and the command line need: installed wherever checkpoints are loaded with it.
+PACKAGES = (
+    "torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions",
+    "setuptools", "pkg_resources", "_distutils_hack", "pip", "safetensors", "click", "rich", "ckptconv",
+)  # a table  # fmt: skip
+
+#: Dangerous as a whole, by the list in the package; or no module that anybody imports.
+_WITHOUT = (
+    "antigravity", "distutils.tests", "idlelib.idle_test", "lib2to3.tests", "site-packages", "test", "this",
+    "ctypes.test", "sqlite3.test", "tkinter.test", "unittest.test", "turtledemo",
+    "torch.testing._internal", "torch._inductor", "torch._vendor", "pip", "setuptools", "pkg_resources",
+    "_distutils_hack",
+    "sympy",  # evaluates texts wherever it is called with one, and is judged by that
+)  # a table  # fmt: skip
+
+_NO_METHOD = frozenset("=<()[]?")
+#: Objects of these are inside of compilers and build tools: no function gives one.
+_INNER = ("torch._dynamo", "torch._export", "numpy.distutils", "torch.onnx", "torch.jit", "ckptconv")
+#: What dicts, texts and tensors have as well; ``replace`` of a path is worse than that of a text.
+_EVERYDAY = frozenset([*dir(dict), *dir(list), *dir(set), *dir(str), "backward", "type"]) - {"replace"}
+
+_HEAD = """\
+# Made by tests/danger_table/make.py, which says how; do not edit. A line for each module: what it has that does harm.
+# name: a function, or a method of a class (with "?": it only looks something up); Class(): a class whose __init__ does
+# it, Class(new): whose __new__ does; table[]: a dict, list or set of the module's own; name=other: the same as another;
+# Class<Base: has its methods.
+# The lines with a colon: the packages that were read; the Pythons whose library was, as a whole; methods of objects of
+# unknown classes; methods written in C, of any object; names under which modules stand in others.
+"""
+
+
+def walked(stdlib: Path, packages: Iterable[str]) -> Library:
+    """The modules of Python in the folder `stdlib`, and of `packages`, as far as they are installed."""
+    library = Library()
+    read_library(library, stdlib, without=[*_WITHOUT, *_tests(stdlib)])
+    for name in packages:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None or name in _WITHOUT:
+            continue
+        path = Path(spec.origin)
+        library.add(name, path.read_bytes(), is_package=path.stem == "__init__")
+        if path.stem == "__init__":
+            read_library(library, path.parent, name, without=[*_WITHOUT, *_tests(path.parent, name)])
+    return library
+
+
+def _tests(folder: Path, prefix: str = "") -> Iterator[str]:
+    """The packages below `folder`, which is the package `prefix`, that have its tests."""
+    for path in folder.rglob("tests"):
+        yield ".".join([*([prefix] if prefix else []), *path.relative_to(folder).parts])
+
+
+def entries(library: Library) -> dict[str, set[str]]:
+    """What the modules of `library` have that does harm, as the table says it."""
+    verdicts = flows.judge(
+        library,
+        primitives.is_harmful,
+        primitives.is_always,
+        primitives.is_harmless,
+        primitives.is_alone,
+        primitives.METHODS,
+    )
+    return _Entries(library, verdicts).all()
+
+
+class _Entries:
+    def __init__(self, library: Library, verdicts: flows.Verdicts) -> None:
+        self.library = library
+        self.verdicts = verdicts
+        self.found: dict[str, set[str]] = defaultdict(set)
+        self.classes: set[Class] = set()
+
+    def all(self) -> dict[str, set[str]]:
+        for function in self.library.functions:
+            if self.is_harmful(function):
+                only_looks = not self.verdicts.harm[function] and function not in self.verdicts.always
+                mark = "?" if only_looks and function.owner is not None else ""
+                self.found[function.module.name].add(function.name + mark)
+                if function.owner is not None:
+                    self.classes.add(function.owner)
+        for each in self.library.classes:
+            made = self.made_harmful(each)
+            if made is not None:
+                self.found[each.module.name].add(each.name + made)
+                self.classes.add(each)
+        self.inherit()
+        for module in self.library.modules.values():
+            self.lent(module)
+        for name in primitives.HARMFUL:
+            if not name.endswith("."):
+                self.in_c(name)
+        return self.found
+
+    def in_c(self, full: str) -> None:
+        """Note what is called `full`, which no source tells of; a class stands before its method."""
+        module, _, name = full.rpartition(".")
+        if module.rpartition(".")[2][:1].isupper():
+            module, _, owner = module.rpartition(".")
+            name = f"{owner}.{name}"
+        self.found[module].add(name)
+
+    def is_harmful(self, function: Function) -> bool:
+        found = self.verdicts
+        if primitives.is_harmful(str(function)):
+            return True
+        return bool(found.harm[function] or found.look_up[function] or function in found.always)
+
+    def made_harmful(self, made: Class) -> str | None:
+        """How instances of `made` do harm: when they go, without anything; by the argument of a constructor."""
+        finalizers = self.library.member(made, "__del__")
+        if any(isinstance(each, Function) and self.is_harmful(each) for each in finalizers):
+            return ""
+        if any(isinstance(base, External) and primitives.is_harmful(base.name) for base in self.library.bases(made)):
+            return "(new)"
+        for name, mark in (("__new__", "(new)"), ("__init__", "()")):
+            for function in self.library.member(made, name):
+                harm = self.verdicts.harm[function] if isinstance(function, Function) else 0
+                if harm >> 1 or (isinstance(function, Function) and function in self.verdicts.always):
+                    return mark
+        return None
+
+    def inherit(self) -> None:
+        """Note classes that have what is harmful from their bases."""
+        before = -1
+        while before != len(self.classes):
+            before = len(self.classes)
+            for each in self.library.classes:
+                bases = [base for base in self.library.bases(each) if isinstance(base, Class) and base in self.classes]
+                if bases:
+                    self.classes.add(each)
+                    self.found[each.module.name] |= {f"{each.name}<{base}" for base in bases}
+
+    def lent(self, module: Module) -> None:
+        """What `module` has of others: functions, classes; and tables of its own."""
+        found = self.found[module.name]
+        for full in primitives.HARMFUL:  # of a module in C of which everything is imported, nothing else is known
+            of, _, name = full.rpartition(".")
+            if name and of in module.stars and of not in self.library.modules and not name.startswith("_"):
+                found.add(name)
+        for name in self.library.exported(module):
+            for entity in self.library.named(module, name):
+                found |= self.lent_as(name, entity, module)
+        for name, bound in module.bound.items():
+            if any(is_table(each) for each in bound) and not name.startswith("__"):
+                found.add(f"{name}[]")
+            for each in bound:  # an object of a class that is known, made when the module is imported
+                if isinstance(each, ast.Call):
+                    found |= {
+                        f"{name}={of}"
+                        for of in self.library.expression(each.func, module)
+                        if isinstance(of, Class) and of in self.classes
+                    }
+
+    def lent_as(self, name: str, entity: Entity, module: Module) -> set[str]:
+        own = f"{module.name}.{name}" == str(entity)
+        if isinstance(entity, Function) and self.is_harmful(entity):
+            return {name}
+        if isinstance(entity, Class) and entity in self.classes and not own:
+            return {f"{name}={entity}"}
+        if isinstance(entity, External) and primitives.is_harmful(entity.name):
+            return {name}
+        return set()
+
+
+def methods(found: dict[str, set[str]]) -> set[str]:
+    """The names of methods that do harm, of classes whose instances can be had without naming what is dangerous: what
+    a method is judged by where nobody knows what it is a method of.
+    """
+    found_names = set()
+    for module, words in found.items():
+        for word in words:
+            owner, _, name = word.rpartition(".")
+            if not owner or not _NO_METHOD.isdisjoint(word) or name.startswith("__") or name in _EVERYDAY:
+                continue
+            is_made = {f"{owner}()", f"{owner}(new)", owner}.isdisjoint(words)
+            if is_made and not module.startswith(_INNER) and not is_on_lists(module, owner):
+                found_names.add(name)
+    return found_names
+
+
+def aliases(library: Library) -> dict[str, set[str]]:
+    """Names under which modules stand in other modules, where that is not their own."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in library.modules.values():
+        for name in module.bound:
+            for entity in library.named(module, name):
+                is_module = isinstance(entity, Module) or str(entity) in sys.stdlib_module_names
+                if is_module and str(entity) != name:
+                    found[name].add(str(entity))
+    return found
+
+
+@dataclass
+class Table:
+    """The table: the packages that it tells of, and the versions of Python whose whole library was read; names under
+    which modules stand in others; what each module has.
+    """
+
+    packages: set[str] = field(default_factory=set)
+    pythons: set[str] = field(default_factory=set)
+    names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    found: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, library: Library) -> list[str]:
+        """Add what the modules of `library` have; what of it is new."""
+        new = []
+        for module, words in entries(library).items():
+            new += [f"{module} {word}" for word in sorted(words - self.found[module])]
+            self.found[module] |= words
+        for name, modules in aliases(library).items():
+            self.names[name] |= modules
+        return new
+
+    def text(self) -> str:
+        """The table as it stands in the file."""
+        heads = {
+            "packages": self.packages,
+            "pythons": self.pythons,
+            "methods": methods(self.found) | primitives.METHODS,
+            "in-c": set(primitives.IN_C),
+            **dict(sorted(self.names.items())),
+        }
+        lines = [f"{head}: {' '.join(sorted(words))}" for head, words in heads.items()]
+        lines += (f"{module} {' '.join(sorted(words))}" for module, words in sorted(self.found.items()) if words)
+        return _HEAD + "\n".join(lines) + "\n"
+
+
+def read_table(path: Path = TABLE) -> Table:
+    """The table at `path`; an empty one where there is none."""
+    table = Table()
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
+        head, *words = line.split()
+        if head in ("packages:", "pythons:"):
+            (table.packages if head == "packages:" else table.pythons).update(words)
+        elif head.endswith(":") and head not in ("methods:", "in-c:"):
+            table.names[head[:-1]].update(words)
+        elif not head.endswith(":") and head != "#":
+            table.found[head].update(words)
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make the table anew, or check it; the exit status."""
+    gc.disable()  # nothing of what is read becomes garbage
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--stdlib", action="append", default=[], type=Path, help="the folder of another version")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something is not in the table")
+    args = parser.parse_args(argv)
+    table = read_table()
+    table.packages |= {*sys.stdlib_module_names, *PACKAGES}
+    table.pythons.add(PYTHON)
+    new = table.add(walked(STDLIB, PACKAGES))
+    for stdlib in args.stdlib:
+        new += table.add(walked(stdlib, ()))
+    if args.check:
+        print(*new, sep="\n")
+        return 1 if new else 0
+    TABLE.write_text(table.text(), "utf-8")
+    print(f"{len(new)} new, {sum(map(len, table.found.values()))} in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

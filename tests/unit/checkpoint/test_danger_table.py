@@ -1,0 +1,214 @@
+"""The table of what libraries lend: how a name is looked up in it, how it is made, and that it covers what is here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptconv.checkpoint.danger_table import is_known_package, is_method, listed
+from ckptconv.checkpoint.dangerous_globals import is_dangerous
+from ckptconv.pickles.graph import Global
+from tests.danger_table import flows, make, primitives
+from tests.danger_table.modules import Library
+
+# Looking names up
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "entry"),
+    [
+        ("inspect", "getmodule", "name"),
+        ("pathlib", "Path.mkdir", "name"),
+        ("pathlib", "PosixPath.mkdir", "name"),
+        ("pathlib", "Path", None),
+        ("pathlib", "PurePath.joinpath", None),
+        ("gzip", "GzipFile", "class"),
+        ("numpy", "memmap", "new"),
+        ("numpy._core.memmap", "memmap", "new"),
+        ("copyreg", "dispatch_table", "table"),
+        ("torch.serialization", "_open_file", "class"),
+        ("torch", "utils.file_baton.FileBaton.try_acquire", "name"),
+        ("torch.nn", "Module", None),
+        ("string", "Formatter.get_field", "name"),
+        ("mine", "gzip.GzipFile", "class"),
+        ("mine", "GzipFile", None),
+        ("collections", "namedtuple", None),
+    ],
+)
+def test_listed(module: str, name: str, entry: str | None) -> None:
+    """Functions, constructors, methods that a class has from its bases, what modules have of others."""
+    assert listed(module, name) == entry
+
+
+def test_too_many_attributes_are_dangerous() -> None:
+    assert listed("torch", "a." * 30 + "b") == "name"
+
+
+def test_methods_by_name() -> None:
+    """What paths and files do, but not what every dict, text or tensor has; in C, whatever the class."""
+    assert is_method("write_bytes") and is_method("extractall") and not is_method("get") and not is_method("type")
+    assert is_method("tofile", of_known_class=True) and not is_method("write_bytes", of_known_class=True)
+    assert is_known_package("torch.nn") and not is_known_package("mine.torch")
+
+
+def test_the_table_is_not_read_for_nothing(tmp_path: Path) -> None:
+    """Importing the package reads no table, nor does a file of which torch's safe loader takes all."""
+    code = (
+        "import sys, torch, ckptconv; from ckptconv.inspection.verification import verify\n"
+        "from ckptconv.checkpoint.danger_table import _table\n"
+        "torch.save({'w': torch.ones(1)}, sys.argv[1])\n"
+        "verify(sys.argv[1]); print(_table.cache_info().currsize)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x.pt")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+# Making it
+
+
+def judged(source: str, **others: str) -> set[str]:
+    """What the table would have of the module ``m`` with `source`, beside `others`."""
+    library = Library()
+    for name, text in {"m": source, **others}.items():
+        library.add(name, text.encode(), is_package=False)
+    return make.entries(library)["m"]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os\ndef f(a): os.system(a)", {"f"}),
+        ("import os\ndef f(a): os.getcwd(a)", set()),
+        ("import os\ndef f(): os.system('true')", set()),
+        ("from os import system as s\ndef f(a): s(a)", {"f", "s"}),
+        ("def f(a):\n    from os import system\n    b = ['x', a]\n    system(' '.join(b))", {"f"}),
+        ("import os\ndef g(a, b): os.mkdir(b)\ndef f(a): g(a, 'x')\ndef h(a): g('x', b=a)", {"g", "h"}),
+        ("import os\ndef g(*a): os.mkdir(a)\ndef f(a): g('x', 'y', a)", {"g", "f"}),
+        ("import os\ndef f(a): os.mkdir(str(len(a)))", set()),
+        ("import os\nclass C:\n    def __init__(self, a): os.mkdir(a)\ndef f(a): C(a)", {"C()", "C.__init__", "f"}),
+        ("import os\nclass C:\n    def __new__(cls, a): os.mkdir(a)", {"C(new)", "C.__new__"}),
+        ("import os\nclass C:\n    def __del__(self): os.unlink(self.x)", {"C", "C.__del__"}),
+        (
+            "import os\nclass C:\n    def __init__(self, a): self.a = a\n    def m(self): os.mkdir(self.a)\n"
+            "class D(C): pass\ndef f(a):\n    d = D(a)\n    d.m()",
+            {"C.m", "D<m.C", "f"},
+        ),
+        (
+            "class C:\n    def __init__(self, a):\n        self.o = open\n        self.a = a\n        self.m()\n"
+            "    def m(self): self.o(self.a)",
+            {"C()", "C.__init__", "C.m"},
+        ),
+        ("import os\ndef f(a, do=os.mkdir): do(a)", {"f"}),
+        ("import os, functools\ndef f(a): return functools.partial(os.mkdir, a)", {"f"}),
+        (
+            "import os\nclass C:\n    def m(self): os.mkdir(self.a)\ndef f(a):\n    if isinstance(a, C): a.m()",
+            {"C.m", "f"},
+        ),
+        ("def f(a): a.extractall()", {"f"}),
+        ("def f(a): a.count()", set()),
+        ("def f(a, b): return getattr(a, b)", {"f"}),
+        ("def f(a, b): return getattr(a, b, None) is None", set()),
+        ("def f(a, b):\n    for each in b.split('.'): a = getattr(a, each)\n    return a", {"f"}),
+        ("import sys\ndef f(a): return sys.modules[a]", {"f"}),
+        ("class C:\n    def m(self, a): return getattr(self, a)", {"C.m?"}),
+        ("def f():\n    breakpoint()", {"f"}),
+        ("import builtins\ne = getattr(builtins, 'exec')\ndef f(a): e(a)", {"e", "f"}),
+        ("X = {}\nY = ()\n", {"X[]"}),
+        ("from n import f as g, C as D", {"g", "D=n.C"}),
+        ("from n import *", {"f", "C=n.C"}),
+        ("try:\n    from n import f\nexcept ImportError:\n    def f(a): return a", {"f"}),
+    ],
+)
+def test_what_does_harm(source: str, found: set[str]) -> None:
+    """Arguments followed through calls, variables, attributes, defaults, classes and other modules."""
+    other = "import os\ndef f(a): os.mkdir(a)\nclass C:\n    def m(self): os.mkdir(self.a)\ni = C()"
+    assert judged(source, n=other) == found
+
+
+def test_what_is_left_out() -> None:
+    """A function that was looked at is harmless, and what calls it; of one that does harm alone, callers are not."""
+    library = Library()
+    library.add("m", b"def f(a): eval(a)\ndef g(a): f(a)\ndef h(a): eval(a)\ndef i(a): h(a)", is_package=False)
+    verdicts = flows.judge(
+        library, primitives.is_harmful, primitives.is_always, "m.f".__eq__, "m.h".__eq__, primitives.METHODS
+    )
+    assert sorted(str(function) for function, harm in verdicts.harm.items() if harm) == ["m.h"]
+
+
+def test_a_relative_import() -> None:
+    library = Library()
+    library.add("p.a", b"import os\ndef f(a): os.mkdir(a)", is_package=False)
+    library.add("p", b"from .a import f\nfrom . import a as b", is_package=True)
+    library.add("p.q.c", b"from ..a import f as g\nfrom .. import b", is_package=False)
+    found = make.entries(library)
+    assert {name: found[name] for name in ("p", "p.a", "p.q.c")} == {"p": {"f"}, "p.a": {"f"}, "p.q.c": {"g"}}
+    assert make.aliases(library) == {"b": {"p.a"}}
+
+
+def test_what_a_package_has_of_its_module_in_c() -> None:
+    """No source tells of that module: what is known of it is in the package, and where that is used."""
+    library = Library()
+    library.add("torch", b"from torch import _C as _C\nfrom torch._C import *", is_package=True)
+    library.add("m", b"import torch\nUnit = torch._C.CompilationUnit\nother = torch._C.other", is_package=False)
+    found = make.entries(library)
+    assert found["m"] == {"Unit"} and "CompilationUnit" in found["torch"]
+
+
+@pytest.mark.parametrize("name", sorted(primitives.HARMFUL))
+def test_what_is_written_in_c(name: str) -> None:
+    """What does harm by itself is dangerous, under each module in which it stands."""
+    module, _, attribute = f"{name}any".rpartition(".") if name.endswith(".") else name.rpartition(".")
+    assert is_dangerous(Global(module, attribute)) or listed(module, attribute)
+
+
+# What is here
+
+#: Imported, and each name in them compared; turtle needs a screen, and antigravity a browser.
+MODULES = (
+    "argparse", "configparser", "http.cookiejar", "logging.config", "mailbox", "pstats", "pydoc", "tracemalloc", "wave",
+    "unittest.mock", "xml.dom.minidom", "xml.etree.ElementTree", "numpy", "torch", "torch._dynamo", "torch.export",
+    "torch.distributed.checkpoint", "torch.fx", "torch.package", "torch.utils.benchmark", "jinja2", "networkx",
+    "fsspec",
+)  # fmt: skip
+
+#: Names that modules make while they are imported.
+MADE = {"_io.open_code", "torch._dynamo.guards._method", "torch._dynamo.exc.format_exc", "torch.xpu.c_uint32"}
+
+COMPARE = """
+import importlib, sys, types, warnings
+warnings.simplefilter("ignore")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from ckptconv.checkpoint.danger_table import is_known_package, listed
+from ckptconv.checkpoint.dangerous_globals import leads_to_danger
+compared = 0
+for name, module in [*sys.modules.items()]:
+    if is_known_package(name) and name.split(".")[0] not in ("ckptconv", "sympy"):
+        for attribute, value in [*vars(module).items()]:
+            if not issubclass(type(value), (type, types.FunctionType, types.BuiltinFunctionType)):
+                continue
+            of, full = value.__module__, value.__qualname__
+            if isinstance(of, str):
+                compared += 1
+                entry = listed(of, full) if "<" not in full else None
+                if entry and not leads_to_danger(name, attribute) and listed(name, attribute) != entry:
+                    print(f"{name}.{attribute}")
+assert compared > 20_000, compared
+"""
+
+
+@pytest.mark.no_cover
+def test_the_same_object_under_all_its_names() -> None:
+    """Whatever a module that is imported has of another is in the table under both names, if it is there at all."""
+    told = subprocess.run([sys.executable, "-c", COMPARE, *MODULES], capture_output=True, text=True, check=True)
+    assert set(told.stdout.split()) <= MADE
+
+
+@pytest.mark.no_cover
+@pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
+def test_it_covers_the_standard_library_and_numpy() -> None:
+    """Made again here, the table has nothing that the one in the package has not."""
+    assert make.read_table().add(make.walked(make.STDLIB, ["numpy"])) == []
