@@ -31,13 +31,14 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 class Readable:
     """An open file, read by position. A context manager.
 
-    ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``faults`` takes what
-    readers find wrong with it.
+    ``path`` is for messages, ``fd`` -1 where the kernel has no file for it, ``size`` in bytes. ``mode`` has the
+    permissions that a copy of it may have. ``faults`` takes what readers find wrong with it.
     """
 
     path: Path
     fd: int
     size: int
+    mode: int = 0o666
     faults: FaultSink = RAISED
 
     def __enter__(self: _R) -> _R:
@@ -150,7 +151,7 @@ class Source(Readable):
         if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
             self.close()
             raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
-        self.size = self._stat.st_size
+        self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
         _leave_spare(self.fd)
 
     def close(self) -> None:
@@ -178,7 +179,7 @@ class Source(Readable):
 class SourceFolder(Readable):
     """Files that are one checkpoint: `path` is the folder that they stand in, or the index that names them.
 
-    Its bytes are those of its parts, one behind another.
+    Its bytes are those of its parts, one behind another; its ``mode`` is what all of them allow.
 
     It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
     """
@@ -195,7 +196,7 @@ class SourceFolder(Readable):
         self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.fd = -1
-        self.size = 0
+        self.size, self.mode = 0, 0o777
         self.parts: list[Readable] = []
         self._starts: list[int] = []
         self._start_of: dict[int, int] = {}  # by the id of the part
@@ -214,6 +215,7 @@ class SourceFolder(Readable):
         self._start_of[id(part)] = self.size
         self._starts.append(self.size)
         self.size += part.size
+        self.mode &= part.mode
         return self._starts[-1]
 
     def start_of(self, part: Readable) -> int:

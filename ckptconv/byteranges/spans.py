@@ -52,6 +52,7 @@ class ByteSource(Protocol):
     path: Path
     fd: int
     size: int
+    mode: int
 
     def read(self, offset: int, length: int) -> bytes: ...
 
@@ -332,7 +333,8 @@ Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
 
 @dataclass(frozen=True)
 class OutFile:
-    """One file to write: its `pieces` in order, and their `size` in bytes.
+    """One file to write: its `pieces` in order, and their `size` in bytes. ``mode`` are its permissions where it is
+    new, as far as the umask allows them.
 
     ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
     to the :class:`Deferred` pieces. What is computed in it is one of `pieces`.
@@ -342,8 +344,10 @@ class OutFile:
     pieces: tuple[Piece, ...]
     size: int
     sums: tuple[Piece, ...] = ()
+    mode: int = 0o666
 
     @classmethod
     def copy_of(cls, source: ByteSource, path: Path) -> OutFile:
         """All of `source`, as the file `path`."""
-        return cls(path, (ByteRange(source, 0, source.size),) if source.size else (), source.size)
+        pieces = (ByteRange(source, 0, source.size),) if source.size else ()
+        return cls(path, pieces, source.size, mode=source.mode)

@@ -135,7 +135,7 @@ def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
     dst = f"{item.dst}{os.sep}" if item.is_folder else str(item.dst)
     if item.kind == "other":
         edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
-        return Job(str(item.src), dst, {**edits, "copy": True})
+        return Job(str(item.src), dst, {**edits, "copy": True, "within": str(item.within)})
     if item.kind != "shards":  # a set's own folder can have others in it
         edits = {name: value for name, value in edits.items() if name != "copy_others"}
     return Job(str(item.src), dst, edits)

@@ -138,7 +138,9 @@ def _planned(
     if is_folder and isinstance(source, SourceFolder) and not _is_dcp(source):
         return plan_folder(source, path, edits, plan_one, output, opened)
     plan = plan_one(source, path, is_folder, edits)
-    return FolderPlan(plan, may_go=successor(plan)) if is_folder else FolderPlan(plan)
+    if not is_folder:
+        return FolderPlan(plan)
+    return FolderPlan(plan, may_go=successor(plan), like=source.folder if isinstance(source, SourceFolder) else None)
 
 
 def _is_dcp(source: SourceFolder) -> bool:

@@ -101,8 +101,12 @@ def plan_folder(
         others = rest_of(folder, target, converted)
         may_go: Callable[[str], bool] = converted.__contains__
     else:
-        others, notes = _others(folder, target, every, chosen, is_whole=is_whole, copied=output.copy_others)
         may_go = successor(plan)
+        if output.copy_others:
+            others, left = _others(folder, target, every, chosen, is_whole=is_whole)
+            failed += tuple(left)
+        else:
+            others, notes = [], _about_left(folder, every)
     plan = replace(plan, others=tuple(others), notes=(*plan.notes, *notes, *_about_config(folder, plan)))
     plan = replace(plan, notes=(*plan.notes, *_about_old(plan, may_go)))
     refuse_one_place(
@@ -157,26 +161,24 @@ def _typos(parts: Iterable[_Part]) -> list[_Part]:
 
 
 def _others(
-    folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool, copied: bool
-) -> tuple[list[OtherFile], list[str]]:
-    """What comes along from `folder` to `target`, if that is to be `copied`, and what to say of what does not."""
+    folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool
+) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
+    """What comes along from `folder` to `target`, and what does not, and why."""
     taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
     if not is_whole:  # the files beside an index, but for other checkpoints
         beside = {each.path.name for each in every if each.kind == "other"}
         taken |= {name for name in os.listdir(folder) if name not in beside}
-    others, odd = others_in(folder, target, taken, deep=is_whole) if copied else ([], [])
-    notes = [f"{count(len(odd), 'thing')} left that cannot be copied: {some(odd)}"] if odd else []
-    if not copied:
-        notes += _left([each for each in every if each.kind == "other"], "other file", folder)
-        notes += _left([each for each in every if each.kind == "unentered"], "hidden or linked folder", folder)
-    return others, notes
+    return others_in(folder, target, taken, deep=is_whole)
 
 
-def _left(found: list[Found], what: str, folder: Path) -> list[str]:
-    if not found:
-        return []
-    names = some([str(each.path.relative_to(folder)) for each in found])
-    return [f"{count(len(found), what)} left: {names}; " + option("copy_others") + " copies all that is no checkpoint"]
+def _about_left(folder: Path, every: list[Found]) -> list[str]:
+    """What to say of that in `folder` which is no checkpoint, where it does not come along."""
+    notes: list[str] = []
+    for kind, what in (("other", "other file"), ("unentered", "hidden or linked folder")):
+        if names := [str(each.path.relative_to(folder)) for each in every if each.kind == kind]:
+            left = f"{count(len(names), what)} left: {some(names)}; "
+            notes.append(left + option("copy_others") + " copies all that is no checkpoint")
+    return notes
 
 
 def _about_config(folder: Path, plan: Plan) -> list[str]:

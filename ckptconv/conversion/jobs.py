@@ -28,6 +28,7 @@ from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
 from ckptconv.hints import joined, option
 from ckptconv.output import files as output_files
+from ckptconv.output.other_files import check_inside
 
 __all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work"]
 
@@ -36,8 +37,9 @@ __all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "wor
 class Job:
     """One conversion: of `src` to `dst`, with `edits`, which are keywords of :func:`ckptconv.convert`.
 
-    Two more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says) and
-    ``copy`` (`src` is no checkpoint: it is copied as it is).
+    Three more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says),
+    ``copy`` (`src` is no checkpoint: it is copied as it is) and ``within`` (with ``copy``: the folder out of which no
+    link is followed).
     """
 
     src: str | os.PathLike[str]
@@ -168,7 +170,7 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
 def _run(item: Item, task: Task, tick: Progress | None) -> Report:
     """Convert `item`, without the edits that mean nothing in it, and make the folders above its output."""
     if not task.job.as_output().dry_run:
-        output_files.make_folder(item.dst.parent)
+        output_files.make_folder(item.dst.parent, like=item.src.parent)
         return _run_to(item, item.dst, task, tick)
     if item.dst.parent.is_dir():
         return _run_to(item, item.dst, task, tick)
@@ -191,6 +193,8 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
 def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
     """Copy `src` to `dst` as it is."""
     output = job.as_output()
+    if "within" in job.edits:
+        check_inside(src, Path(job.edits["within"]))
     with Source(src) as source:
         output_files.check_target(dst, replace=output.force)
         if not output.dry_run:
@@ -205,7 +209,7 @@ def _done_before(item: Item, task: Task) -> Report | None:
     """
     again = output_files.temporary_beside(item.dst)
     with output_files.as_output_error(item.dst):
-        os.mkdir(again)
+        os.mkdir(again, 0o700)
     try:
         report = _run_to(item, again / item.dst.name, task, None)
         is_same = _content(again / item.dst.name) == _content(item.dst)

@@ -66,6 +66,7 @@ class JobOptions(WriteOptions, total=False):
 
     skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]
     copy: Annotated[bool, "The input is no checkpoint: copy it as it is."]
+    within: Annotated[str, "With `copy`: the folder out of which no link is followed."]
 
 
 @dataclass(frozen=True)

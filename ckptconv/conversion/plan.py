@@ -134,7 +134,7 @@ def make_plan(
         (checkpoint.format, name),
         path,
         is_folder,
-        layout.files,
+        tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
         changes,
         layout.ties,
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import list_folder
@@ -33,7 +33,8 @@ __all__ = [
 @dataclass(frozen=True)
 class Item:
     """One conversion: of the file, sharded set or DCP folder `src`, to the file `dst`, or to the folder `dst` if it
-    `is_folder`. ``other`` is no checkpoint, and copied. `notes`: what else to know.
+    `is_folder`. ``other`` is no checkpoint, and copied, but for a link out of the folder `within`. `notes`: what
+    else to know.
     """
 
     src: Path
@@ -41,6 +42,7 @@ class Item:
     kind: Kind
     is_folder: bool = False
     notes: tuple[str, ...] = ()
+    within: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ def _of_tree(src: Path, path: Path, beside: Path, output: OutputOptions) -> List
             other.append(each.path)
         else:
             place = beside if each.path == src else path / each.path.parent.relative_to(src)
-            items.append(_item(each, place, output))
+            items.append(replace(_item(each, place, output), within=src))
     if all(item.kind == "other" for item in items):
         raise folder_error(src)
     items.sort(key=lambda item: item.src.parts)

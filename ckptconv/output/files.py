@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
@@ -27,6 +28,7 @@ __all__ = [
     "as_output_error",
     "check_target",
     "fill",
+    "folder_mode",
     "is_own_file",
     "is_temporary",
     "make_folder",
@@ -109,17 +111,19 @@ def write(
     return overflowed
 
 
-def fill(
-    path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None, mode: int = 0o666
-) -> Overflow:
-    """Write `file` to `path`, which must not exist, and on to the disk, with `mode` as far as the umask allows it.
+def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
+    """Write `file` to `path`, which must not exist, and on to the disk, with the permissions that `cp` would give it:
+    those of the regular file that it replaces; else its own, less the umask, and its owner may write it.
 
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
     transfer = Transfer(file)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    kept = _kept_mode(file.path)
+    mode = file.mode | stat.S_IWUSR if kept is None else kept
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode & 0o777)
     try:
-        _keep_mode(fd, file.path)
+        if kept is not None:  # now without the umask
+            os.fchmod(fd, kept)
         _forget(file.path, source)
         _reserve(fd, file, beside=transfer.pieces.spooled_bytes)
         with transfer:
@@ -161,12 +165,12 @@ def is_own_file(name: str) -> bool:
     return is_temporary(name) or _UNDO_JOURNAL.fullmatch(name) is not None
 
 
-def _keep_mode(fd: int, target: Path) -> None:
-    """Give the new file the mode of the regular file that it replaces; a fresh one follows the umask."""
+def _kept_mode(target: Path) -> int | None:
+    """The permissions of the regular file at `target`, which its successor gets; None where there is none."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         mode = os.lstat(target).st_mode
-        if stat.S_ISREG(mode):
-            os.fchmod(fd, stat.S_IMODE(mode))
+        return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
+    return None
 
 
 def _forget(target: Path, source: Readable) -> None:
@@ -246,18 +250,27 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         ) from error
 
 
-def make_folder(folder: Path) -> None:
-    """Make `folder`, and those above it, where they are not there, and let their names reach the disk.
+def make_folder(folder: Path, like: Path) -> None:
+    """Make `folder`, and those above it, where they are not there, and let their names reach the disk. Each gets the
+    permissions of its counterpart: `folder` those of `like`, the one above it those of the one above `like`.
 
     Raises OutputError.
     """
-    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
-    if not missing:
-        return
+    above = zip_longest((folder, *folder.parents), (like, *like.parents), fillvalue=Path())
+    missing = [(each, other) for each, other in above if not os.path.lexists(each)]
     with as_output_error(folder):
-        os.makedirs(folder, exist_ok=True)
-        for each in missing:
+        for each, other in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # made by another conversion meanwhile
+                os.mkdir(each, folder_mode(other))
             sync_folder(each.parent)
+
+
+def folder_mode(like: Path) -> int:
+    """The permissions for a new folder that is `like` another one: its own, and its owner may use it."""
+    try:
+        return stat.S_IMODE(os.stat(like).st_mode) | stat.S_IRWXU
+    except OSError:
+        return 0o777
 
 
 def sync_name(path: Path) -> None:

@@ -28,6 +28,7 @@ from ckptconv.output import linux
 from ckptconv.output.files import (
     as_output_error,
     fill,
+    folder_mode,
     mode_at,
     no_space,
     shares_blocks,
@@ -72,7 +73,7 @@ class NewFolder:
         files: Planned files, whose paths are below `target`.
         others: What comes along as it is, below `target` too.
         may_go: Which names in an old folder may go, beside those that the new one has.
-        like: The folder whose folders' modes new ones get.
+        like: The folder whose modes, and those of whose folders, new ones get.
     """
 
     target: Path
@@ -119,7 +120,7 @@ def write_folder(
     try:
         with as_output_error(target):
             try:
-                os.mkdir(temporary)
+                os.mkdir(temporary, _mode_for(Path(), new))
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
@@ -197,20 +198,20 @@ def _make_folders(temporary: Path, new: NewFolder) -> None:
         place = each.path.relative_to(new.target)
         needed.update([place, *place.parents] if _is_folder(each) else place.parents)
     for place in sorted(needed - {Path()}, key=lambda each: each.parts):
-        os.mkdir(temporary / place, _mode_of(new.like / place) if new.like else 0o777)
+        os.mkdir(temporary / place, _mode_for(place, new))
         if (new.target / place).is_dir():
-            os.chmod(temporary / place, _mode_of(new.target / place))
+            os.chmod(temporary / place, folder_mode(new.target / place))
 
 
 def _is_folder(entry: OutFile | OtherFile) -> bool:
     return isinstance(entry, OtherFile) and entry.kind == "folder"
 
 
-def _mode_of(folder: Path) -> int:
-    try:
-        return stat.S_IMODE(os.stat(folder).st_mode)
-    except OSError:
-        return 0o777
+def _mode_for(place: Path, new: NewFolder) -> int:
+    """With which mode the folder at `place` in `new` is made, so that it is never more open than in the end."""
+    if (new.target / place).is_dir():
+        return folder_mode(new.target / place)
+    return folder_mode(new.like / place) if new.like else 0o777
 
 
 def _check_space(temporary: Path, new: NewFolder) -> None:
@@ -222,7 +223,7 @@ def _check_space(temporary: Path, new: NewFolder) -> None:
     if space.f_bavail * space.f_frsize >= needed:
         return
     probe = temporary / "probe"
-    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if not shares_blocks(fd, max(new.files, key=lambda file: file.size)):
             raise no_space(space, temporary.parent, needed)

@@ -1,4 +1,5 @@
-"""Copy files of a converted folder that are no checkpoints, with their modes; links stay links.
+"""Copy files of a converted folder that are no checkpoints, with their modes; links stay links, and none is followed
+out of the folder.
 
 In place nothing is copied: the new folder gets hard links to the old one's files.
 """
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import OutFile, Progress
-from ckptconv.errors import InputChangedError
+from ckptconv.errors import CkptconvError, InputChangedError, RefusedError
 from ckptconv.output.files import fill, is_own_file
 
-__all__ = ["OtherFile", "copy_into", "others_in", "rest_of"]
+__all__ = ["OtherFile", "check_inside", "copy_into", "others_in", "rest_of"]
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,36 @@ class OtherFile:
     size: int
 
 
-def others_in(folder: Path, target: Path, taken: Collection[str], *, deep: bool) -> tuple[list[OtherFile], list[str]]:
+def others_in(
+    folder: Path, target: Path, taken: Collection[str], *, deep: bool
+) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
     """All that is in `folder` and, if that is to go `deep`, below, but for the files `taken`, and where it goes in
-    `target`; and the names of what cannot come along: devices and the like, links that lead out of the folder.
+    `target`; and what cannot come along, and why: devices and the like, links that lead out of the folder.
     """
     found: list[OtherFile] = []
-    left: list[str] = []
+    left: list[tuple[Path, CkptconvError]] = []
     for name, status in _entries(folder, deep=deep):
-        kind = _kind(folder, name, status)
         if name in taken:
             continue
-        if kind is None:
-            left.append(name)
+        try:
+            kind = _kind(folder, name, status)
+        except RefusedError as error:
+            left.append((folder / name, error))
         else:
             size = os.stat(folder / name).st_size if kind == "file" else 0
             found.append(OtherFile(target / name, folder / name, kind, size))
     return found, left
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise RefusedError where the link `path` leads out of `folder`, and not from a snapshot of the Hub's cache to the
+    blobs of this cache: whoever has planted it would get a copy of what only we may read.
+    """
+    real = Path(os.path.realpath(path))
+    here = Path(os.path.realpath(path.parent))
+    blobs = [each.parent / "blobs" for each in (here, *here.parents) if each.name == "snapshots"]
+    if not any(real.is_relative_to(each) for each in (Path(os.path.realpath(folder)), *blobs)):
+        raise RefusedError("a link that leads out of the folder is not followed: left", where=path, got=real)
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
@@ -81,23 +96,22 @@ def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]
                     waiting.append(name)
 
 
-def _kind(folder: Path, name: str, status: os.stat_result) -> str | None:
-    """How what is called `name` in `folder` comes along: a link by its text if that leads to a place in the folder, or
-    is absolute; else as the file that it leads to. None: not at all.
+def _kind(folder: Path, name: str, status: os.stat_result) -> str:
+    """How what is called `name` in `folder` comes along: a link by its text if that leads to a place in the folder;
+    else as the file that it leads to. Raises RefusedError: not at all.
     """
     if stat.S_ISREG(status.st_mode):
         return "file"
     if stat.S_ISDIR(status.st_mode):
         return "folder"
-    if not stat.S_ISLNK(status.st_mode):
-        return None
-    text = os.readlink(folder / name)
-    inside = not os.path.normpath(os.path.join(os.path.dirname(name), text)).startswith("..")
-    if not os.path.isabs(text) and inside:
-        return "link"
-    if os.path.isfile(folder / name):
-        return "file"
-    return "link" if os.path.isabs(text) else None
+    if stat.S_ISLNK(status.st_mode):
+        place = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(folder / name)))
+        if not os.path.isabs(place) and place.split(os.sep)[0] != "..":
+            return "link"
+        check_inside(folder / name, folder)
+        if os.path.isfile(folder / name):
+            return "file"
+    raise RefusedError("neither a file nor a folder: left", where=folder / name)
 
 
 def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress | None) -> None:
@@ -118,6 +132,5 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
                     expected=other.size,
                     got=source.size,
                 )
-            mode = stat.S_IMODE(os.stat(other.source).st_mode)
-            fill(path, OutFile.copy_of(source, other.path), source, verify=verify, progress=progress, mode=mode)
+            fill(path, OutFile.copy_of(source, other.path), source, verify=verify, progress=progress)
             source.check_unchanged()

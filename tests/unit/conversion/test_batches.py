@@ -121,6 +121,25 @@ def test_other_files_come_along(run_folder: Path, convert: Command) -> None:
     assert Path("new/config.json").read_text() == "[]"
 
 
+def test_a_link_out_of_the_folder_is_not_followed(run_folder: Path, convert: Command) -> None:
+    """What is no checkpoint is copied from within the folder alone; checkpoints may be links to anywhere. Folders that
+    are made are as private as those that they come from.
+    """
+    Path("secret").write_text("secret")
+    shutil.copy("run/step-0/model.pt", "best.pt")
+    Path("run/step-1/best.pt").symlink_to("../../best.pt")
+    Path("run/step-0/notes.txt").symlink_to("../config.json")
+    Path("run/step-0/key.txt").symlink_to("../../secret")
+    Path("run/step-1").chmod(0o700)
+    Path("run").chmod(0o750)
+    convert("run", "new", "--copy-others", status=3, err="run/step-0/key.txt: a link that leads out of the folder")
+    assert sorted(path.name for path in Path("new/step-0").iterdir()) == ["model.pt", "notes.txt", "optim.pt"]
+    assert Path("new/step-0/notes.txt").read_text() == "{}"
+    assert Path("new/step-1/best.pt").read_bytes() == Path("new/step-0/model.pt").read_bytes()
+    modes = [oct(Path(name).stat().st_mode & 0o777) for name in ("new", "new/step-0", "new/step-1")]
+    assert modes == ["0o750", "0o755", "0o700"]
+
+
 def test_in_place(run_folder: Path, convert: Command) -> None:
     """A folder onto itself, with --force alone."""
     convert("run", "run", "--strip-prefix", "module.", "-q", status=1)

@@ -331,14 +331,19 @@ def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Pat
 
 
 def test_what_comes_along(model: Path, tmp_path: Path) -> None:
-    """Copies have the modes of what they are copies of; links within the folder stay links, others become the files
-    that they lead to; hidden and empty folders come too.
+    """Copies have the modes of what they are copies of; links within the folder stay links, or become the files that
+    they lead to where they lead there by another way; hidden and empty folders come too. Links out of the folder are
+    not followed; they and what is no file are named.
     """
-    (tmp_path / "blob").write_text("blob")
-    (model / "tokenizer.json").symlink_to(tmp_path / "blob")
-    (model / "vocab.json").symlink_to("../blob")
+    (tmp_path / "private").write_text("private")
+    (model / "tokenizer.json").symlink_to(tmp_path / "private")
+    (model / "vocab.json").symlink_to("../private")
+    (model / "twice").symlink_to("vocab.json")
+    (model / "around.json").symlink_to("../model/inner/vocab.txt")
+    (model / "whole.json").symlink_to(model / "inner" / "vocab.txt")
     (model / "alias.json").symlink_to("inner/vocab.txt")
     (model / "nowhere").symlink_to("../../nothing")
+    (model / "root").symlink_to("/")
     (model / ".hidden").mkdir(mode=0o700)
     (model / ".hidden" / "x").write_text("x")
     (model / "empty").mkdir()
@@ -347,12 +352,48 @@ def test_what_comes_along(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = convert(model, out, copy_others=True)
     assert os.readlink(out / "alias.json") == "inner/vocab.txt"
-    assert not (out / "vocab.json").is_symlink() and (out / "vocab.json").read_text() == "blob"
-    assert (out / "tokenizer.json").read_text() == "blob"
+    for name in ("around.json", "whole.json"):
+        assert not (out / name).is_symlink() and (out / name).read_text() == "a b"
     assert (out / ".hidden" / "x").read_text() == "x" and (out / "empty").is_dir()
     assert [oct((out / name).stat().st_mode & 0o777) for name in ("config.json", ".hidden")] == ["0o600", "0o700"]
-    assert has_note(report, "2 things left that cannot be copied: fifo, nowhere")
-    assert not os.path.lexists(out / "fifo") and not os.path.lexists(out / "nowhere")
+    left = {Path(path).name: str(error) for path, error in report.failed}
+    assert sorted(left) == ["fifo", "nowhere", "root", "tokenizer.json", "vocab.json"]
+    assert "neither a file nor a folder: left" in left.pop("fifo")
+    assert all("a link that leads out of the folder is not followed: left" in said for said in left.values())
+    assert not any(os.path.lexists(out / name) for name in ("fifo", *left))
+    assert not (out / "twice").exists()
+
+
+def test_a_snapshot_of_the_hubs_cache_comes_with_its_blobs(model: Path, tmp_path: Path, command: Command) -> None:
+    """A snapshot is nothing but links to the blobs beside it: these are followed, and no others."""
+    cache, snapshot = tmp_path / "cache" / "models--a--b", tmp_path / "cache" / "models--a--b" / "snapshots" / "abc"
+    (cache / "blobs").mkdir(parents=True)
+    shutil.copytree(model, snapshot)
+    for n, name in enumerate(tree(snapshot)):
+        os.rename(snapshot / name, cache / "blobs" / f"{n}")
+        (snapshot / name).symlink_to(os.path.relpath(cache / "blobs" / f"{n}", (snapshot / name).parent))
+    command("convert", snapshot, tmp_path / "out", "--copy-others")
+    assert tree(tmp_path / "out") == tree(model)
+    assert (tmp_path / "out" / "inner" / "vocab.txt").read_text() == "a b"
+    (tmp_path / "cache" / "token").write_text("secret")
+    (snapshot / "stolen.txt").symlink_to("../../../token")
+    said = command("convert", snapshot, tmp_path / "again", "--copy-others", status=3)
+    assert "stolen.txt: a link that leads out of the folder is not followed: left" in said.err
+    assert tree(tmp_path / "again") == tree(model)
+
+
+def test_modes_are_those_that_cp_would_give(model: Path, tmp_path: Path) -> None:
+    """A set is as private as the most private of its files, another checkpoint beside it as private as it was itself; a
+    folder as the one that it comes from. What is read-only can be written by its owner.
+    """
+    (model / SET[1]).chmod(0o600)
+    (model / "optimizer.pt").chmod(0o440)
+    model.chmod(0o710)
+    convert(model, tmp_path / "out")
+    convert(model, tmp_path / "merged.pt")
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in [*tmp_path.rglob("out"), *tmp_path.rglob("out/*")]}
+    assert modes == {**dict.fromkeys(SET, "0o600"), "out": "0o710", "optimizer.pt": "0o640", "inner": "0o755"}
+    assert oct((tmp_path / "merged.pt").stat().st_mode & 0o777) == "0o600"
 
 
 def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,11 +274,34 @@ def test_a_new_file_follows_the_umask(source: Source, target: Path, replace: boo
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
-def test_a_replaced_file_hands_on_its_mode(source: Source, target: Path) -> None:
-    """Whoever could read the old output can read the new one, and nobody else."""
-    target.chmod(0o604)
-    write(source, target)
-    assert stat.S_IMODE(target.stat().st_mode) == 0o604
+@pytest.mark.parametrize(
+    ("old", "mode", "final"),
+    [(0o604, 0o666, 0o604), (0o600, 0o777, 0o600), (0o666, 0o600, 0o666), (None, 0o440, 0o640), (None, 0o777, 0o755)],
+)
+def test_the_temporary_is_never_more_open_than_the_file(
+    source: Source, target: Path, monkeypatch: pytest.MonkeyPatch, old: int | None, mode: int, final: int
+) -> None:
+    """A replaced file hands on its mode, whatever the source's; a new one has the planned mode less the umask, and its
+    owner may write it. Nobody who could not read it in the end can read it while it is written.
+    """
+    seen = []
+
+    def watched(path: Any, *args: Any) -> int:
+        fd = open_file(path, *args)
+        if output_files.is_temporary(os.path.basename(os.fsdecode(path))):
+            seen.append(stat.S_IMODE(os.fstat(fd).st_mode))
+        return fd
+
+    open_file = os.open
+    if old is None:
+        target.unlink()
+    else:
+        target.chmod(old)
+    monkeypatch.setattr(os, "open", watched)
+    output_files.write(replace(plan(source, target)[0], mode=mode), source, replace=True, verify=False)
+    assert stat.S_IMODE(target.stat().st_mode) == final
+    assert len(seen) == 1
+    assert seen[0] & ~final == 0
 
 
 def test_a_long_name_leaves_room_for_the_temporary(source: Source, target: Path) -> None:

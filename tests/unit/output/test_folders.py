@@ -137,6 +137,31 @@ def test_an_old_folder_keeps_its_mode(target: Path, source: Source) -> None:
     assert [oct(path.stat().st_mode & 0o777) for path in (target, target / "a")] == ["0o750", "0o600"]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_temporary_is_never_more_open_than_the_folder(
+    target: Path, source: Source, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """A private folder, replaced or in whose likeness a new one is made, is private while it is filled, and so are the
+    folders in it.
+    """
+    private = target if kept else target.with_name("like")
+    fill(private, {"inner/old.bin": b"old"})
+    for folder in (private / "inner", private):
+        folder.chmod(0o700 if kept else 0o500)
+    made = []
+    make = os.mkdir
+
+    def watched(path: Any, mode: int = 0o777) -> None:
+        make(path, mode)
+        made.append(oct(os.stat(path).st_mode & 0o777))
+
+    monkeypatch.setattr(os, "mkdir", watched)
+    files, _ = files_for(target, source)
+    write_folder(NewFolder(target, files, like=private, may_go=may_go), source, replace=True, verify=False)
+    assert made == ["0o700", "0o700"]
+    assert {oct(each.stat().st_mode & 0o077) for each in (target, target / "inner")} == {"0o0"}
+
+
 class Dead(BaseException):
     """The process is no more."""
 
