@@ -1,7 +1,8 @@
 """Compare the numbers of two tensors: how many elements differ, and by how much.
 
 Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus.
-Tensors of two dtypes are compared by value. What is NaN or infinite on one side, and not the same on the other, is no
+Tensors of two dtypes are compared by value. All NaNs are the same, whatever their bits, and so are, as for torch, all
+complex numbers with one in either part. What is NaN or infinite on one side, and not the same on the other, is no
 distance, and counted apart.
 """
 
@@ -105,7 +106,7 @@ class Comparer:
         most = float(apart.max())
         if isfinite(most):  # as nearly always: then nothing is NaN, and equal is what is 0 apart
             return self._finite(apart, b.abs(), most) if most else None
-        unequal = _unequal(a, b)
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
         finite = unequal & a.isfinite() & b.isfinite()
         return self._with_others(unequal, apart[finite], b[finite].abs())
 
@@ -119,7 +120,7 @@ class Comparer:
 
     def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)
-        unequal = _unequal(parts_a, parts_b).any(-1)
+        unequal = (parts_a != parts_b).any(-1) & ~(a.isnan() & b.isnan())
         finite = unequal & parts_a.isfinite().all(-1) & parts_b.isfinite().all(-1)
         apart = (parts_a - parts_b)[finite]
         return self._with_others(unequal, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
@@ -163,10 +164,6 @@ class Comparer:
             outside -= int(within.sum())
         relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
         return _Far(outside, float(apart.max()), float(relative.max()))
-
-
-def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def _as_real(numbers: torch.Tensor) -> torch.Tensor:

@@ -152,6 +152,9 @@ class _Comparison:
     def take_parts(self) -> None:
         """Take of both sides what is asked for, or what the other can be compared with, and edit `a`'s names."""
         alone = bool(self.weights_alone)
+        if alone and not (self.a.tensors or self.b.tensors):
+            self.notes.append(f"neither has a tensor: {self.weights_alone[0]}")
+            return
         edits = replace(self.edits, state_dict=True) if alone else self.edits
         try:
             left = apply(self.a, edits, is_emitted=False)

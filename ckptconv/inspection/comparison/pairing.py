@@ -556,7 +556,7 @@ def _numbered(place: Place, members: list[Value]) -> list[tuple[object, Place]]:
 def _atom(value: Value) -> tuple[str, object]:
     """`value` so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
     if isinstance(value, float):
-        return "float", struct.pack(">d", value if value == value else float("nan"))
+        return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):
         return type(value).__name__, int(bool(value))
     return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)

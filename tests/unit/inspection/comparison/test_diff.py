@@ -1170,6 +1170,20 @@ def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
     assert ckptconv.diff(a, tmp_path / "b.safetensors", select="x").same
 
 
+def test_programs_without_weights(tmp_path: Path) -> None:
+    """A TorchScript archive without a tensor is the same as itself; nothing else of it is compared, which is said."""
+    (tmp_path / "a.pt").write_bytes(scripted(torch.nn.ReLU()))
+    found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "a.pt")
+    assert found.same
+    assert found.notes[0].startswith("neither has a tensor: of a TorchScript archive the weights are compared")
+
+
+def test_keys_that_are_equal_zeros(tmp_path: Path) -> None:
+    """``0.0`` and ``-0.0`` are one key for Python."""
+    a, b = (saved(tmp_path / str(key), {key: torch.ones(2), (key, 1): 2}) for key in (0.0, -0.0))
+    assert ckptconv.diff(a, b).same
+
+
 def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
     """Its tensors and bytes are those of the file that torch wrote."""
     obj = {
