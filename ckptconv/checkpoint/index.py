@@ -168,7 +168,8 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:
             return [] if is_word(node) else None
-        has_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE)
+        is_jagged = tensors[id(node)].kind == "jagged"  # whose state repeats its parts
+        has_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE) and not is_jagged
         return args_of(node)[3:4] + node.states() if has_state else node.states()
 
     return leaf

@@ -68,6 +68,7 @@ STRIDED = (
     "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_qtensor",
 )
+_JAGGED = "torch.nested._internal.nested_tensor._rebuild_njt"
 _SHOWN = 3  # paths in a note
 _facts_of = attrgetter(*TensorInfo.__slots__)
 #: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that
@@ -82,6 +83,7 @@ _REBUILDERS = frozenset(
         "torch._utils._rebuild_sparse_tensor",
         "torch._utils._rebuild_nested_tensor",
         "torch._utils._rebuild_meta_tensor_no_storage",
+        _JAGGED,
     }
 )
 
@@ -208,8 +210,8 @@ class TensorReader:
         self.tensors[info.path] = info
 
     def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
-        """The path of an earlier tensor that is the same: the same storage, offset, shape, stride and dtype."""
-        key = info.view if info.storage is not None and info.nbytes else (id(node),)
+        """The path of an earlier tensor that is the same: the same kind, storage, offset, shape, stride and dtype."""
+        key = (info.kind, *info.view) if info.storage is not None and info.nbytes else (id(node),)
         first = self.same.setdefault(key, path)
         return None if first == path else first
 
@@ -242,6 +244,10 @@ class TensorReader:
             return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)), 7)
         if function == "torch._utils._rebuild_sparse_tensor":
             return self.sparse(args)
+        if function == _JAGGED:
+            inner = self.inner([_item(_at(args, 0), "values")], 0)
+            grad = _item(_at(args, 0), "requires_grad") is True
+            return inner and replace(inner, kind="jagged", requires_grad=grad)
         inner = self.inner(args, 0)
         if function == "torch._utils._rebuild_nested_tensor":
             return inner and replace(inner, kind="nested")
@@ -424,7 +430,7 @@ def _item(mapping: Value, key: str) -> Value:
     """What `mapping` has under `key`, if that is one of its first items: any number of objects can have the
     same mapping.
     """
-    pairs = islice(mapping.pairs(), 4) if isinstance(mapping, Dict) else ()
+    pairs = islice(mapping.pairs(), 8) if isinstance(mapping, Dict) else ()
     return next((effect.values[i + 1] for effect, i in pairs if effect.values[i] == key), None)
 
 

@@ -52,8 +52,9 @@ class TensorInfo:
     Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
 
     ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
-    ``quantized``, ``sparse``, ``nested``, ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around
-    other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
+    ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that holds their elements),
+    ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around other tensors) or ``partial`` (one
+    process's part of a DTensor or ShardedTensor, with the shape of the whole).
     ``storage`` is None where the tensor has none of its own; only then ``own_device`` says where it is, if that is
     known. ``name`` is its key where it stands in a mapping. ``tied_to`` is the path of an earlier tensor that is the
     same.

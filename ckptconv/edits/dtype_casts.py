@@ -80,6 +80,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     """
     ties = _Chooser(checkpoint, rules, detected, changes).choose()
     views = Views(checkpoint)
+    jagged = {tie.info.view for tie in ties if tie.info.kind == "jagged"}
     new: dict[Storage, dict[View, str]] = {}
     paths: dict[View, list[str]] = {}
     for tie in ties:
@@ -92,7 +93,8 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
             paths.setdefault(view, []).append(path)
         if tie.rule is None or tie.rule.dtype == tie.info.dtype:
             continue
-        why = _obstacle(tie, [view for view, _ in found], views)
+        is_part = tie.info.kind == "strided" and tie.info.view in jagged
+        why = "part of a jagged tensor" if is_part else _obstacle(tie, [view for view, _ in found], views)
         if why:
             changes.not_cast.setdefault(why, []).extend(tie.paths)
         else:

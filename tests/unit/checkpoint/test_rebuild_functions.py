@@ -1,0 +1,68 @@
+"""Tensors that torch's rebuild functions make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # by whose import torch.load takes jagged tensors
+
+import ckptconv
+from ckptconv.errors import RefusedError
+from tests.support.judge import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+@pytest.fixture
+def jagged(tmp_path: Path) -> Path:
+    """A checkpoint with a tensor of ``torch.jagged`` layout, whose elements stand there under a name too."""
+    values = torch.arange(18.0).view(6, 3)
+    parts = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 6]), min_seqlen=2, max_seqlen=4)
+    torch.save({"values": values, "j": parts, "w": torch.ones(2)}, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
+    """Its parts are no tensors beside it, and no state dict."""
+    found = ckptconv.inspect(jagged)
+    kinds = {each["path"]: (each["kind"], tuple(each["shape"]), each["tied_to"]) for each in found["tensors"]}
+    assert kinds == {
+        "values": ("strided", (6, 3), None),
+        "j": ("jagged", (6, 3), None),
+        "w": ("strided", (2,), None),
+    }
+    assert [each["path"] for each in found["state_dicts"]] == ["."]
+
+
+def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -> None:
+    """It is refused by name; left out, the rest is written."""
+    with pytest.raises(RefusedError, match=r"cannot hold j \(jagged\).*exclude='j'"):
+        ckptconv.convert(jagged, tmp_path / "out.safetensors")
+    ckptconv.convert(jagged, tmp_path / "out.safetensors", exclude="j")
+    assert [*ckptconv.load(tmp_path / "out.safetensors")] == ["values", "w"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"map_location": "cpu"}, {"compact": True}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str
+)
+def test_a_jagged_tensor_stays_what_it_is(jagged: Path, tmp_path: Path, options: Any) -> None:
+    """Whatever becomes of what stands beside it; its elements are not cast under their own name either."""
+    report = ckptconv.convert(jagged, tmp_path / "out.pt", **options)
+    if "dtype" in options:
+        assert report.changes.not_cast == {"part of a jagged tensor": ["values"], "jagged": ["j"]}
+    old, new = (torch.load(each)["j"] for each in (jagged, tmp_path / "out.pt"))
+    assert new.layout == torch.jagged
+    assert_same([*new.unbind()], [*old.unbind()])
+    assert ckptconv.diff(jagged, jagged).same
+    assert_same([*ckptconv.load(jagged)["j"].unbind()], [*old.unbind()])
+
+
+def test_a_change_of_a_jagged_tensor_is_found(jagged: Path, tmp_path: Path) -> None:
+    """Of where its parts begin too, which stands beside its elements."""
+    changed = torch.load(jagged)
+    changed["j"]._offsets[1] = 3
+    torch.save(changed, tmp_path / "other.pt")
+    assert [each.path for each in ckptconv.diff(jagged, tmp_path / "other.pt").differing] == ["j"]
