@@ -137,7 +137,8 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     left_behind += [
         LeftBehind(f"{METADATA}/{key}", len(text.encode()), "it would be read as a tie") for key, text in false.items()
     ]
-    metadata = {_FORMAT: "pt", **{key: text for key, text in checkpoint.metadata.items() if key not in false}}
+    metadata = {} if NAME in checkpoint.format else {_FORMAT: "pt"}  # a file, or set, of its own format says it itself
+    metadata |= {key: text for key, text in checkpoint.metadata.items() if key not in false}
     written = taken if copy_tied else _untied(taken, metadata)
     order = sorted(written, key=lambda name: _order_of_data(written[name], as_it_is=container is not None))
     pieces: list[Piece] = []
@@ -151,7 +152,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
         if info.nbytes:
             pieces.append(piece_of(info, checkpoint.byteorder))
     header = header_bytes(
-        metadata, (entries[name] for name in written), like=container.data_offset if container else None
+        metadata or None, (entries[name] for name in written), like=container.data_offset if container else None
     )
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
     ties = tuple((name, metadata[name]) for name in taken if name not in written)

@@ -346,11 +346,13 @@ def test_without_edits_blocks_line_up(src: Path, safe: Path, tmp_path: Path) -> 
 def test_files_of_the_library(
     tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, tmp_path: Path, safe: Path, dst: Path
 ) -> None:
-    """Equal tensors and metadata; on the way to torch's format the metadata is left behind, and named."""
+    """Equal tensors and metadata, to which nothing is added that the source does not say; on the way to torch's format
+    the metadata is left behind, and named.
+    """
     theirs = tmp_path / "a.safetensors"
     save_file(tensors, theirs, metadata)
     assert_equal(converted(theirs, safe), tensors)
-    assert metadata_of(safe) == {"format": "pt", **(metadata or {})}
+    assert metadata_of(safe) == (metadata or {})
     report = ckptconv.convert(theirs, dst)
     assert_equal(torch.load(dst), tensors)
     wanted = {f"__metadata__/{key}": len(text.encode()) for key, text in (metadata or {}).items() if key != "format"}
@@ -419,7 +421,7 @@ def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path, safe: Path) -> Non
     state = {"a": torch.arange(3.0), "b": torch.ones(2)}
     save_file(state, theirs, {"tied": "a", "note": "hello"})
     assert_equal(converted(theirs, safe, rename=[("^tied$", "note")]), {**state, "note": torch.arange(3.0)})
-    assert metadata_of(safe) == {"format": "pt", "note": "hello"}
+    assert metadata_of(safe) == {"note": "hello"}
 
 
 def test_ties_follow_edits_of_names(src: Path, safe: Path, tmp_path: Path) -> None:
@@ -882,7 +884,7 @@ def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, a, {"note": "c", "other": "d"})
     report = ckptconv.convert(a, b, rename=[("^a$", "c")])
     assert [left.path for left in report.left_behind] == ["__metadata__/note"]
-    assert metadata_of(b) == {"other": "d", "format": "pt"}
+    assert metadata_of(b) == {"other": "d"}
     assert sorted(converted(b, c)) == ["b", "c"]
 
 

@@ -525,9 +525,9 @@ def test_texts_of_safetensors(tmp_path: Path, out: Path) -> None:
         save_file({f"w{n}": torch.ones(n)}, saved / f"model-0000{n}-of-00002.safetensors", metadata=texts)
     report = convert(saved, out)
     assert not report.left_behind
-    assert metadata_of(out / "model-00002-of-00002.safetensors") == {"format": "pt", "a": "1", "b": "y", "c": "z"}
+    assert metadata_of(out / "model-00002-of-00002.safetensors") == {"a": "1", "b": "y", "c": "z"}
     report = convert(saved, tmp_path / "one.safetensors")
-    assert metadata_of(tmp_path / "one.safetensors") == {"format": "pt", "a": "1", "b": "x", "c": "z"}
+    assert metadata_of(tmp_path / "one.safetensors") == {"a": "1", "b": "x", "c": "z"}
     assert [(each.path, each.why) for each in report.left_behind] == [
         ("model-00002-of-00002.safetensors/__metadata__/b", "other shards have another text there")
     ]
