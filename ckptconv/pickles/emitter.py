@@ -403,9 +403,9 @@ def _write_global(w: _Writer, value: Global) -> None:
         names = f"{value.module}\n{value.name}\n".encode()
     except UnicodeEncodeError:
         names = b""
-    if names.count(b"\n") == 2:
+    if value.module and value.name and names.count(b"\n") == 2:
         w.out += CODES["GLOBAL"] + names
-    else:  # GLOBAL is two lines of strict UTF-8
+    else:  # GLOBAL is two lines of strict UTF-8, of which C's unpickler takes none that is empty
         for text in (value.module, value.name):
             if (slot := w.memo.get(id(text))) is not None:
                 w.get(slot)

@@ -342,6 +342,26 @@ def test_an_extension_keeps_its_number(code: int, opcode: bytes) -> None:
     assert written(P2 + b"\x84" + code.to_bytes(4, "little") + b".") == P2 + opcode + b"."
 
 
+class Naming(pickle.Unpickler):
+    """C's unpickler; what it would import becomes a tuple of what it looks for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The two names."""
+        return module, name
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("", "x"), ("m", ""), ("", ""), ("m", "x"), ("a\nb", "x"), ("m", "\udc80"), ("m", "x\r")]
+)
+def test_any_names_of_a_global_are_read_again(module: str, name: str) -> None:
+    """By C's unpickler too, which reads no GLOBAL with an empty line, and Python's writes none."""
+    texts = [text.encode("utf-8", "surrogatepass") for text in (module, name)]
+    data = P4 + b"".join(b"X" + len(text).to_bytes(4, "little") + text for text in texts) + b"\x93."
+    assert Naming(io.BytesIO(written(data))).load() == (module, name)
+    if "\n" not in module and name.isprintable():
+        assert Naming(io.BytesIO(written(b"c%s\n%s\n." % (*texts,)))).load() == (module, name)
+
+
 def test_long_values_stay_in_the_file() -> None:
     """Text and bytes above the limit are ranges of the source, and come out the same."""
     n = LIMITS.inline_bytes + 1
