@@ -17,6 +17,7 @@ import torch
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
+from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.edits.retag import retag
@@ -94,6 +95,15 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     ]
     if refused:
         found = Refused(checkpoint, refused)
+        got = ", ".join(f"{word} at {first}" for word, (first, _) in found.where.items())
+        needed = {needed_import(word) for word in found.where}
+        if None not in needed:
+            raise UnsupportedError(
+                "torch's safe loader takes it only after an import of torch's own",
+                where=checkpoint.source.path,
+                got=got,
+                hint="import " + ", ".join(sorted(map(str, needed))) + " first",
+            )
         part = found.loadable_part() if whole else None
         one_by_one = (
             "ckptconv.open(path).load(...) gives its tensors one by one" if whole and checkpoint.tensors else None
@@ -107,7 +117,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         raise UnsupportedError(
             "loading it takes code that torch's safe loader refuses" if is_code else "torch's safe loader refuses it",
             where=checkpoint.source.path,
-            got=", ".join(f"{word} at {first}" for word, (first, _) in found.where.items()),
+            got=got,
             hint=take + " loads a part without it" if take else one_by_one,
         )
 

@@ -48,6 +48,23 @@ def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
 # Made by torch
 
 
+def test_torch_needs_an_import_alone(run: Path) -> None:
+    """Of torch's own: ``inspect`` and ``load`` say which module that is, and it is all that it takes."""
+    (finding,) = [each for each in ckptconv.inspect(run / "dtensor0.pt")["findings"] if each["kind"] == "import"]
+    assert finding["text"].endswith("only after `import torch.distributed.tensor`")
+    program = (
+        "import sys, ckptconv\n"
+        "try:\n    ckptconv.load(sys.argv[1])\n"
+        "except ckptconv.UnsupportedError as error:\n    print(error)\n"
+        "import torch.distributed.tensor\n"
+        "print(type(ckptconv.load(sys.argv[1])['model']['net.weight']))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(run / "dtensor0.pt")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+    assert said[0].endswith("import torch.distributed.tensor first")
+    assert said[1] == "<class 'torch.distributed.tensor.DTensor'>"
+
+
 def test_they_are_shown(run: Path) -> None:
     """The shape is the whole's, the part stands below it with its own; a note says which they are.
 
