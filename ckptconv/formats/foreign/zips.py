@@ -92,6 +92,12 @@ def _is_old_torchscript(names: _Names) -> bool:
     return old or not names.below.isdisjoint(("constants.pkl", "attributes.pkl"))
 
 
+def _is_compiled(names: _Names) -> bool:
+    """Whether ``torch.export.load``, which wants a program, finds none beside machine code."""
+    parts = {name.rpartition("/")[0] for name in names.below}
+    return "models" not in parts and any(part.startswith("data/aotinductor/") for part in parts)
+
+
 def _unzipped(names: _Names, to: str, inner: str | None) -> str:
     return f"{to}: {names.unzip(inner)}" if inner else f"unpack it: {shell('unzip', names.path)}"
 
@@ -108,6 +114,14 @@ _ROWS = (
             "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
             hint="save its weights alone with torch 1.13, which does: "
             + saved_by_torch(f'torch.jit.load({literal(names.path)}, map_location="cpu").state_dict()'),
+        ),
+    ),
+    _Row(
+        _is_compiled,
+        lambda names: UnsupportedError(
+            "a .pt2 archive of AOTInductor, which holds a compiled program",
+            hint="save the weights of what it was compiled from; torch loads it, which runs its machine code: "
+            + shell("python", "-c", f"import torch; torch._inductor.aoti_load_package({literal(names.path)})"),
         ),
     ),
     _Row(

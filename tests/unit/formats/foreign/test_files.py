@@ -275,6 +275,16 @@ ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
         "torch 1.13",
     ),
     "pt2": ({"m/archive_format": b"pt2", "m/data/weights/w": b""}, r"a \.pt2 archive", "torch.export.load"),
+    "pt2 of AOTInductor": (
+        {"m/archive_format": b"pt2", "m/data/aotinductor/model/x.so": b"", "m/data/weights/weight_0": b""},
+        r"a \.pt2 archive of AOTInductor",
+        "aoti_load_package",
+    ),
+    "pt2 of AOTInductor and its program": (
+        {"m/archive_format": b"pt2", "m/data/aotinductor/model/x.so": b"", "m/models/model.json": b"{}"},
+        r"a \.pt2 archive",
+        "torch.export.load",
+    ),
     "older pt2": (
         {"serialized_exported_program.json": b"{}", "version": b"5.1"},
         r"a \.pt2 archive",
