@@ -102,6 +102,7 @@ class Merger:
         graph.globals += [node for node in self._graph.globals if node not in reached]  # what parts name and throw away
         source, known = self.source, self.source.faults.again()
         checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
+        checkpoint.is_byteorder_said = any(part.is_byteorder_said for part in self._parts)
         for part in self._parts:
             checkpoint.byteorder = part.byteorder
             checkpoint.class_ids |= part.class_ids

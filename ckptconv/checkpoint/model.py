@@ -29,7 +29,8 @@ class Checkpoint:
     the source. ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its
     parameters and of its buffers; None for everything else. ``beside``: what other pickles of the file say, by their
     names in it; no conversion writes these. ``root``: where the checkpoint itself stands, which is below the source's
-    root where it is a part. ``before_renaming``: the index from before names were edited, if they were.
+    root where it is a part. ``is_byteorder_said``: the file says it; else it is little, unless torch is told otherwise.
+    ``before_renaming``: the index from before names were edited, if they were.
     """
 
     format: str
@@ -39,6 +40,7 @@ class Checkpoint:
     references: list[Reference]
     blobs: Readable | None = None
     byteorder: str = "little"
+    is_byteorder_said: bool = True
     is_state_dict: bool = False
     ties: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)

@@ -123,6 +123,8 @@ def make_plan(
         _refuse_dangers(checkpoint, as_archive=writer.records)
     if writer.safe_loader:
         notes += _about_code(checkpoint)
+    if not checkpoint.is_byteorder_said and (checkpoint.format != writer.name or changes.dtypes):
+        notes.append("the file does not say its byte order: its numbers were taken for little-endian")
     if is_folder:
         layout = shards_layout(
             checkpoint, path, writer, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size

@@ -6,7 +6,7 @@ Layout: one folder, named like the file it was saved under, in a zip of stored m
     data.pkl                  the pickle; storages in it are persistent ids ('storage', class, key, location, elements)
     .format_version           '1': storages stand in the order and with the headers of torch's own writer (newer files)
     .storage_alignment        '64' (newer files)
-    byteorder                 'little' or 'big'; absent means little
+    byteorder                 'little' or 'big'; absent means little, unless torch is told otherwise
     data/KEY                  the bytes of storage KEY, aligned to 64 bytes
     version                   '3\\n'
     .data/serialization_id    a hash of the records' names and checksums (newer files)
@@ -149,7 +149,8 @@ def read(source: Readable) -> Checkpoint:
         checkpoint.notes.append(NO_STORAGE_CHECKSUMS)
     version = "version" if "version" in names else ".data/version"  # torch looks at both
     _check_version(source, _note(source, names, version, checked))
-    checkpoint.byteorder = _byteorder(source, _note(source, names, "byteorder", checked))
+    order = _note(source, names, "byteorder", checked)
+    checkpoint.byteorder, checkpoint.is_byteorder_said = _byteorder(source, order), order is not None
     return checkpoint
 
 

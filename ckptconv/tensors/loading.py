@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, TypeAlias, cast
 
@@ -47,6 +48,8 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     devices, target = _meaning(map_location)
     _refuse_code(checkpoint, whole=whole)
     retag(checkpoint, devices, (), Changes())
+    if not checkpoint.is_byteorder_said:
+        checkpoint.byteorder = _default_byteorder()
     if not callable(target):
         tags = _tags(checkpoint) if target is None else [target]
         devices_here.require(
@@ -126,6 +129,14 @@ def _told() -> Iterator[str]:
     """The names of what the program has told torch to trust."""
     for told in torch.serialization.get_safe_globals():
         yield told[1] if isinstance(told, tuple) else f"{told.__module__}.{told.__qualname__}"
+
+
+def _default_byteorder() -> str:
+    """The byte order of files that do not say it, as torch is told."""
+    told = torch.serialization.get_default_load_endianness()
+    if told == torch.serialization.LoadEndianness.NATIVE:
+        return sys.byteorder
+    return "big" if told == torch.serialization.LoadEndianness.BIG else "little"
 
 
 def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:

@@ -9,6 +9,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +271,17 @@ def test_no_byte_order_is_little(saved: Path) -> None:
     out = convert(rezip(saved, saved, {"byteorder": None}))
     assert "byteorder" not in records_of(out)
     assert_same(torch.load(out), OBJECT)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "safetensors"}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str)
+def test_that_little_endian_is_assumed_is_said(tmp_path: Path, options: Any) -> None:
+    """Where numbers are read, or the output says more than the source; else it is left open as it was."""
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "in.pt")
+    for said in (b"little", None):
+        rezip(tmp_path / "in.pt", tmp_path / "in.pt", {"byteorder": said})
+        report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out", force=True, **options)
+        noted = any("does not say its byte order" in note for note in report.notes)
+        assert noted == (said is None and bool(options))
 
 
 # Records and keys

@@ -9,7 +9,7 @@ import os
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,27 @@ def test_safetensors_files_load(tmp_path: Path) -> None:
     assert found["head"].data_ptr() == found["embed"].data_ptr()
     wanted = load_file(tmp_path / "a.safetensors")
     assert_same(wanted, {name: found[name] for name in wanted})
+
+
+@pytest.fixture
+def endianness() -> Iterator[Callable[[Any], None]]:
+    """Tells torch how to read files that do not say their byte order; afterwards it is told nothing again."""
+    yield torch.serialization.set_default_load_endianness
+    torch.serialization.set_default_load_endianness(None)
+
+
+@pytest.mark.parametrize("order", [None, *torch.serialization.LoadEndianness])
+def test_the_byte_order_that_a_file_does_not_say(path: Path, endianness: Callable[[Any], None], order: Any) -> None:
+    """It is what torch is told, in a part and in single tensors too; what a file says counts more."""
+    torch.save({"model": {"w": torch.arange(3.0)}}, path)
+    endianness(order)
+    for said in (b"little", b"big", None):
+        rezip(path, path, {"byteorder": said})
+        expected = torch.load(path)
+        assert_same(ckptconv.load(path), expected)
+        assert_same(ckptconv.load(path, select="model"), expected["model"])
+        with ckptconv.open(path) as opened:
+            assert_same(opened.load("model/w"), expected["model"]["w"])
 
 
 def test_deflated_files_load(path: Path) -> None:
