@@ -106,6 +106,7 @@ class Merger:
         for part in self._parts:
             checkpoint.byteorder = part.byteorder
             checkpoint.class_ids |= part.class_ids
+            checkpoint.unshared += part.unshared
             checkpoint.unused += part.unused
             checkpoint.notes += (note for note in part.notes if note not in checkpoint.notes)
         return checkpoint

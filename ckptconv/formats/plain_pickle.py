@@ -138,6 +138,7 @@ def read(source: Source) -> Checkpoint:
     if not checkpoint.tensors and not checkpoint.storages:
         raise pickle_error(source)
     checkpoint.notes += reader.notes
+    checkpoint.unshared = reader.unshared
     if lists:
         checkpoint.notes.append(f"{len(lists):,} storages are lists of numbers, as before torch 0.4; bytes are written")
     return checkpoint
@@ -173,6 +174,7 @@ class _Reader:
         self.used: set[int] = set()
         self.decoded = _Piece(-1, -1, b"")
         self.notes: list[str] = []
+        self.unshared = 0
 
     def read(self, calls: list[Call]) -> None:
         """Put references for `calls`."""
@@ -243,6 +245,7 @@ class _Reader:
     def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
+        self.unshared += parsed.unshared
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:

@@ -446,6 +446,26 @@ def test_parts_of_storages_alone(tmp_path: Path) -> None:
     assert "share no bytes" in ckptconv.convert(tmp_path / "old.pt", tmp_path / "x.pt").notes[0]
 
 
+def test_parts_of_storages_alone_share_no_bytes_any_more(src: Path, dst: Path) -> None:
+    """``load`` warns of that, and ``diff`` says that it does not look at it; of parts under tensors nothing is lost."""
+    part = storage("root", part=("part", 2, 3))
+    src.write_bytes(with_storages([part, rebuilt(storage("root"), 0, 6)], "root"))
+    ours = torch.load(src, weights_only=False)
+    ours[0][0] = 7
+    assert ours[1][2] == 7
+    with pytest.warns(UserWarning, match="src.pt: 1 storage of it, parts of others, share no bytes with them any more"):
+        found = ckptconv.load(src)
+    found[0][0] = 7
+    assert found[1][2] != 7
+    ckptconv.convert(src, dst)
+    said = "1 storage of A, parts of others, were compared as if they had bytes of their own"
+    assert said in ckptconv.diff(src, dst).notes
+    assert said.replace(" of A", " of B") in ckptconv.diff(dst, src).notes
+    src.write_bytes(with_storages([rebuilt(part, 0, 3), rebuilt(storage("root"), 0, 6)], "root"))
+    ckptconv.load(src)
+    assert not ckptconv.diff(src, src).notes
+
+
 def test_a_tensor_must_stay_in_its_part(src: Path) -> None:
     """A tensor that reaches outside of its part, though not of the whole storage, is refused, as torch refuses it."""
     src.write_bytes(with_storages(rebuilt(storage("root", part=("v", 0, 2)), 0, 4), "root"))
