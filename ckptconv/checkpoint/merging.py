@@ -106,7 +106,7 @@ class Merger:
         for part in self._parts:
             checkpoint.byteorder = part.byteorder
             checkpoint.class_ids |= part.class_ids
-            checkpoint.unshared += part.unshared
+            checkpoint.warnings += (text for text in part.warnings if text not in checkpoint.warnings)
             checkpoint.unused += part.unused
             checkpoint.notes += (note for note in part.notes if note not in checkpoint.notes)
         return checkpoint

@@ -30,7 +30,7 @@ class Checkpoint:
     parameters and of its buffers; None for everything else. ``beside``: what other pickles of the file say, by their
     names in it; no conversion writes these. ``root``: where the checkpoint itself stands, which is below the source's
     root where it is a part. ``is_byteorder_said``: the file says it; else it is little, unless torch is told otherwise.
-    ``unshared``: how many storages of the file are parts of others, and have bytes of their own here.
+    ``warnings``: those of the ``notes`` that nobody should miss, who loads it, compares it or asks whether it is sound.
     ``before_renaming``: the index from before names were edited, if they were.
     """
 
@@ -50,7 +50,7 @@ class Checkpoint:
     script_classes: dict[str, tuple[list[str], list[str]]] | None = None
     beside: dict[str, Checkpoint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unshared: int = 0
+    warnings: list[str] = field(default_factory=list)
     root: Place = field(init=False)
     index: Index = field(init=False)
     before_renaming: Index | None = field(init=False, default=None)
@@ -89,6 +89,11 @@ class Checkpoint:
         self.references = [each for each in self.references if id(each.node) in reached]
         self.changed(same_tensors=True)
         self.index.nodes = nodes
+
+    def warn(self, text: str) -> None:
+        """Note `text`, which nobody should miss."""
+        self.notes.append(text)
+        self.warnings.append(text)
 
     def part(self, root: Place) -> Checkpoint:
         """What stands at `root` as a checkpoint of its own, on the same nodes."""

@@ -138,7 +138,8 @@ def read(source: Source) -> Checkpoint:
     if not checkpoint.tensors and not checkpoint.storages:
         raise pickle_error(source)
     checkpoint.notes += reader.notes
-    checkpoint.unshared = reader.unshared
+    for text in reader.warnings:
+        checkpoint.warn(text)
     if lists:
         checkpoint.notes.append(f"{len(lists):,} storages are lists of numbers, as before torch 0.4; bytes are written")
     return checkpoint
@@ -174,7 +175,7 @@ class _Reader:
         self.used: set[int] = set()
         self.decoded = _Piece(-1, -1, b"")
         self.notes: list[str] = []
-        self.unshared = 0
+        self.warnings: list[str] = []
 
     def read(self, calls: list[Call]) -> None:
         """Put references for `calls`."""
@@ -245,7 +246,7 @@ class _Reader:
     def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
-        self.unshared += parsed.unshared
+        self.warnings += [text for text in parsed.warnings if text not in self.warnings]
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:

@@ -38,7 +38,7 @@ from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
-from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, count, some
+from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.layout import Layout, Writer, file_of
 from ckptconv.formats.pickle_writing import (
     TORCH_HUB_NAME,
@@ -116,8 +116,8 @@ def looks_like(head: bytes) -> bool:
 class LegacyFile:
     """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the
     object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not
-    the object, where they are not as torch writes them. ``class_ids`` and ``unshared``: see
-    :class:`~ckptconv.checkpoint.model.Checkpoint`. ``pickle_offset`` and ``pickle_length`` say where the object's
+    the object, where they are not as torch writes them. ``class_ids`` and ``warnings``:
+    see :class:`~ckptconv.checkpoint.model.Checkpoint`. ``pickle_offset`` and ``pickle_length`` say where the object's
     pickle stands, in bytes.
     """
 
@@ -127,7 +127,7 @@ class LegacyFile:
     spans: dict[str, ByteRange]
     class_ids: dict[Global, PersistentId]
     notes: list[str]
-    unshared: int
+    warnings: list[str]
     around: list[Graph]
     pickle_offset: int
     pickle_length: int
@@ -139,7 +139,8 @@ def read(source: Source) -> Checkpoint:
     checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
     checkpoint.class_ids = parsed.class_ids
     checkpoint.notes += parsed.notes
-    checkpoint.unshared = parsed.unshared
+    for text in parsed.warnings:
+        checkpoint.warn(text)
     return checkpoint
 
 
@@ -162,13 +163,9 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     modernize(graph)
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, end_of_keys, end, listed, ids, where)
-    unshared = _flatten_views(graph, ids, spans, where)
-    if unshared:
-        notes.append(
-            f"{count(unshared, 'storage')} of it, parts of others, stand alone now, and share no bytes with them"
-        )
+    warnings = _flatten_views(graph, ids, spans, where)
     around, length = [*before, keys], end_of_object - at
-    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, unshared, around, at, length)
+    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, warnings, around, at, length)
 
 
 def _read_head(
@@ -380,14 +377,14 @@ def _read_sizes(
 # Parts of storages
 
 
-def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> int:
+def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
     """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it.
 
-    A part that is used in another way gets bytes of its own. Gives the number of those.
+    A part that is used in another way gets bytes of its own. Gives warnings.
     """
     views = {each.node: each for each in ids if each.view}
     if not views:
-        return 0
+        return []
     _check_keys(ids, where)
     calls = [c for c in graph.calls if str(c.callable) in STRIDED and _storage_of(c) in views and is_count(_offset(c))]
     alone = _used_alone(graph, views, {id(call.args) for call in calls})
@@ -400,7 +397,8 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], wh
         if view and storage not in alone:
             _check_within(view, offset, sizes, where)
             call.args = Tuple([storage, offset + view.offset, *sizes])
-    return len(alone)
+    what = f"parts of storages, as torch before 0.4 stored them, are taken for storages of their own: {len(alone):,}"
+    return [what + " that share no bytes with others any more"] if alone else []
 
 
 def _check_keys(ids: list[_Id], where: str) -> None:

@@ -146,7 +146,7 @@ def read(source: Readable) -> Checkpoint:
     if not checked:
         checkpoint.notes.append(NO_CHECKSUMS)
     elif archive.unsummed:
-        checkpoint.notes.append(NO_STORAGE_CHECKSUMS)
+        checkpoint.warn(NO_STORAGE_CHECKSUMS)
     version = "version" if "version" in names else ".data/version"  # torch looks at both
     _check_version(source, _note(source, names, version, checked))
     order = _note(source, names, "byteorder", checked)

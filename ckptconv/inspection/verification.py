@@ -46,8 +46,8 @@ _PIECE = 16 << 20  # bytes that a thread sums at once
 _BATCH = 64  # pieces between two words about progress
 _SHA256_DIGITS = 64
 
-#: ``unknown``: sound or not, this version cannot say. Neither ``needs code`` nor ``note`` is damage.
-Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "note"]
+#: ``unknown``: sound or not, this version cannot say. None of ``needs code``, ``warning`` and ``note`` is damage.
+Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "warning", "note"]
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
             hint=option("expect_sha256", None) + " compares the whole file",
         )
     for note in checkpoint.notes:
-        yield Finding("note", note, str(path))
+        yield Finding("warning" if note in checkpoint.warnings else "note", note, str(path))
     for each in checkpoint.unused:
         yield Finding("note", f"{each.path}, {each.nbytes:,} bytes: {each.why}", str(path))
 

@@ -23,7 +23,7 @@ from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import NoMatchError, UsageError, count
+from ckptconv.errors import NoMatchError, UsageError
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
@@ -187,9 +187,8 @@ def load(
             checkpoint = opening.read(source)
             torchscript.refuse(checkpoint, weights=state_dict)
             apply(checkpoint, edits)
-        if checkpoint.unshared:
-            parts = f"{count(checkpoint.unshared, 'storage')} of it, parts of others, share no bytes with them any more"
-            warnings.warn(f"{source.path}: {parts}", stacklevel=2)
+        for text in checkpoint.warnings:
+            warnings.warn(f"{source.path}: {text}", stacklevel=2)
         from ckptconv.tensors.loading import load_checkpoint
 
         loaded = load_checkpoint(checkpoint, map_location)

@@ -345,9 +345,7 @@ class _Comparison:
             yield from self.notes_of_rest()
             yield from self.notes_of_ties()
             for each, checkpoint in (("A", self.a), ("B", self.b)):
-                if checkpoint.unshared:
-                    parts = f"{count(checkpoint.unshared, 'storage')} of {each}, parts of others,"
-                    yield f"{parts} were compared as if they had bytes of their own"
+                yield from (f"{each}: {text}" for text in checkpoint.warnings)
                 if checkpoint.unused:
                     yield (
                         f"not compared: what {each} has beside its checkpoint"

@@ -8,6 +8,7 @@ import io
 import struct
 import zipfile
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckptconv.edits.options import Edits
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats import opening
 from tests.support.archives import records_of, rezip, rezipped, without_crc32
+from tests.support.command import Command
 from tests.support.conversions import loaded, read, refused, run_without_torch, unreadable
 from tests.support.hostile_bytes import (
     data_of,
@@ -271,6 +273,25 @@ def test_no_byte_order_is_little(saved: Path) -> None:
     out = convert(rezip(saved, saved, {"byteorder": None}))
     assert "byteorder" not in records_of(out)
     assert_same(torch.load(out), OBJECT)
+
+
+@pytest.mark.parametrize(
+    "options", [{"verify": True}, {"format": "safetensors"}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str
+)
+def test_that_no_storage_has_bytes_yet_is_said(tmp_path: Path, options: Any, command: Command) -> None:
+    """By whatever reads a file that ``skip_data`` left to be filled in; nothing is wrong with it."""
+    path, out = tmp_path / "in.pt", tmp_path / "out"
+    with torch.serialization.skip_data():
+        torch.save({"a": torch.arange(3.0)}, path)
+    said = "no storage has a checksum: torch.serialization.skip_data"
+    assert any(said in note for note in ckptconv.convert(path, out, **options).notes)
+    if "dtype" not in options:
+        with pytest.warns(UserWarning, match=said) if "verify" in options else nullcontext():
+            assert ckptconv.load(out)["a"].tolist() == [0, 0, 0]
+        assert any(said in note for note in ckptconv.diff(path, out).notes)
+    command("verify", path, out="warning: ")
+    with pytest.warns(UserWarning, match=said):
+        ckptconv.load(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "safetensors"}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str)
