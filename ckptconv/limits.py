@@ -19,6 +19,8 @@ class Limits:
     pickle_bytes: int = 256 * MIB
     #: 60,000 tensors take 1.9 million opcodes; one of ours costs at most 300 bytes, so this bounds memory at 6 GB.
     pickle_opcodes: int = 20_000_000
+    #: Different classes and functions that one pickle names; Python, torch and numpy together have fewer.
+    globals: int = 50_000
     #: A text or bytes object above this stays in the file, as a byte range.
     inline_bytes: int = 64 * KIB
     #: A line of protocol 0, or an integer. CPython itself refuses decimal integers of more than 4,300 digits.

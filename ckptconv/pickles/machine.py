@@ -60,6 +60,8 @@ class PickleMachine:
         self.memo: dict[int, Value] = {}
         self.shared: set[Node] = set()
         self.globals: list[Global] = []
+        self.named: dict[tuple[str, str], Global] = {}
+        self.codes: dict[int, Extension] = {}
         self.calls: list[Call] = []
         self.references: list[PersistentId] = []
         self.byte_strings: list[Value] = []
@@ -284,10 +286,34 @@ class PickleMachine:
         self.stack.append(value)
 
     def find_class(self, module: str, name: str) -> Global:
-        """The global of that name; nothing looks for it."""
-        found = Global(module, name)
-        self.globals.append(found)
+        """The global of that name, one node wherever it is named; nothing looks for it."""
+        found = self.named.get((module, name))
+        if found is None:
+            found = self.named[module, name] = Global(module, name)
+            self.globals.append(found)
+            self.check_named()
+        else:
+            self.shared.add(found)
         return found
+
+    def extension(self, code: int) -> Extension:
+        """What the extension registry has under `code`, one node wherever it is named."""
+        found = self.codes.get(code)
+        if found is None:
+            found = self.codes[code] = Extension(code)
+            self.extensions.append(found)
+            self.check_named()
+        else:
+            self.shared.add(found)
+        return found
+
+    def check_named(self) -> None:
+        if len(self.globals) + len(self.extensions) > LIMITS.globals:
+            raise LimitError(
+                "the pickle names too many classes and functions",
+                where=f"{self.where} at byte {self.tell()}",
+                expected=f"at most {LIMITS.globals:,}",
+            )
 
 
 #: What one opcode does: it takes its operands from the machine and leaves its result there.

@@ -17,7 +17,6 @@ from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
     Dict,
-    Extension,
     FrozenSet,
     Global,
     Graph,
@@ -203,9 +202,7 @@ def _extension(width: int) -> Operation:
         code = int.from_bytes(m.take(width), "little", signed=width == 4)
         if code <= 0:
             m.fail("an extension code must be positive", got=code)
-        extension = Extension(code)
-        m.extensions.append(extension)
-        m.stack.append(extension)
+        m.stack.append(m.extension(code))
 
     return operation
 

@@ -9,6 +9,8 @@ from ckptconv.pickles.paths import Place
 
 __all__ = ["Referrers"]
 
+_THROWN_AWAY = "what is made and thrown away"
+
 
 class Referrers:
     """The users of each node of `graph`, whose nodes stand at `places`.
@@ -25,6 +27,8 @@ class Referrers:
             for child in children(node):
                 if isinstance(child, (Node, bytes)):
                     self.users.setdefault(id(child), []).append(node)
+        #: Nodes from which there is no way to a place.
+        self.lost: set[int] = set()
         self.places: dict[int, Place] = {}
         for place in places:
             self.places.setdefault(id(place.node), place)
@@ -45,14 +49,19 @@ class Referrers:
     def path(self, node: Value) -> str:
         """Where `node` stands, or what it is a part of."""
         climbed: set[int] = set()
-        while id(node) not in self.places:
+        while id(node) not in self.places and id(node) not in self.lost:
             users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
             if not users:
-                return "." if node is self.root else "what is made and thrown away"
+                break
             climbed.add(id(node))
             node = users[0]
-        place = self.places[id(node)]
-        self.places.update(dict.fromkeys(climbed, place))  # nobody climbs there again
+        place = self.places.get(id(node))
+        if place is None and node is self.root:
+            return "."
+        if place is None:
+            self.lost |= climbed  # nobody climbs there again
+            return _THROWN_AWAY
+        self.places.update(dict.fromkeys(climbed, place))
         return place.path
 
     def above(self, nodes: Iterable[Value]) -> set[int]:

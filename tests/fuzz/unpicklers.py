@@ -20,7 +20,6 @@ import mmap
 import pickle
 import resource
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,12 +185,12 @@ def _way(data: bytes) -> Way:
 def compared(data: bytes) -> Compared:
     """What the unpicklers reach in `data`, beside what the lenient reader lists."""
     seen = scan_lenient(lambda offset, length: data[offset : offset + length], 0, len(data), most=_MOST)
-    listed = Counter((node.module, node.name) for node in seen.graph.globals)
-    listed.update(CODES[node.code] for node in seen.graph.extensions if node.code in CODES)
+    listed = {(node.module, node.name) for node in seen.graph.globals}
+    listed |= {CODES[node.code] for node in seen.graph.extensions if node.code in CODES}
     number, missed = 0, None
     for each in reached(data):
         number += len(each.globals)
-        unlisted = Counter(tuple(_ANY if part == _MADE else part for part in pair) for pair in each.globals) - listed
+        unlisted = {tuple(_ANY if part == _MADE else part for part in pair) for pair in each.globals} - listed
         if unlisted:
             missed = f"{each.by} reaches {', '.join(map('.'.join, unlisted))}"
         elif each.used and not seen.graph.calls:

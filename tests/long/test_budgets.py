@@ -1,5 +1,5 @@
 """The worst shapes of pickles, a million opcodes each: what the graph of one takes in memory is bounded, and what we
-refuse we refuse with an error of ours.
+refuse we refuse with an error of ours; and what whole commands take grows no faster than the pickle.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.budgets import EACH, FLOOR, SHAPES, file_of, measured
+from tests.fuzz.budgets import COMMANDS, EACH, FLOOR, SHAPES, file_of, measured
 
 OPCODES = 1_000_000
 
@@ -20,3 +20,16 @@ def test_memory_of_a_graph(shape: str, tmp_path: Path) -> None:
     path.write_bytes(file_of(shape, OPCODES)[0])
     cost = measured("parse", path)
     assert cost.came == "done" and cost.memory < FLOOR + EACH * OPCODES
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_growth(shape: str, command: str, tmp_path: Path) -> None:
+    """Eight times as much of it takes at most sixteen times as long: no command is quadratic in any shape."""
+    seconds = []
+    for opcodes in (25_000, 200_000):
+        path = tmp_path / f"{opcodes}" / "a.pt"
+        path.parent.mkdir()
+        path.write_bytes(file_of(shape, opcodes)[0])
+        seconds.append(measured(command, path).seconds)
+    assert seconds[1] < 16 * max(seconds[0], 0.05)

@@ -196,6 +196,12 @@ CASES: dict[str, Case] = {
     "pickle_line": Case(
         file(torch_zip_of(checkpoint(b"V" + b"a" * 300 + b"\n"))), 300, LimitError, "a line of the pickle is too long"
     ),
+    "globals": Case(
+        file(torch_zip_of(checkpoint(*(b"cm\nf%d\n" % i for i in range(30)), *(b"\x82%c" % i for i in range(1, 11))))),
+        43,
+        LimitError,
+        "names too many classes and functions",
+    ),
     "nesting": Case(file(torch_zip_of(checkpoint(nested(50)))), 51, LimitError, "nested too deeply"),
     "rank": Case(
         file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"

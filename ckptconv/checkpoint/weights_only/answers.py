@@ -28,7 +28,7 @@ class AfterUnknown(NotKnown):
     """It depends on a value of which was already said that it is not known, or refused."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Reason:
     """Why a graph does not load, or why that is not known.
 
