@@ -33,7 +33,7 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 #: torch, and what it and the command line need: installed wherever checkpoints are loaded with it.
 PACKAGES = (
     "torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions",
-    "setuptools", "pkg_resources", "_distutils_hack", "pip", "safetensors", "click", "rich", "ckptconv",
+    "setuptools", "pkg_resources", "_distutils_hack", "pip", "safetensors", "click", "rich",
 )  # a table  # fmt: skip
 
 #: Dangerous as a whole, by the list in the package; or no module that anybody imports.
@@ -47,7 +47,7 @@ _WITHOUT = (
 
 _NO_METHOD = frozenset("=<()[]?")
 #: Objects of these are inside of compilers and build tools: no function gives one.
-_INNER = ("torch._dynamo", "torch._export", "numpy.distutils", "torch.onnx", "torch.jit", "ckptconv")
+_INNER = ("torch._dynamo", "torch._export", "numpy.distutils", "torch.onnx", "torch.jit")
 #: What dicts, texts and tensors have as well; ``replace`` of a path is worse than that of a text.
 _EVERYDAY = frozenset([*dir(dict), *dir(list), *dir(set), *dir(str), "backward", "type"]) - {"replace"}
 

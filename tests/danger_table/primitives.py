@@ -120,6 +120,11 @@ HARMLESS = frozenset(
         "zoneinfo.",  # reads files below the folders of time zones alone
         # what they evaluate or read is the text of functions that are there
         "inspect._signature_fromstr", "inspect.get_annotations", "inspect.findsource", "inspect.getsourcefile",
+        # what torch.save writes of a model that torch.compile gave: they compile functions that are there
+        *(f"torch._dynamo.eval_frame.{name}." for name in ("OptimizedModule", "OptimizeContext", "_TorchDynamoContext")),
+        *(f"torch._dynamo.convert_frame.{name}." for name in (
+            "CatchErrorsWrapper", "ConvertFrame", "ConvertFrameAssert",
+        )),
         # what is looked up must be a module or a parameter, and is given back only then
         *(f"torch.nn.modules.module.Module.{name}" for name in (
             "__setattr__", "get_buffer", "get_parameter", "get_submodule", "set_submodule",

@@ -186,7 +186,7 @@ from ckptconv.checkpoint.danger_table import is_known_package, listed
 from ckptconv.checkpoint.dangerous_globals import leads_to_danger
 compared = 0
 for name, module in [*sys.modules.items()]:
-    if is_known_package(name) and name.split(".")[0] not in ("ckptconv", "sympy"):
+    if is_known_package(name) and name.split(".")[0] != "sympy":
         for attribute, value in [*vars(module).items()]:
             if not issubclass(type(value), (type, types.FunctionType, types.BuiltinFunctionType)):
                 continue
