@@ -19,6 +19,7 @@ from ckptconv.errors import (
     OutputError,
     RefusedError,
     TargetExistsError,
+    UnknownDeviceError,
     UnsupportedError,
     UsageError,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "TargetExistsError",
     "TensorDifference",
     "TensorInfo",
+    "UnknownDeviceError",
     "UnsupportedError",
     "UsageError",
     "ValueDifference",

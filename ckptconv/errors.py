@@ -13,6 +13,7 @@ CkptconvError
 │   ├── TargetExistsError   the output is there already
 │   ├── CollisionError      two names would become one
 │   └── NoMatchError        a filter or prefix that matches nothing: a typo
+│       └── UnknownDeviceError  a mapping of what is no device's name, and on which nothing is (a UsageError too)
 └── OutputError         the system could not write, and the old output is as it was
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "OutputError",
     "RefusedError",
     "TargetExistsError",
+    "UnknownDeviceError",
     "UnsupportedError",
     "UsageError",
     "count",
@@ -185,6 +187,10 @@ class NoMatchError(RefusedError):
     ) -> None:
         super().__init__(what, where=where, expected=expected, got=got, hint=hint)
         self.unmatched = unmatched
+
+
+class UnknownDeviceError(NoMatchError, UsageError):
+    """What a mapping replaces is no device's name, and no tensor is on such a device."""
 
 
 class OutputError(CkptconvError):

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.commands import Command
 from ckptconv.cli.convert_batch import convert_batch
 from ckptconv.cli.in_place import convert_in_place
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
@@ -28,7 +29,9 @@ from ckptconv.hints import Option, Placeholder, command, option
 __all__ = ["convert_command"]
 
 
-@click.command("convert", epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.")
+@click.command(
+    "convert", cls=Command, epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module."
+)
 @click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
 @click.option(
     "--to",

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.commands import Command
 from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.render.difference import difference_lines
@@ -19,7 +20,7 @@ from ckptconv.inspection.comparison.diff import compare
 __all__ = ["diff_command"]
 
 
-@click.command("diff", epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
+@click.command("diff", cls=Command, epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
 @click.option(

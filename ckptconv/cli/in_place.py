@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.commands import Command
 from ckptconv.cli.json_views import report_as_dict
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.terminal import show_error, show_report, style_of
@@ -46,7 +47,7 @@ def convert_in_place(
     return 0 if not failed else 1 if failed == len(paths) else 3
 
 
-@click.command("undo", epilog="Example: ckptconv undo model.pt")
+@click.command("undo", cls=Command, epilog="Example: ckptconv undo model.pt")
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("-q", "--quiet", is_flag=True, help="No report; errors still.")
 @debug_option

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ckptconv.checkpoint.globs import matches
+from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.render.facts import facts
 from ckptconv.cli.render.table import table_lines
@@ -24,7 +25,7 @@ __all__ = ["inspect_command"]
 _ROWS = 40  # of the tensor table on a terminal, at most
 
 
-@click.command("inspect", epilog="Example: ckptconv inspect model.pt --sort size --limit 10")
+@click.command("inspect", cls=Command, epilog="Example: ckptconv inspect model.pt --sort size --limit 10")
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--tree", is_flag=True, help="Draw the tensors as a tree of paths and modules.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, sizes in bytes.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.commands import Command
 from ckptconv.cli.json_views import verdict_as_dict
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.render.verdict import verdict_lines
@@ -22,7 +23,7 @@ from ckptconv.inspection.verification import checkpoints_in, verdict_on
 __all__ = ["verify_command"]
 
 
-@click.command("verify", epilog="Example: ckptconv verify downloads/ --strict")
+@click.command("verify", cls=Command, epilog="Example: ckptconv verify downloads/ --strict")
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")

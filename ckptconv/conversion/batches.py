@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from ckptconv.conversion.executors import Others, processes
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Item, list_items
-from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
@@ -221,15 +220,7 @@ def _matched(outcome: Outcome) -> set[tuple[str, object]]:
     """The edits of which `outcome` says that they mean something."""
     if not (outcome.report or outcome.unmatched):
         return set()
-    return set(_pairs(outcome.job.as_edits())).difference(outcome.unmatched)
-
-
-def _pairs(edits: Edits) -> Iterator[tuple[str, object]]:
-    """The edits that could mean nothing somewhere."""
-    for each in fields(edits):
-        value = getattr(edits, each.name)
-        if isinstance(value, tuple):
-            yield from ((each.name, one) for one in value)
+    return set(outcome.job.as_edits().several()).difference(outcome.unmatched)
 
 
 def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, object]]:

@@ -15,6 +15,7 @@ from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
+from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, some
 from ckptconv.formats import torchscript
 from ckptconv.formats.layout import Writer
@@ -191,6 +192,7 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
     """What becomes of devices and storages in a format that has none."""
     notes = []
     if edits.devices and not writer.devices:
+        unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is one for every format
         notes.append(f"no device was changed: {writer.name} stores none, and whoever loads it says where to")
     elif not writer.devices and (tags := {storage.device for storage in checkpoint.storages.values()} - {"cpu"}):
         notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")

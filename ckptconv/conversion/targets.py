@@ -12,8 +12,9 @@ from ckptconv.conversion.discovery import Found, Kind, find, find_in
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
-from ckptconv.formats.writers import DEFAULT, WRITERS, admitted, suffix_of
+from ckptconv.formats.writers import DEFAULT, SUFFIXES, WRITERS, admitted, split_suffix, suffix_of
 from ckptconv.hints import Placeholder, command, option
 
 __all__ = [
@@ -69,7 +70,9 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
     where format and suffix contradict each other.
     """
     path = _checked(dst, format)
-    if _is_folder(dst):
+    if not _is_folder(dst):
+        _refuse_odd_suffix(path, format, [src])
+    else:
         path = path / name_in_folder(Found(src, "file", (src,)), format)
     return path, format_of(path, format)
 
@@ -100,6 +103,8 @@ def list_items(
     folder holds no checkpoint.
     """
     path = _checked(dst, output.format)
+    if not _is_folder(dst):
+        _refuse_odd_suffix(path, output.format, map(Path, srcs))
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
     if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
@@ -170,9 +175,18 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
+    if error := no_path_error(dst, is_output=True):
+        raise error
     if format is not None and format not in WRITERS:
         raise UsageError(f"no format is called {format!r}", expected=" or ".join(WRITERS))
     return path
+
+
+def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) -> None:
+    """Raise UsageError where the name `path` promises what nobody said, and it would not be."""
+    error = odd_suffix_error(path, SUFFIXES, sources) if format is None else None
+    if error:
+        raise error
 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
@@ -365,8 +379,7 @@ def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False)
         is_folder: It becomes a folder of shards, which has no suffix.
     """
     name = os.path.basename(os.path.abspath(found.path))
-    suffix = suffix_of(name) if found.kind == "file" else ""
-    stem = name[: len(name) - len(suffix)]
+    stem, suffix, _ = split_suffix(name) if found.kind == "file" else (name, "", "")
     if is_folder:
         is_index = found.kind == "shards" and not found.path.is_dir()
         return name.split(".")[0] if is_index else stem or name

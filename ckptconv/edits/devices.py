@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.errors import UsageError
@@ -20,17 +21,21 @@ from ckptconv.hints import option
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FAMILIES", "Devices", "MapLocation", "Target", "parse_target", "to_devices"]
+__all__ = ["FAMILIES", "Devices", "MapLocation", "Rule", "Target", "near_device", "parse_target", "to_devices"]
 
 #: Where tensors may be sent. The device need not exist here.
 FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
 _ONE_DEVICE = ("cpu", "mps")  # written without an index
+_INDEXED = {"gpu", *FAMILIES}.difference(_ONE_DEVICE)
 _HIGHEST_INDEX = 127  # torch keeps a device index in a signed byte
 _REFUSED = {
     "meta": "a meta tensor has no data, so the weights would be lost",
     "xla": "torch has no tag for it and stores such tensors as CPU arrays",
     "vulkan": "torch has no tag for it",
 }
+#: What people call some of them.
+_CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "host": "cpu"}
+_AUTO = "'auto' is for load and remap, which know what is here"
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 
 MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] | Callable[[str], str]"
@@ -42,6 +47,9 @@ class Target:
 
     family: str
     index: int | None = None
+
+    def __str__(self) -> str:
+        return self.family if self.index is None else f"{self.family}:{self.index}"
 
     def tag(self, old: str) -> str:
         """The tag that replaces `old`."""
@@ -62,6 +70,14 @@ class Rule:
     rank: int
     new: Target
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `old` is a device in the grammar, or one that torch knows: any other is a tag of one file, or a
+        typo.
+        """
+        match = _DEVICE.fullmatch(self.old)
+        return self.rank < 2 or bool(match and match[1] in (*FAMILIES, *_REFUSED) and _index(match) <= _HIGHEST_INDEX)
+
     def matches(self, tag: str) -> bool:
         """Whether `tag` is one of those that `old` means."""
         if self.rank == 0:
@@ -81,6 +97,10 @@ class Devices:
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.to or self.function)
+
+    def without(self, rule: object) -> Devices:
+        """These but for `rule`."""
+        return replace(self, rules=tuple(each for each in self.rules if each != rule))
 
     def rule(self, tag: str) -> Rule | None:
         """The rule that serves `tag`, if any."""
@@ -104,23 +124,39 @@ class Devices:
         return tag
 
 
+def _index(match: re.Match[str]) -> int:
+    return int((match[2] or "0")[:9])  # Python reads no more than some thousand digits
+
+
+def near_device(word: str, families: Collection[str]) -> str | None:
+    """The device that somebody means by `word`: one of `families`, with the number in it (``cuda0``, ``0``, ``CUDA:0``,
+    ``cuda:*``).
+    """
+    match = re.match(r"([a-z]*)[^a-z0-9]*([0-9]*)", word.lower())
+    assert match is not None  # it matches the empty string
+    near = get_close_matches(_CALLED.get(match[1], match[1]), families, n=1)
+    family = near[0] if near else "cuda" if match[2] and not match[1] else None
+    is_indexed = family in _INDEXED and match[2] and _index(match) <= _HIGHEST_INDEX
+    return f"{family}:{_index(match)}" if is_indexed else family
+
+
 def parse_target(text: object) -> Target:
     """The device `text`. Raises UsageError where no tensor can be sent there."""
     word = str(text)
     match = _DEVICE.fullmatch(word)
     family = match[1].replace("gpu", "cuda") if match and match[1] in ("gpu", *FAMILIES) else ""
     if not match or not family:
-        reason = _REFUSED.get(word.split(":")[0])
+        reason, near = _REFUSED.get(word.split(":")[0]), near_device(word, ("gpu", *FAMILIES))
         if reason:
             raise UsageError(
                 f"tensors cannot be sent to {word!r}: {reason}", hint="try: " + option("map_location", "cpu")
             )
         raise UsageError(
             f"{word!r} is no device",
-            hint="'auto' is for load and remap, which know what is here" if word == "auto" else None,
+            hint=_AUTO if word == "auto" else f"is {near} meant?" if near else None,
             expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
-    index = int(match[2]) if match[2] else None
+    index = _index(match) if match[2] else None
     if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX):
         raise UsageError(
             f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"

@@ -16,6 +16,7 @@ from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
+from ckptconv.edits.no_match import no_match
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, UsageError, some
 from ckptconv.hints import option, quoted
@@ -25,6 +26,7 @@ from ckptconv.pickles.paths import Place
 __all__ = ["cast"]
 
 _SHOWN = 3  # paths in a note
+_NO_WEIGHTS = "there are no floating-point weights"
 _COMPLEX = frozenset({"complex32", "complex64", "complex128"})
 #: Of these a glob, or a bare dtype, means those that can be cast; the others are named.
 _MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
@@ -103,15 +105,9 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
     if not (changes.dtypes or changes.not_cast):
-        changes.notes.append(
-            (
-                "all that was to be cast has its dtype already, so "
-                if any(tie.rule for tie in ties)
-                else "there are no floating-point weights, so "
-            )
-            + option("dtype", None)
-            + " changed nothing"
-        )
+        why = "all that was to be cast has its dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
+        error = NoMatchError(why + ", so " + option("dtype", None) + " changed nothing")
+        changes.notes.append(no_match("dtype D", error))
 
 
 def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
@@ -212,7 +208,7 @@ class _Chooser:
                     others.append((tie, place.path))
         for rule in self.globs:
             if rule not in self.useful:
-                raise self.no_match(rule, places)
+                no_match("dtype GLOB=D", self.unmatched(rule, places))
         for tie in ties.values():
             tie.decide()
         self.say(list(ties.values()), [path for tie, path in others if tie.rule is None])
@@ -254,7 +250,7 @@ class _Chooser:
     def is_in_optimizer(self, place: Place) -> bool:
         return any(id(above.node) in self.detected.optimizer_nodes for above in place.upwards())
 
-    def no_match(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
+    def unmatched(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
         """The error for a `rule` that changes nothing."""
         where = self.checkpoint.source.path
         found = next((place for place in places if self.rank(rule, place)), None)

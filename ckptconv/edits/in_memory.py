@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
+from ckptconv.edits.no_match import no_match
 from ckptconv.errors import CollisionError, NoMatchError
 from ckptconv.hints import for_python
 
@@ -51,11 +52,12 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
             if isinstance(value, Mapping) and any(str(name).startswith(prefix) for name in value)
         ]
         found = ", ".join(prefixes_of(names))
-        raise NoMatchError(
+        error = NoMatchError(
             f"no name starts with {prefix!r}",
             got=f"prefixes {found}" if found else "no name with a prefix",
             hint=f"pass the state dict: [{inside[0]!r}]" if inside else None,
         )
+        no_match("strip_prefix P", error)
     renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:

@@ -2,12 +2,12 @@
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
-from ckptconv.edits.devices import Devices, MapLocation, to_devices
+from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
 from ckptconv.hints import Message, option
@@ -82,8 +82,17 @@ class Edits:
         """These edits but for `what` in `field`, where :class:`~ckptconv.errors.NoMatchError` says that it
         means nothing.
         """
+        if field == "devices":
+            return replace(self, devices=self.devices.without(what))
         left: Any = tuple(each for each in getattr(self, field) if each != what)
         return replace(self, **{field: left})
+
+    def several(self) -> Iterator[tuple[str, object]]:
+        """The fields that hold several, each with each of what it holds: what could mean nothing somewhere."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            held = value.rules if isinstance(value, Devices) else value if isinstance(value, tuple) else ()
+            yield from ((each.name, one) for one in held)
 
 
 def edits_from(**options: Any) -> Edits:
@@ -98,6 +107,8 @@ def edits_from(**options: Any) -> Edits:
 def option_of(field: str, what: object) -> Message:
     """The option that says `what` in a `field` of :class:`Edits` that holds several."""
     keyword = next((name for name, called in _FIELDS.items() if called == field), field)
+    if isinstance(what, Rule):
+        what = what.old, str(what.new)
     return option(keyword, (what if isinstance(what, tuple) else str(what),))
 
 

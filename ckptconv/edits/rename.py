@@ -10,6 +10,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of
+from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
@@ -77,7 +78,7 @@ class NameEditor:
             for effect, i in places:
                 _replace(effect, i, known)
         if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
-            self.changes.notes.append("no wrapper is in the names, so " + changed)
+            self.changes.notes.append(no_match("unwrap", NoMatchError("no wrapper is in the names, so " + changed)))
 
     def model_of(self, names: list[str]) -> list[str]:
         """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual
@@ -97,13 +98,14 @@ class NameEditor:
         every = self.names()
         having = [name for name in every if name.startswith(prefix)]
         if not having:
-            raise NoMatchError(
+            error = NoMatchError(
                 f"no name starts with {prefix!r}",
                 where=self.where,
                 got=_prefixes(every),
                 hint=_near(prefix, every) or self.detected.hint_of_modules(),
                 unmatched=("strip_prefix", said),
             )
+            no_match("strip_prefix P", error)
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
@@ -115,19 +117,18 @@ class NameEditor:
         try:
             regex = re.compile(pattern)
             regex.sub(replacement, "")
-        except (re.error, IndexError) as error:
-            raise UsageError(
-                f"{pattern!r} → {replacement!r} is no regular expression and replacement: {error}"
-            ) from None
+        except (re.error, IndexError) as why:
+            raise UsageError(f"{pattern!r} → {replacement!r} is no regular expression and replacement: {why}") from None
         every = self.names()
         if not any(regex.search(name) for name in every):
-            raise NoMatchError(
+            error = NoMatchError(
                 f"no name matches {pattern!r}",
                 where=self.where,
                 got=_prefixes(every),
                 hint=self.detected.hint_of_modules(),
                 unmatched=("rename", (pattern, replacement)),
             )
+            no_match("rename REGEX REPL", error)
 
         def of_module(path: str) -> str:
             """What a name's part before its last segment becomes.
@@ -144,9 +145,10 @@ class NameEditor:
     def add(self, said: str) -> None:
         prefix = normal_prefix(said)
         main = self.detected.main()
+        if not main:
+            what = "no state dict to add a prefix to"
+            no_match("add_prefix P", NoMatchError(what, where=self.where, unmatched=("add_prefix", said)))
         if len(main) != 1 or not isinstance(main[0], StateDict):
-            if not main:
-                raise NoMatchError("no state dict to add a prefix to", where=self.where, unmatched=("add_prefix", said))
             meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
                 f"several state dicts could be meant: {', '.join(meant)}",

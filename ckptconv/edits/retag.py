@@ -7,10 +7,13 @@ from collections.abc import Container
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
 from ckptconv.checkpoint.storage_ids import changed_id
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.devices import Devices
+from ckptconv.edits.devices import FAMILIES, Devices, near_device
+from ckptconv.edits.no_match import no_match
+from ckptconv.errors import NoMatchError, UnknownDeviceError
+from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
 
-__all__ = ["retag"]
+__all__ = ["retag", "tags_of", "unmatched_rules"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
@@ -21,7 +24,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}
     counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
-    seen_tags = {storage.device for storage in checkpoint.storages.values()}
+    seen_tags = tags_of(checkpoint)
     for storage in checkpoint.storages.values():
         new = devices.new_tag(storage.device, rng=storage in rng_storages)
         if new != storage.device:
@@ -33,15 +36,54 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     for storage, new in new_tags.items():
         storage.device = new
     for argument in arguments:
-        seen_tags.add(argument.device)
         new = devices.new_tag(argument.device)
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             _count(changes, argument.device, new, 1, 0)
     checkpoint.changed(same_tensors=True)
+    changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
+    if devices.to and not changes.devices:
+        there = (
+            f"every tensor is on {devices.to} already" if seen_tags == {devices.to.tag("")} else "nothing goes there"
+        )
+        error = NoMatchError(
+            (there if seen_tags else "there are no tensors")
+            + ", so "
+            + option("map_location", str(devices.to))
+            + " changed nothing"
+        )
+        changes.notes.append(no_match("to DEVICE", error))
+
+
+def tags_of(checkpoint: Checkpoint) -> set[str]:
+    """The tags of all storages and rebuild calls of `checkpoint`."""
+    arguments = {argument.device for argument in checkpoint.index.device_arguments}
+    return {storage.device for storage in checkpoint.storages.values()} | arguments
+
+
+def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) -> list[str]:
+    """Notes on those rules of `devices` that serve none of `tags`, which `checkpoint` has.
+
+    Raises UnknownDeviceError where one is for what is no device's name either.
+    """
+    notes = []
     for rule in devices.rules:
-        if not any(rule.matches(tag) for tag in seen_tags):
-            changes.notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")
+        if any(rule.matches(tag) for tag in tags):
+            continue
+        if rule.is_known:
+            what = f"no tensor is on {rule.old!r}, so mapping it changed nothing"
+            notes.append(no_match("map OLD=NEW", NoMatchError(what)))
+            continue
+        near = near_device(rule.old, ("gpu", "any", *FAMILIES))
+        error = UnknownDeviceError(
+            f"{rule.old!r} is no device, and no tensor has such a tag",
+            where=checkpoint.source.path,
+            got=", ".join(sorted(tags)) or "no tensors",
+            hint=option("map_location", ((near, str(rule.new)),)) + " may be meant" if near else None,
+            unmatched=("devices", rule),
+        )
+        no_match("map WORD=NEW", error)
+    return notes
 
 
 def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import Option, command, joined, option
@@ -47,7 +48,11 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
     if edits.select is not None:
-        left += _take(checkpoint, _place_at(checkpoint, edits.select))
+        place = _place_at(checkpoint, edits.select)
+        if place is None:
+            no_match("select PATH", _no_place(checkpoint, edits.select))
+        else:
+            left += _take(checkpoint, place)
     if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
         found = _state_dict(checkpoint)
         if isinstance(found, PickledModule):
@@ -65,15 +70,19 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
 # One part
 
 
-def _place_at(checkpoint: Checkpoint, path: str) -> Place:
+def _place_at(checkpoint: Checkpoint, path: str) -> Place | None:
     for written in (str, printable):  # as it is, or as ``inspect`` shows it
         for place in checkpoint.places:
             if written(place.path) == path:
                 return place
+    return None
+
+
+def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
         known, meant = "", joined("the checkpoint is a state dict itself", _look_for(checkpoint, Option("tree")))
-    raise NoMatchError(
+    return NoMatchError(
         f"neither an object nor a tensor stands at {path or repr(path)}",
         where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
@@ -255,14 +264,14 @@ def _filter(
             hits = {id(place) for place in searched if is_meant(place, glob)}
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
-                more = field == "include" and len(globs) == 1  # would be taken without it than is asked
-                raise NoMatchError(
+                error = NoMatchError(
                     f"no {what} matches {glob!r}",
                     where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
                     hint=None if "/" in glob else detected.hint_of_modules(),
-                    unmatched=None if more else (field, glob),
+                    unmatched=(field, glob),
                 )
+                no_match(f"{field} GLOB", error, is_one_of_several=len(globs) > 1)
             found |= hits
         return found
 

@@ -17,6 +17,8 @@ from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, Tensor
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
+from ckptconv.edits.no_match import no_match
+from ckptconv.errors import NoMatchError
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
 
@@ -315,8 +317,5 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
     views.conclude()
     changes.compacted = Dropped(storages, dropped)
     if not storages:
-        changes.notes.append(
-            "tensors show every byte of the storages that could be compacted, so "
-            + option("compact")
-            + " changed nothing"
-        )
+        what = "tensors show every byte of the storages that could be compacted, so "
+        changes.notes.append(no_match("compact", NoMatchError(what + option("compact") + " changed nothing")))

@@ -20,6 +20,7 @@ from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip,
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
+from ckptconv.formats.foreign.paths import no_path_error
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index_file
@@ -72,7 +73,7 @@ def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sour
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
     """The file `path`.
 
-    Raises InputError, which says what a folder is, and which name is like that of a missing file.
+    Raises InputError, which says what a folder is, and which name is like that of a missing file; UsageError for a URL.
     """
     try:
         source = Source(path, faults)
@@ -86,7 +87,10 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
             raise folder_error(Path(name)) from error
-        near = name_like(Path(name)) if isinstance(error.__cause__, FileNotFoundError) else None
+        is_missing = isinstance(error.__cause__, FileNotFoundError)
+        if is_missing and (no_path := no_path_error(name, is_output=False)):
+            raise no_path from None
+        near = name_like(Path(name)) if is_missing else None
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise
 

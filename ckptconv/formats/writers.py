@@ -9,9 +9,11 @@ from ckptconv.formats.layout import Writer
 
 __all__ = [
     "DEFAULT",
+    "SUFFIXES",
     "WRITERS",
     "FormatWord",
     "admitted",
+    "split_suffix",
     "suffix_of",
     "usual_format",
     "words",
@@ -25,14 +27,26 @@ FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors"]
 WRITERS: dict[str, Writer] = {
     each.word: each for each in (torch_zip.WRITER, torch_legacy.WRITER, plain_pickle.WRITER, safetensors.WRITER)
 }
+SUFFIXES = frozenset(suffix for writer in WRITERS.values() for suffix in writer.suffixes)
 #: What is written where nothing says anything else.
 DEFAULT = torch_zip.WRITER
 
 
 def suffix_of(name: str) -> str:
     """The suffix of the file `name` that stands for a format, as it is spelled there; empty if there is none."""
-    known = {suffix for writer in WRITERS.values() for suffix in writer.suffixes if name.lower().endswith(suffix)}
-    return name[len(name) - len(max(known, key=len, default="")) :]
+    return split_suffix(name)[1]
+
+
+def split_suffix(name: str) -> tuple[str, str, str]:
+    """The file `name` before, in, and behind the last suffix in it that stands for a format (``model.safetensors.bak``
+    is one); all of it, and nothing, where there is none.
+    """
+    for end in range(len(name), 0, -1):
+        if name[end : end + 1] in ("", "."):
+            known = (each for each in SUFFIXES if name[:end].lower().endswith(each))
+            if start := len(max(known, key=len, default="")):
+                return name[: end - start], name[end - start : end], name[end:]
+    return name, "", ""
 
 
 def admitted(name: str) -> list[Writer]:

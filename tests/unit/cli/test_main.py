@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckptconv import CkptconvError, __version__, convert
+from ckptconv.cli import commands as commands_module
 from ckptconv.cli import convert as convert_module
-from ckptconv.cli.main import main
+from ckptconv.cli.main import cli, main
 from ckptconv.errors import UsageError
 from tests.support.command import Command
 
@@ -43,6 +44,15 @@ from tests.support.command import Command
             ["nowhere", "the checkpoint is a state dict itself", "ckptconv inspect ddp.pt --tree"],
         ),
         (["convert", "{src}", "{out}", "--exclude", "nothing*"], 1, ["nothing*"]),
+        (["convert", "{src}", "{out}", "--to", "cpu", "--to", "cuda"], 2, ["--to is given twice", "cpu and cuda"]),
+        (["convert", "{src}", "{out}", "--select", "a", "--select", "b"], 2, ["--select is given twice"]),
+        (["convert", "{src}", "{out}", "-j", "2", "--jobs", "3"], 2, ["--jobs is given twice"]),
+        (["diff", "{src}", "{src}", "--rtol", "1", "--rtol", "2"], 2, ["--rtol is given twice"]),
+        (["convert", "-", "{out}"], 2, ["standard input is no file"]),
+        (["convert", "https://host/m.pt", "{out}"], 2, ["download it first: curl -LO https://host/m.pt"]),
+        (["verify", "s3://bucket/m.pt"], 2, ["download it first: aws s3 cp s3://bucket/m.pt ."]),
+        (["diff", "hf://me/m/m.pt", "{src}"], 2, ["hf://me/m/m.pt: a URL and not a path; download it first"]),
+        (["inspect", "-"], 1, ["standard input is no file"]),
         (["inspect", "missing.pt"], 1, ["missing.pt"]),
         (["inspect"], 2, ["PATH"]),
         (["inspect", "bad\n\x1b[31mname.pt"], 1, ["name.pt"]),
@@ -151,3 +161,15 @@ def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
         1,
         "ckptconv: cannot write to standard output: No space left on device\n",
     )
+
+
+def test_the_same_twice_is_once(ddp: Path, command: Command) -> None:
+    """A wrapper script can append what was typed already."""
+    command("convert", ddp, ddp.with_name("o.pt"), "--to", "cpu", "--to", "cpu", "-j", "2", "--jobs", "2")
+
+
+def test_every_command_has_the_class_that_catches_typos() -> None:
+    """Else an option of one value that is given twice would lose the first in silence."""
+    group = cli.make_context("ckptconv", [], resilient_parsing=True)
+    commands = [cli.get_command(group, name) for name in cli.list_commands(group)]
+    assert commands and all(isinstance(each, commands_module.Command) for each in commands)

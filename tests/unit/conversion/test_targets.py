@@ -36,13 +36,22 @@ from ckptconv.hints import in_python
         ("a.PICKLE", "pickle", "pickle"),
         ("a.weights", "pickle", "pickle"),
         ("a", "legacy", "legacy"),
+        ("a.safetensors.bak", None, "safetensors"),
+        ("a.safetensors.pt", None, "pt"),
+        ("a.pt.new", None, "pt"),
+        ("a.v2", None, "pt"),
+        ("a.0.5", None, "pt"),
+        ("a.pth.tar.1", None, "pt"),
+        ("a.gguf.pt", None, "pt"),
+        ("a.gguf", "pt", "pt"),
+        ("a.safetensor", "safetensors", "safetensors"),
     ],
 )
 def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(
     tmp_path: Path, name: str, format: str | None, expected: str
 ) -> None:
-    """`.safetensors` is safetensors, every other suffix pt unless --format says otherwise;
-    all are free where the suffix is unknown.
+    """The last suffix that is known says it: `.safetensors` is safetensors, every other one pt unless --format says
+    otherwise; all are free where the suffix is unknown.
     """
     path, meant = find_target(Path("in.pt"), tmp_path / name, format)
     assert (path, meant or usual_format(name, "torch zip")) == (tmp_path / name, expected)
@@ -103,6 +112,9 @@ def test_contradictions_are_usage_errors(tmp_path: Path, name: str, format: str)
         ("pytorch_model-00001-of-00002.bin", "pickle", "pytorch_model-00001-of-00002.pkl"),
         ("model.safetensors", "legacy", "pytorch_model.bin"),
         ("weights", "pickle", "weights.pkl"),
+        ("in.pt.old", None, "in.pt.old"),
+        ("in.pt.old", "safetensors", "in.safetensors"),
+        ("in.gguf", None, "in.gguf"),
     ],
 )
 def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, format: str | None, name: str) -> None:
@@ -114,6 +126,44 @@ def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, forma
         path, found = find_target(Path(src), folder, format)
         assert path == Path(folder) / name
         assert found == (format or ("safetensors" if name.endswith("safetensors") else None))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.safetensor", "is .*a.safetensors meant.*--format pt"),
+        ("a.safetnesors", "is .*a.safetensors meant"),
+        ("a.safetensr.bak", "is .*a.safetensors.bak meant"),
+        ("a.ckp", "is .*a.ckpt meant"),
+        ("a.ptt", "is .*a.pt meant"),
+        ("a.tp", "is .*a.pt meant"),
+        ("a.gguf", "llama.cpp.*--format pt"),
+        ("a.H5", "Keras"),
+        ("a.pt.gz", "a compressor"),
+    ],
+)
+def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str) -> None:
+    """What other programs write, and what is nearly a suffix of ours: refused, also where it would be a folder, but
+    where the source is called so.
+    """
+    for src in ("in.pt", str(tmp_path)):
+        with pytest.raises(UsageError, match=words):
+            list_items([src], tmp_path / name)
+    assert find_target(Path(f"in{Path(name).suffix}"), tmp_path / f"a{Path(name).suffix}", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("-", "standard output is no file"),
+        ("s3://bucket/a.pt", "s3://bucket/a.pt: a URL"),
+        (Path("https://host/a.pt"), "https://host/a.pt: a URL"),
+    ],
+)
+def test_what_is_no_path_is_no_output(path: str | Path, words: str) -> None:
+    """A stream takes no name when it is whole."""
+    with pytest.raises(UsageError, match=words):
+        list_items(["in.pt"], path)
 
 
 def test_an_empty_path_is_no_output() -> None:

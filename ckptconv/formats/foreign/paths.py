@@ -1,0 +1,102 @@
+"""Recognise what is typed in place of a path of a file: a dash, a URL, a name that promises another format."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from ckptconv.errors import UsageError
+from ckptconv.hints import option, shell
+
+__all__ = ["no_path_error", "odd_suffix_error"]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")  # pathlib has made one slash of two
+_DOWNLOADS = {
+    "http": ("curl", "-LO"),
+    "https": ("curl", "-LO"),
+    "s3": ("aws", "s3", "cp"),
+    "gs": ("gcloud", "storage", "cp"),
+}
+#: Who writes files with a suffix that none of ours has.
+_OTHERS = {
+    suffix: program
+    for program, suffixes in {
+        "llama.cpp": ".gguf .ggml",
+        "Keras": ".h5 .hdf5 .keras",
+        "ONNX": ".onnx",
+        "NumPy": ".npy .npz",
+        "Flax": ".msgpack",
+        "TensorFlow": ".pb .tflite",
+        "Core ML": ".mlmodel .mlpackage",
+        "TensorRT": ".engine .plan",
+        "PaddlePaddle": ".pdparams",
+        "NeMo": ".nemo",
+        "torch.export": ".pt2",
+        "torch.distributed.checkpoint": ".distcp",
+        "a compressor": ".gz .bz2 .xz .zst .7z",
+        "an index or a configuration": ".json .yaml",
+    }.items()
+    for suffix in suffixes.split()
+}
+
+
+def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageError | None:
+    """The error for a `path` that is a dash or a URL, if it is one."""
+    text = os.fsdecode(path)
+    if text == "-":
+        stream = "standard output" if is_output else "standard input"
+        why = "an output takes its name when it is whole" if is_output else "a checkpoint is not read in one go"
+        return UsageError(f"{stream} is no file: {why}", where=text, expected="a path (./- for a file called so)")
+    url = _URL.match(text)
+    if url is None:
+        return None
+    text = f"{url[1]}://{text[url.end() :]}"
+    if is_output:
+        return UsageError("a URL and not a path", where=text, hint="write a file here, and copy it there")
+    download = _DOWNLOADS.get(url[1])
+    behind = ["."] if download and download[0] != "curl" else []
+    command = f": {shell(*download, text, *behind)}" if download else ""
+    return UsageError("a URL and not a path", where=text, hint=f"download it first{command}")
+
+
+def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) -> UsageError | None:
+    """The error for an output `path` whose name promises what it would not be: another program's file, or one with
+    nearly a suffix of ours.
+
+    Args:
+        path: Of a file. Numbers (``model.v2``) and suffixes that nobody knows promise nothing.
+        known: Our suffixes, by the last of which in a name its format is told.
+        sources: What is converted; a suffix that one of them has may stay.
+    """
+    known = set(known)
+    own = {suffix for source in sources for suffix in source.suffixes}
+    for suffix in reversed(path.suffixes):
+        if suffix.lower() in known:
+            return None
+        near = next((each for each in sorted(known) if _is_near(suffix.lower(), each)), None)
+        program = _OTHERS.get(suffix.lower())
+        if suffix not in own and (near or program):
+            hint = option("format", "pt") + " writes torch's format under this name"
+            instead = str(path).replace(suffix, near) if near and not program else ""
+            return UsageError(
+                f"{suffix} is what {program} writes" if program else f"{suffix} is no suffix of a checkpoint",
+                where=path,
+                hint=f"is {instead} meant? (" + hint + ")" if instead else hint,
+            )
+    return None
+
+
+def _is_near(suffix: str, known: str) -> bool:
+    """Whether `suffix` is `known` but for one letter, or two that are swapped, or for little in a long one."""
+    if len(known) < len(".pt"):  # every letter is near to one
+        return False
+    if get_close_matches(suffix, [known], cutoff=0.85):
+        return True
+    halves = [(known[:n], known[n:]) for n in range(1, len(known) + 1)]
+    near = {a + b[1::-1] + b[2:] for a, b in halves} | {a + b[1:] for a, b in halves}  # swapped, or missing
+    return suffix in near or any(
+        suffix.startswith(a) and suffix[len(a) + 1 :] in (b, b[1:]) for a, b in halves
+    )  # one more, or another
