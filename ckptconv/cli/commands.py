@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
 
-__all__ = ["Command"]
+__all__ = ["Command", "Group"]
 
 
 class Command(click.Command):
@@ -21,6 +22,46 @@ class Command(click.Command):
                 each.multiple, each.callback = True, _one_value
                 if isinstance(each.default, (int, float)):
                     each.default = (each.default,)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse `args`. Raises UsageError for an option that this command has not, with the command line meant."""
+        typed = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            assert self.name is not None
+            raise wrong_option(
+                self.name, typed, _commands_of(ctx.parent.command if ctx.parent else self, ctx)
+            ) from None
+
+
+class Group(click.Group):
+    """A group whose commands are meant by other words too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse `args`. Raises UsageError where the command is missing in front of its options."""
+        typed = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            raise wrong_command(typed[0], typed[1:], _commands_of(self, ctx)) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` begin with, and what is left of them. Raises UsageError for one that is none."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            raise wrong_command(args[0], args[1:], _commands_of(self, ctx)) from None
+
+
+def _commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Command]:
+    """The commands of `group` by name; a command by itself stands alone."""
+    if not isinstance(group, click.Group):
+        return {group.name or "": group}
+    found = ((name, group.get_command(ctx, name)) for name in group.list_commands(ctx))
+    return {name: command for name, command in found if command}
 
 
 def _one_value(_: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:

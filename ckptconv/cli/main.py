@@ -14,6 +14,7 @@ from importlib import import_module
 import click
 
 from ckptconv import __version__
+from ckptconv.cli.commands import Group
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
 
@@ -85,7 +86,7 @@ def _open_closed_streams() -> None:
 _COMMANDS = {"convert": "convert", "diff": "diff", "inspect": "inspect", "undo": "in_place", "verify": "verify"}
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(Group):
     """Commands that are imported when they are used: ``inspect`` needs little of what ``convert`` does."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's

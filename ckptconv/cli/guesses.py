@@ -1,0 +1,185 @@
+"""What people type in place of our commands and options, and the command line that they mean by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+import click
+
+from ckptconv.errors import UsageError
+from ckptconv.hints import Option, Placeholder, shell
+
+__all__ = ["COMMANDS", "OPTIONS", "PATHS", "wrong_command", "wrong_option"]
+
+_VALUE = Placeholder("VALUE")  # the word behind the guess
+#: Options, and what they are taken for. Of several with one guess, that is meant which the command has.
+OPTIONS: tuple[tuple[Option, str], ...] = (
+    (Option("map_location", _VALUE), "device target to-device dev"),
+    (Option("map_location", "cpu"), "cpu to-cpu no-cuda no-gpu"),
+    (Option("map_location", "cuda"), "gpu cuda to-cuda to-gpu"),
+    (Option("strip_prefix", _VALUE), "strip remove-prefix no-prefix drop-prefix prefix strip-module"),
+    (Option("dtype", _VALUE), "precision type cast"),
+    (Option("dtype", "fp16"), "half fp16 float16"),
+    (Option("dtype", "bf16"), "bf16 bfloat16"),
+    (Option("dtype", "fp32"), "float fp32 float32 full"),
+    (Option("format", _VALUE), "out-format output-format to-format out-type save-format"),
+    (Option("format", "safetensors"), "safetensors safe to-safetensors"),
+    (Option("max_shard_size", _VALUE), "shard-size shards split"),
+    (Option("select", _VALUE), "key subkey root"),
+    (Option("include", _VALUE), "only keep filter grep"),
+    (Option("exclude", _VALUE), "remove delete ignore without skip"),
+    (Option("state_dict"), "weights-only model-only weights"),
+    (Option("unwrap"), "unwrap-ddp ddp"),
+    (Option("force"), "overwrite yes y clobber replace"),
+    (Option("jobs", _VALUE), "workers num-workers threads n-jobs nproc parallel"),
+    (Option("dry_run"), "plan noop simulate"),
+    (Option("allow_unsafe"), "unsafe trust"),
+    (Option("quiet"), "silent s"),
+    (Option("all"), "verbose v full a"),
+    (Option("rtol", _VALUE), "tolerance tol eps"),
+    (Option("names_only"), "keys keys-only"),
+    (Option("expect_sha256", _VALUE), "sha256 sha hash checksum"),
+)
+#: Options that others have for what stands here first or last, as a path.
+PATHS = {
+    guess: place
+    for place, guesses in (
+        (0, "src source input in infile in-file file path ckpt checkpoint model"),
+        (-1, "o out output outfile out-file dst dest destination to-file save"),
+    )
+    for guess in guesses.split()
+}
+#: Commands, with the options that a guess implies.
+COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
+    guess: (name, options)
+    for name, options, guesses in (
+        ("inspect", (), "info show ls list l cat print view summary head dump describe stat keys"),
+        ("convert", (), "cp mv to map remap retag move cast save export merge transform change"),
+        ("convert", (Option("format", "safetensors"),), "to-safetensors safetensors pt2safetensors"),
+        ("convert", (Option("format", "pt"),), "to-pt to-pth to-torch to-bin"),
+        ("convert", (Option("map_location", "cpu"),), "to-cpu cpu"),
+        ("convert", (Option("map_location", "cuda"),), "to-gpu to-cuda cuda gpu"),
+        ("convert", (Option("dtype", "fp16"),), "half to-fp16 fp16"),
+        ("convert", (Option("dtype", "bf16"),), "to-bf16 bf16"),
+        ("convert", (Option("strip_prefix", "module."),), "strip strip-prefix remove-prefix"),
+        ("convert", (Option("unwrap"),), "unwrap unwrap-ddp"),
+        ("diff", (), "compare cmp equal eq"),
+        ("verify", (), "check validate scan lint test fsck audit"),
+        ("undo", (), "revert restore rollback"),
+    )
+    for guess in guesses.split()
+}
+_USUAL = {"strip_prefix": "module."}  # the value where none is behind the guess
+_MOST = 8  # guesses in one command line
+_Commands = Mapping[str, click.Command]
+
+
+def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageError:
+    """The error for `args` of the command `name`, one of `commands`, which has not all the options in them."""
+    first, now, words = _unknown(commands[name], args), name, [*args]
+    for _ in range(_MOST):
+        at = _unknown(commands[now], words)
+        if at is None or (meant := _without(at, now, words, commands)) is None:
+            break
+        now, words = meant
+    error = UsageError(f"{name} has no option {args[first or 0].partition('=')[0]}")
+    is_right = at is None and _parsed(commands[now], words)
+    error.hint = _meant(now, words, commands) if is_right else shell("ckptconv", name, "-h") + " lists those it has"
+    return error
+
+
+def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> UsageError:
+    """The error for the word `guess` in place of one of `commands`."""
+    words = [*args]
+    near = get_close_matches(guess, commands, n=1)
+    name, options = COMMANDS.get(guess.lower().replace("_", "-"), (near[0] if near else "", ()))
+    words += [word for option in options for flag in option.words() for word in flag]
+    error = UsageError(f"no command is called {guess}")
+    if not name and (guess.startswith("-") or os.path.lexists(guess)):
+        error.what = "there is no command"
+        words.insert(0, guess)
+        fitting = [each for each in commands if len(_parsed(commands[each], words)) > (each == "convert")]
+        name = next((each for each in ("convert", "inspect") if each in fitting), "".join(fitting[:1]))
+    if name and _unknown(commands[name], words) is not None:
+        error.hint = wrong_option(name, words, commands).hint
+    elif name:
+        error.hint = _meant(name, words, commands)
+    else:
+        error.expected = ", ".join(commands)
+    return error
+
+
+def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple[str, list[str]] | None:
+    """The command line with what is meant by the option at `at`, which the command `name` has not, if that is known."""
+    flag, equals, inline = words[at].partition("=")
+    before, behind = words[:at], [*([inline] if equals else []), *words[at + 1 :]]
+    guess = flag.lstrip("-").lower().replace("_", "-")
+    known = _flags(commands[name])
+    if guess in PATHS and behind:
+        path = behind.pop(0)
+        return name, [path, *before, *behind] if PATHS[guess] == 0 else [*before, *behind, path]
+    for option, guesses in OPTIONS:
+        if guess in guesses.split() and option.words()[0][0] in known:
+            return name, [*before, *_typed(option, behind), *behind]
+    spelled = f"--{guess}" if len(guess) > 1 else flag
+    owner = next((each for each in (name, *commands) if spelled in _flags(commands[each])), None)
+    if owner:
+        outputs = _parsed(commands[name], before)[1:] if name == "convert" != owner else ()
+        return owner, [*(each for each in before if each not in outputs), spelled, *behind]
+    if guess in COMMANDS:
+        return COMMANDS[guess][0], [each for each in (*before, *behind) if os.path.lexists(each)]
+    near = get_close_matches(f"--{guess}", known, n=1, cutoff=0.7)
+    return (name, [*before, *near, *behind]) if near else None
+
+
+def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
+    """What is typed for `option`, whose value, if it is open, is taken from what stands `behind`."""
+    flag, *value = option.words()[0]
+    if option.value is not _VALUE:
+        return flag, *value
+    usual = _USUAL.get(option.keyword)
+    if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
+        return flag, usual or _VALUE
+    return flag, behind.pop(0)
+
+
+def _meant(name: str, words: list[str], commands: _Commands) -> str:
+    """The hint with this command line, and a word for the output of ``convert`` where there is none."""
+    if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
+        words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
+    return "is this meant: " + shell("ckptconv", name, *words)
+
+
+def _in_place(words: list[str]) -> bool:
+    return not {"-i", *Option("in_place").words()[0]}.isdisjoint(words)
+
+
+def _flags(command: click.Command) -> list[str]:
+    return [flag for each in command.params if isinstance(each, click.Option) for flag in each.opts]
+
+
+def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
+    """Where the first option stands in `args` that `command` has not."""
+    try:
+        command.make_parser(click.Context(command)).parse_args([*args])
+    except click.NoSuchOption as error:
+        words = [n for n, word in enumerate(args) if word.startswith(error.option_name)]
+        return words[0] if words else next(n for n, word in enumerate(args) if word.startswith("-"))
+    except click.UsageError:
+        pass
+    return None
+
+
+def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
+    """The paths in `args`; none where `command` does not take these."""
+    try:
+        found, rest, _ = command.make_parser(click.Context(command)).parse_args([*args])
+    except click.UsageError:
+        return []
+    paths: list[str] = []
+    for each in command.params:
+        given = found.get(each.name or "") if isinstance(each, click.Argument) and not rest else None
+        paths += [given] if isinstance(given, str) else given if isinstance(given, tuple) else []
+    return paths

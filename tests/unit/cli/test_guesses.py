@@ -1,0 +1,101 @@
+"""What people type in place of our commands and options: the command line that is meant is in the error, and works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptconv.cli.guesses import COMMANDS, OPTIONS, PATHS
+from tests.support.command import Command
+from tests.support.suggestions import COMMANDS as OURS
+from tests.support.suggestions import FLAGS
+
+MEANT = {
+    # flags
+    "convert ddp.pt o.pt --device cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --device=cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt -device cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt --to cpu --dst o.pt": "convert ddp.pt --to cpu o.pt",
+    "convert ddp.pt -o o.pt --to cpu": "convert ddp.pt --to cpu o.pt",
+    "convert --output o.pt ddp.pt": "convert ddp.pt o.pt",
+    "convert ddp.pt o.pt --map_location cpu": "convert ddp.pt o.pt --map-location cpu",
+    "convert ddp.pt o.pt --strip": "convert ddp.pt o.pt --strip-prefix module.",
+    "convert --strip ddp.pt o.pt": "convert --strip-prefix module. ddp.pt o.pt",
+    "convert ddp.pt o.pt --remove-prefix module.": "convert ddp.pt o.pt --strip-prefix module.",
+    "convert ddp.pt o.pt --half": "convert ddp.pt o.pt --dtype fp16",
+    "convert ddp.pt o.pt --fp16": "convert ddp.pt o.pt --dtype fp16",
+    "convert ddp.pt o --out-format safetensors": "convert ddp.pt o --format safetensors",
+    "convert ddp.pt --list": "inspect ddp.pt",
+    "inspect ddp.pt --list": "inspect ddp.pt",
+    # several at once, other commands' options, and what is nearly right
+    "convert --input ddp.pt --output o.pt --cpu -y": "convert ddp.pt --to cpu --force o.pt",
+    "convert ddp.pt o.pt --dtpye bf16": "convert ddp.pt o.pt --dtype bf16",
+    "convert ddp.pt o.pt --dry_run": "convert ddp.pt o.pt --dry-run",
+    "convert ddp.pt o.pt --tree": "inspect ddp.pt --tree",
+    "verify ddp.pt --to cpu": "convert ddp.pt OUT --to cpu",
+    "inspect ddp.pt --verbose": "inspect ddp.pt --all",
+    "diff ddp.pt ddp.pt --strip module.": "diff ddp.pt ddp.pt --strip-prefix module.",
+    "verify ddp.pt -s": "verify ddp.pt --quiet",
+    # commands
+    "info ddp.pt": "inspect ddp.pt",
+    "show ddp.pt": "inspect ddp.pt",
+    "ls ddp.pt -l": "inspect ddp.pt",
+    "to-safetensors ddp.pt o.safetensors": "convert ddp.pt o.safetensors --format safetensors",
+    "strip ddp.pt": "convert ddp.pt OUT --strip-prefix module.",
+    "conver ddp.pt o.pt": "convert ddp.pt o.pt",
+    "ddp.pt": "inspect ddp.pt",
+    "ddp.pt o.pt": "convert ddp.pt o.pt",
+    "--to cpu ddp.pt o.pt": "convert --to cpu ddp.pt o.pt",
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a wrapped model, in the folder where all is typed."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.w": torch.ones(3)}, "ddp.pt")
+
+
+@pytest.mark.parametrize("typed", MEANT)
+def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
+    """One line has it, whole; typed as it stands it does what was meant, and before that nothing was done."""
+    said = command(*typed.split(), status=2)
+    assert said.err.count("\n") == 1 and said.out == ""
+    meant = said.err.strip().rpartition("is this meant: ckptconv ")[2]
+    assert meant == MEANT[typed]
+    assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt"]
+    command(*shlex.split(meant), status=1 if meant.startswith("diff") else 0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("convert ddp.pt o.pt --frobnicate", "convert has no option --frobnicate; ckptconv convert -h lists"),
+        ("convert ddp.pt o.pt --half --frobnicate", "convert has no option --half; ckptconv convert -h lists"),
+        ("frobnicate ddp.pt", "no command is called frobnicate (expected convert, diff"),
+        ("convert ddp.pt o.pt --device", "ckptconv convert ddp.pt o.pt --to VALUE"),
+        ("convert 'a b.pt' o.pt --cpu", "ckptconv convert 'a b.pt' o.pt --to cpu"),
+    ],
+)
+def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
+    """No command line is made up; what has blanks is quoted, and what is missing has a word."""
+    command(*shlex.split(typed), status=2, err=words)
+
+
+def test_guesses_are_no_words_of_ours() -> None:
+    """Each row leads to an option or command that there is, and no guess hides one."""
+    every = set().union(*FLAGS.values())
+    guesses = [guess for _, row in OPTIONS for guess in row.split()]
+    for option, row in OPTIONS:
+        flag = option.words()[0][0]
+        having = {name for name in OURS if flag in FLAGS[name]}
+        assert having, flag
+        for guess in row.split():
+            assert any(f"--{guess}" not in FLAGS[name] for name in having), guess
+    assert every.isdisjoint(f"--{guess}" for guess in PATHS)
+    assert len(guesses) > 60 and OURS.keys().isdisjoint(COMMANDS)
+    assert {name for name, _ in COMMANDS.values()} <= OURS.keys()
