@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptconv.checkpoint.rebuild_functions import torch_device
+from ckptconv.errors import count
 from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
@@ -48,7 +49,7 @@ def describe(node: Value) -> str:
     if isinstance(node, Global):
         return str(node)
     if isinstance(node, Blob):
-        return f"{node.kind} of {node.length:,} bytes"
+        return f"{node.kind} of {count(node.length, 'byte')}"
     if isinstance(node, (Py2String, ByteArray)):
         return _cut(repr(node.data[:_LONGEST]))
     if isinstance(node, PersistentId):

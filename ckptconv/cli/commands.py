@@ -1,7 +1,11 @@
-"""The class of all commands: it answers what is typed wrong with the words that this command has."""
+"""The classes of our commands: what is typed wrong is answered with the words that a command has, ``--help`` says what
+the exit statuses mean, and a reader that goes away is no failure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -9,14 +13,18 @@ import click
 from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
 
-__all__ = ["Command", "Group"]
+__all__ = ["ClosedPipeError", "Command", "Group"]
 
 
 class Command(click.Command):
-    """A command whose options of one value say one thing: click would take the last, and drop the others in silence."""
+    """A command whose options of one value say one thing: click would take the last, and drop the others in silence.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `exits` says what its exit statuses mean.
+    """
+
+    def __init__(self, *args: Any, exits: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.exits = exits
         for each in self.params:
             if isinstance(each, click.Option) and not (each.is_flag or each.multiple):
                 each.multiple, each.callback = True, _one_value
@@ -34,9 +42,37 @@ class Command(click.Command):
                 self.name, typed, _commands_of(ctx.parent.command if ctx.parent else self, ctx)
             ) from None
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the exit statuses mean, and the epilog."""
+        formatter.write_paragraph()
+        formatter.write_text(f"Exit status: {self.exits}, 130 Ctrl-C, 141 nobody reads on.")
+        super().format_epilog(ctx, formatter)
+
+
+class ClosedPipeError(Exception):
+    """Whoever read our output reads no more. It is no OSError, for which click would exit with 1."""
+
+
+@contextmanager
+def _names_closed_pipes() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ClosedPipeError from None
+
 
 class Group(click.Group):
-    """A group whose commands are meant by other words too."""
+    """A group whose commands are meant by other words too. Raises ClosedPipeError."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """The context, which can print the help."""
+        with _names_closed_pipes():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _names_closed_pipes():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse `args`. Raises UsageError where the command is missing in front of its options."""

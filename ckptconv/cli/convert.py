@@ -30,7 +30,10 @@ __all__ = ["convert_command"]
 
 
 @click.command(
-    "convert", cls=Command, epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module."
+    "convert",
+    cls=Command,
+    exits="0 all is done, 1 it failed, 2 the command makes no sense, 3 some of several failed",
+    epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.",
 )
 @click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
 @click.option(
@@ -102,7 +105,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
 
     Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add,
     dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay
-    on the CPU, where torch needs them. Exits with 0 if all is done, 1 if it failed, 3 if some of several failed.
+    on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags)
     output = OutputOptions.of(flags)

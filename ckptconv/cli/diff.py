@@ -20,7 +20,12 @@ from ckptconv.inspection.comparison.diff import compare
 __all__ = ["diff_command"]
 
 
-@click.command("diff", cls=Command, epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.")
+@click.command(
+    "diff",
+    cls=Command,
+    exits="0 the same, 1 different, 2 anything else",
+    epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.",
+)
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
 @click.option(
@@ -49,10 +54,9 @@ def diff_command(
     """Say whether two checkpoints are the same, and where not.
 
     Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B;
-    where one is safetensors, the state dict of the other is taken. Exits with 0 if they are the same, 1 if they are
-    different, 2 for anything else. NaN equals NaN, and -0.0 equals 0.0. --state-dict, --select, --include and --exclude
-    are for both, and where B has nothing such it is compared whole; the edits of names are for A. They apply in the
-    order that convert has.
+    where one is safetensors, the state dict of the other is taken. NaN equals NaN, and -0.0 equals 0.0. --state-dict,
+    --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of
+    names are for A. They apply in the order that convert has.
     """
     names_only = flags["names_only"]
     style = style_of(sys.stdout)

@@ -16,7 +16,7 @@ from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.undo import undo
 from ckptconv.edits.options import Edits
-from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import Option, Placeholder, command
 
 __all__ = ["convert_in_place", "undo_command"]
@@ -47,15 +47,19 @@ def convert_in_place(
     return 0 if not failed else 1 if failed == len(paths) else 3
 
 
-@click.command("undo", cls=Command, epilog="Example: ckptconv undo model.pt")
+@click.command(
+    "undo",
+    cls=Command,
+    exits="0 done, 1 failed, 2 the command makes no sense",
+    epilog="Example: ckptconv undo model.pt",
+)
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("-q", "--quiet", is_flag=True, help="No report; errors still.")
 @debug_option
 def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
     """Give a checkpoint the bytes back that it had before convert --in-place, whether that finished or was interrupted.
 
-    Nothing is changed unless every byte in question is one that this program found or wrote. Exit status: 0 done, 1
-    failed.
+    Nothing is changed unless every byte in question is one that this program found or wrote.
     """
     failed = 0
     for path in paths:
@@ -68,5 +72,5 @@ def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
             failed += 1
             continue
         if not quiet:
-            click.echo(f"{path}: as before, {nbytes:,} bytes written", err=True)
+            click.echo(f"{path}: as before, {count(nbytes, 'byte')} written", err=True)
     return 1 if failed else 0

@@ -25,7 +25,12 @@ __all__ = ["inspect_command"]
 _ROWS = 40  # of the tensor table on a terminal, at most
 
 
-@click.command("inspect", cls=Command, epilog="Example: ckptconv inspect model.pt --sort size --limit 10")
+@click.command(
+    "inspect",
+    cls=Command,
+    exits="0 all could be read, 1 one could not, 2 the command makes no sense",
+    epilog="Example: ckptconv inspect model.pt --sort size --limit 10",
+)
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--tree", is_flag=True, help="Draw the tensors as a tree of paths and modules.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, sizes in bytes.")

@@ -1,11 +1,13 @@
 """The entry point of the command line, its exit statuses, and the group of all commands.
 
 Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of
-a batch failed, 130 Ctrl-C; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged or dangerous.
+a batch failed, 130 Ctrl-C, 141 nobody reads on; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged
+or dangerous.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -14,7 +16,7 @@ from importlib import import_module
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.commands import Group
+from ckptconv.cli.commands import ClosedPipeError, Group
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
 
@@ -57,16 +59,23 @@ def main(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("ckptconv: interrupted", err=True)
         return 130
-    except OSError as error:  # of standard output: a disk that is full, or nobody who reads on
-        if not isinstance(error, BrokenPipeError):
-            click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    except (ClosedPipeError, BrokenPipeError):
+        _forget_output()
+        return 128 + signal.SIGPIPE  # as cat ends
+    except OSError as error:  # of standard output: a disk that is full
+        click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
+        _forget_output()
         return failed
     except Exception:  # a bug: the interpreter would exit with 1, which says something else for diff
         if failed == 1:
             raise
         sys.excepthook(*sys.exc_info())
         return failed
+
+
+def _forget_output() -> None:
+    """Let what is still to be written go nowhere, or the interpreter complains when it flushes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_closed_streams() -> None:
@@ -80,6 +89,10 @@ def _open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(
+        getattr(sys.stdout, "buffer", None), io.RawIOBase
+    ):  # python -u drops what a pipe does not take at once
+        sys.stdout = open(1, "w", closefd=False, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 #: The modules of the commands.

@@ -15,7 +15,7 @@ from ckptconv.cli.json_views import verdict_as_dict
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.render.verdict import verdict_lines
 from ckptconv.cli.terminal import progress_bar, show_error
-from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import option
 from ckptconv.inspection.summary import SCHEMA_VERSION
 from ckptconv.inspection.verification import checkpoints_in, verdict_on
@@ -23,7 +23,12 @@ from ckptconv.inspection.verification import checkpoints_in, verdict_on
 __all__ = ["verify_command"]
 
 
-@click.command("verify", cls=Command, epilog="Example: ckptconv verify downloads/ --strict")
+@click.command(
+    "verify",
+    cls=Command,
+    exits="0 sound and not dangerous, 1 damaged, dangerous or not readable, 2 the command makes no sense",
+    epilog="Example: ckptconv verify downloads/ --strict",
+)
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
@@ -46,7 +51,7 @@ def verify_command(
     checksum; nothing is loaded.
 
     A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is
-    printed for each finding. Exit status: 0 sound and not dangerous, 1 damaged or dangerous, 2 usage.
+    printed for each finding.
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
@@ -76,7 +81,7 @@ def verify_command(
             for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
                 click.echo(line)
     if passed + failed > 1 and not as_json and not quiet:
-        click.echo(f"{passed + failed:,} checkpoints: {passed:,} ok, {failed:,} failed")
+        click.echo(f"{count(passed + failed, 'checkpoint')}: {passed:,} ok, {failed:,} failed")
     return 1 if failed else 0
 
 

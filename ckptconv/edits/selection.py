@@ -130,7 +130,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
             " nothing else",
             where=checkpoint.source.path,
             hint=(
-                option("select", root) + f" takes the {tensors:,} tensors that have a name there"
+                option("select", root) + f" takes {count(tensors, 'tensor')}, by the names there"
                 if tensors
                 else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()"
             ),
@@ -157,7 +157,7 @@ def _candidates(checkpoint: Checkpoint) -> str:
     found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in detected.state_dicts]
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in detected.modules if each.tensors]
     sizes = [sum(s.nbytes for s in checkpoint.index.storages_below(*nodes)) for _, nodes in found[:_LISTED]]
-    listed = [f"{path} ({nbytes:,} bytes)" for (path, _), nbytes in zip(found, sizes, strict=False)]
+    listed = [f"{path} ({count(nbytes, 'byte')})" for (path, _), nbytes in zip(found, sizes, strict=False)]
     return ", ".join(listed) + (" ..." if len(found) > _LISTED else "")
 
 

@@ -39,6 +39,7 @@ from ckptconv.errors import (
     MalformedError,
     RefusedError,
     UnsupportedError,
+    count,
     some,
 )
 from ckptconv.formats import torch_legacy, torch_zip
@@ -141,7 +142,8 @@ def read(source: Source) -> Checkpoint:
     for text in reader.warnings:
         checkpoint.warn(text)
     if lists:
-        checkpoint.notes.append(f"{len(lists):,} storages are lists of numbers, as before torch 0.4; bytes are written")
+        stored = count(len(lists), "storage")
+        checkpoint.notes.append(f"{stored} stored as a list of numbers, as before torch 0.4; bytes are written")
     return checkpoint
 
 

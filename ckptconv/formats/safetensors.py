@@ -23,7 +23,7 @@ from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
-from ckptconv.errors import RefusedError
+from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.formats.layout import HubName, Layout, Writer, file_of
 from ckptconv.formats.refusals import cannot_hold
@@ -302,5 +302,5 @@ def _notes(taken: dict[str, TensorInfo]) -> list[str]:
             notes.append(f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " takes it off")
     plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
     if plain:
-        notes.append(f"safetensors stores no requires_grad: {plain:,} parameters become plain tensors")
+        notes.append(f"safetensors stores no requires_grad, which {count(plain, 'parameter')} had")
     return notes

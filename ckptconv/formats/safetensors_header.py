@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
-from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, count
 from ckptconv.limits import LIMITS
 
 __all__ = ["METADATA", "Entry", "Header", "header_bytes", "is_text", "read_header"]
@@ -91,7 +91,7 @@ class _Reader:
         data_offset = _LENGTH + length
         if data_offset > size:
             self.fail(
-                f"the file ends inside it: {data_offset - size:,} bytes of it are missing, and all tensors",
+                f"the file ends inside it: {count(data_offset - size, 'byte')} of it missing, and all tensors",
                 expected=f"{data_offset:,} bytes",
                 got=f"{size:,}",
                 hint=DOWNLOAD_AGAIN,
@@ -209,7 +209,7 @@ class _Reader:
         whole = data_offset + at
         if whole > size:
             self.fail(
-                f"the file was cut short: {whole - size:,} bytes are missing of {whole:,}",
+                f"the file was truncated: {count(whole - size, 'byte')} of {whole:,} missing",
                 expected=f"{whole:,} bytes",
                 got=f"{size:,}",
                 hint=DOWNLOAD_AGAIN,
@@ -217,7 +217,9 @@ class _Reader:
         if whole < size:
             found(
                 self.error(
-                    f"{size - whole:,} bytes follow the last tensor", expected=f"{whole:,} bytes", got=f"{size:,}"
+                    f"{count(size - whole, 'byte')} behind the last tensor",
+                    expected=f"{whole:,} bytes",
+                    got=f"{size:,}",
                 )
             )
 

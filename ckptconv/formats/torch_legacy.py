@@ -38,7 +38,7 @@ from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
-from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
+from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, count, some
 from ckptconv.formats.layout import Layout, Writer, file_of
 from ckptconv.formats.pickle_writing import (
     TORCH_HUB_NAME,
@@ -155,7 +155,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
         graph, end_of_object = parse(source.read, end, where=where, offset=at)
         keys, end_of_keys = parse(source.read, end, where=where, offset=end_of_object)
     except MalformedError as error:
-        error.what = f"{_KIND} that was cut short, or damaged, inside its pickles: " + error.what
+        error.what = f"{_KIND} that was truncated, or damaged, inside its pickles: " + error.what
         error.hint = DOWNLOAD_AGAIN
         raise
     _refuse_code(keys, where)
@@ -345,7 +345,7 @@ def _read_sizes(
     whole = at + sum(_SIZE + first[key].numel * first[key].dtype.itemsize for key in keys)
     if whole > end:
         raise MalformedError(
-            f"{_KIND} that was cut short: {whole - end:,} of {whole:,} bytes are missing",
+            f"{_KIND} that was truncated: {whole - end:,} of {whole:,} bytes missing",
             where=where,
             hint=DOWNLOAD_AGAIN,
         )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
-from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, count
 from ckptconv.limits import LIMITS
 
 __all__ = [
@@ -142,7 +142,7 @@ class Archive:
 
 
 class EndMissing(MalformedError):
-    """What starts as a zip archive has no end: it was cut short."""
+    """What starts as a zip archive has no end: it was truncated."""
 
 
 def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = None) -> Archive:
@@ -247,36 +247,36 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
             "a zip archive without its end",
             where=source.path,
             expected="a central directory",
-            hint="the file was cut short: download or copy it again",
+            hint="the file was truncated: download or copy it again",
         )
     offset = tail_offset + at
     if behind := _behind(tail, at):
-        what = f"{behind:,} bytes follow it" if behind > 0 else f"{-behind:,} bytes of its comment are missing"
+        what = f"{count(abs(behind), 'byte')} {'behind it' if behind > 0 else 'of its comment missing'}"
         raise _bad(source, offset, f"the zip archive's end is not the end of the file: {what}")
     other = tail.find(END)
     while other < at:
         if not _behind(tail, other):
             raise _bad(source, tail_offset + other, "the zip archive has two ends")
         other = tail.find(END, other + 1)
-    _, disk, start_disk, on_disk, count, size, start, _ = END_FIELDS.unpack_from(tail, at)
+    _, disk, start_disk, on_disk, members, size, start, _ = END_FIELDS.unpack_from(tail, at)
     end = offset
     wide = _read_zip64_end(source, offset)
     if wide:
         end, *numbers = wide
-        narrow = (disk, start_disk, on_disk, count, size, start)
+        narrow = (disk, start_disk, on_disk, members, size, start)
         for small, large, ones in zip(narrow, numbers, (_ONES16,) * 4 + (_ONES32,) * 2, strict=True):
             if small not in (large, ones):
                 raise _bad(source, offset, "the two ends of the zip archive disagree", large, small)
-        disk, start_disk, on_disk, count, size, start = numbers
-    if disk or start_disk or on_disk != count:
+        disk, start_disk, on_disk, members, size, start = numbers
+    if disk or start_disk or on_disk != members:
         raise UnsupportedError("a zip archive in several parts", where=source.path)
-    if count > LIMITS.zip_members:
+    if members > LIMITS.zip_members:
         raise LimitError(
-            "too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=count
+            "too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=members
         )
     if start + size != end:
         raise _bad(source, offset, "the zip's directory does not reach to its end", end, start + size)
-    return count, size, start
+    return members, size, start
 
 
 def _behind(tail: bytes, at: int) -> int:
@@ -459,7 +459,7 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
         )
         end = start + 4 + size
         if end > len(extra):
-            raise _bad(source, at, "an extra field of a zip header is cut short")
+            raise _bad(source, at, "an extra field of a zip header is truncated")
         if kind in found:
             raise _bad(source, at, "an extra field of a zip header stands there twice", got=kind)
         found[kind] = extra[start + 4 : end]

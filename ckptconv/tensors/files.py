@@ -23,7 +23,7 @@ from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import NoMatchError, UsageError
+from ckptconv.errors import NoMatchError, UsageError, count
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
@@ -127,7 +127,7 @@ class CheckpointFile:
         self._source.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self.tensors):,} tensors"
+        state = "closed" if self._is_closed else count(len(self.tensors), "tensor")
         return f"<CheckpointFile {str(self.path)!r}: {self.format}, {state}>"
 
     def __enter__(self) -> CheckpointFile:

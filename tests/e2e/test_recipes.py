@@ -313,7 +313,7 @@ def takes_parts() -> None:
 #: What the recipes' Python has made.
 SPACE: dict[str, Any] = {}
 #: What inspect says of what cannot be read.
-UNREAD = {cut: "bytes are missing", of_export: "a .pt2 archive"}
+UNREAD = {cut: "bytes missing", of_export: "a .pt2 archive"}
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (
@@ -469,10 +469,10 @@ JSON = b'{"architectures": ["Net"]}'
 REFUSED = "UnpicklingError: Weights only load failed ... Unsupported operand"
 #: What torch says: a file of which it says that, and what inspect says of it.
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    DAMAGED: (lambda: torch_bytes()[:1500], "bytes are missing; download or copy it again"),
+    DAMAGED: (lambda: torch_bytes()[:1500], "bytes missing; download or copy it again"),
     "OSError: [Errno 22] Invalid argument": (
         lambda: torch_bytes(5000)[:-30],
-        "cut short: the zip archive's end is missing; download or copy it again",
+        "truncated: the zip archive's end is missing; download or copy it again",
     ),
     "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
     f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*lfs pull"),

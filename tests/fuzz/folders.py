@@ -21,7 +21,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, bytes]:
-    """The files in `packed`, as far as it makes sense; the last one can be cut short."""
+    """The files in `packed`, as far as it makes sense; the last one can be truncated."""
     files: dict[str, bytes] = {}
     at = 0
     while head := _HEAD.match(packed, at):

@@ -1,4 +1,4 @@
-"""Pickles that no pickler writes, made at random: spelled in odd ways, cut short, framed wrongly, with opcodes where
+"""Pickles that no pickler writes, made at random: spelled in odd ways, truncated, framed wrongly, with opcodes where
 they fail. Each global has a name of its own, so that none is taken for another.
 """
 
@@ -213,7 +213,7 @@ def _frame(pieces: list[bytes], random: Random) -> None:
 
 
 def _spoiled(data: bytes, random: Random) -> bytes:
-    """`data` with a byte or two too many, too few or changed, or cut short."""
+    """`data` with a byte or two too many, too few or changed, or truncated."""
     for _ in range(1 + int(random.random() * 3)):
         at = int(random.random() * (len(data) + 1))
         way = random.random()

@@ -851,8 +851,8 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
         ),
         "reaches into what follows",
     ),
-    "cut in the directory": (lambda: good_zip()[:-30], "cut short"),
-    "cut in a record": (lambda: good_zip()[:300], "cut short"),
+    "cut in the directory": (lambda: good_zip()[:-30], "truncated"),
+    "cut in a record": (lambda: good_zip()[:300], "truncated"),
     "an end that counts too many": (
         lambda: patched(patched(good_zip(), end_of(good_zip()) + 8, "<H", 4), end_of(good_zip()) + 10, "<H", 4),
         "the zip's directory",
@@ -1074,15 +1074,15 @@ def _in_id(value: int) -> Callable[[bytes], bytes]:
 
 
 OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
-    "cut in the pickles": (_older(lambda data: data[:150]), "cut short"),
-    "cut in a storage": (_older(lambda data: data[:-3]), "cut short"),
-    "cut to its magic number": (_older(lambda data: data[:14]), "cut short"),
+    "cut in the pickles": (_older(lambda data: data[:150]), "truncated"),
+    "cut in a storage": (_older(lambda data: data[:-3]), "truncated"),
+    "cut to its magic number": (_older(lambda data: data[:14]), "truncated"),
     "a count of more": (_older(_numel(6)), "another size than its persistent id says"),
     "a count of fewer": (_older(_numel(4)), "another size than its persistent id says"),
     "a count below 0": (_older(_numel(-1)), "another size than its persistent id says"),
     "a count of 2^40": (_older(_numel(1 << 40)), "another size than its persistent id says"),
-    "2^40 elements in the id": (_older(_in_id(1 << 40)), "cut short"),
-    "2^40 elements in both": (_older(lambda data: _in_id(1 << 40)(_numel(1 << 40)(data))), "cut short"),
+    "2^40 elements in the id": (_older(_in_id(1 << 40)), "truncated"),
+    "2^40 elements in both": (_older(lambda data: _in_id(1 << 40)(_numel(1 << 40)(data))), "truncated"),
     "no keys": (_older(with_keys([])), "the list of keys is not that of the storages"),
     "a key is missing": (_older(with_keys(["0"])), "the list of keys is not that of the storages"),
     "a key too many": (_older(with_keys(["0", "1", "2"])), "the list of keys is not that of the storages"),
@@ -1142,8 +1142,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     ),
     "a negative offset": (header("{" + entry(offsets="[-8,0]") + "}", bytes(8)), "a number is negative or too large"),
     "offsets the wrong way": (header("{" + entry(offsets="[8,0]") + "}", bytes(8)), "no sound shape and data_offsets"),
-    "bytes behind": (header("{" + entry() + "}", bytes(9)), "1 bytes follow the last tensor"),
-    "cut in the data": (header("{" + entry() + "}", bytes(7)), "cut short: 1 bytes are missing"),
+    "bytes behind": (header("{" + entry() + "}", bytes(9)), "1 byte behind the last tensor"),
+    "cut in the data": (header("{" + entry() + "}", bytes(7)), "truncated: 1 byte of"),
     "an unknown dtype": (header("{" + entry(dtype="F33") + "}", bytes(8)), "an unknown dtype"),
     "a size that is not the shape's": (
         header("{" + entry(shape="[3]") + "}", bytes(8)),
@@ -1298,7 +1298,7 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
     "HTML page": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", "an HTML page", "download"),
     "empty file": (b"", "empty", "download"),
     "zeros": (bytes(4096), "zeros", ""),
-    "truncated download": (lambda: saved(OBJECT)[:-400], "cut short", "download or copy it again"),
+    "truncated download": (lambda: saved(OBJECT)[:-400], "truncated", "download or copy it again"),
     "GGUF": (b"GGUF\3\0\0\0" + bytes(64), "GGUF", "gguf"),
     "plain pickle": (pickle.dumps({"a": [1, 2, 3]}), "pickle", ""),
     "another magic number": (

@@ -195,7 +195,7 @@ class _Reader:
             self.empty.append(LeftBehind(name, size - covered, "nothing is stored in that much of it"))
         if size < end:
             raise MalformedError(
-                f"the file was cut short: {end - size:,} bytes are missing",
+                f"the file was truncated: {counted(end - size, 'byte')} missing",
                 where=self.folder.folder / name,
                 expected=f"at least {end:,} bytes",
                 got=f"{size:,}",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError, count
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, LFS
 from ckptconv.formats.foreign.zips import displaced
 from ckptconv.hints import literal, saved_by_torch, shell
@@ -116,7 +116,7 @@ def _zeros(file: _File) -> _Answer | None:
         if rest:
             break
     if at == file.source.size:
-        return _Answer(f"nothing but zeros, {at:,} bytes of them", DOWNLOAD_AGAIN, damaged=True)
+        return _Answer(f"nothing but zeros, {count(at, 'byte')} of them", DOWNLOAD_AGAIN, damaged=True)
     least = "at least " if at == most else ""
     return _Answer(f"damaged: {least}its first {at:,} bytes are zeros", DOWNLOAD_AGAIN, damaged=True)
 
@@ -358,7 +358,7 @@ _ROWS: tuple[_Row, ...] = (
     _zeros,
     _when(
         lambda file: file.head in (b"PK", b"PK\x03"),
-        lambda file: f"a zip archive of which only {len(file.head)} bytes are left",
+        lambda file: f"a zip archive of which only {count(len(file.head), 'byte')} can be read",
         DOWNLOAD_AGAIN,
         damaged=True,
     ),

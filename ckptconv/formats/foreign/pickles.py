@@ -78,7 +78,7 @@ def pickle_error(source: Readable) -> InputError:
             return _described(source, graph, source.size - end)
     except MalformedError as error:
         return MalformedError(
-            f"a pickle that was cut short or damaged: {error.what}",
+            f"a pickle that was truncated or damaged: {error.what}",
             where=error.where,
             expected=error.expected,
             got=error.got,
@@ -108,7 +108,7 @@ def _described(source: Readable, graph: Graph, behind: int) -> InputError:
     inside = ["NumPy arrays"] if arrays else []
     inside += [f"objects of {', '.join(name[:40] for name in packages[:_SHOWN])}"] if packages else []
     within = f", with {' and '.join(inside)} in it" if inside else ""
-    more = f", and {behind:,} bytes behind it" if behind else ""
+    more = f", and {count(behind, 'byte')} behind it" if behind else ""
     return UnsupportedError(
         f"a pickle without tensors: {_root(graph.root)}{within}{more}",
         where=source.path,

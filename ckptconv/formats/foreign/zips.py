@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.storage_ids import storage_sizes
-from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, some
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, count, some
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
 from ckptconv.formats.zip_archive import (
     CENTRAL_SIZE,
@@ -203,7 +203,7 @@ def cut_short(source: Readable) -> InputError:
     root, _, record = first.name.rpartition("/") if first else ("", "", "")
     if first is None or record != _PICKLE or first.method != STORED:
         return MalformedError(
-            "a zip archive that was cut short: its end is missing", where=source.path, hint=DOWNLOAD_AGAIN
+            "a zip archive that was truncated: its end is missing", where=source.path, hint=DOWNLOAD_AGAIN
         )
     try:
         with gc_paused():
@@ -213,7 +213,7 @@ def cut_short(source: Readable) -> InputError:
         return error
     except InputError as error:
         return MalformedError(
-            f"a torch checkpoint that was cut short, or damaged, inside {_PICKLE}, its first record: {error.what}",
+            f"a torch checkpoint that was truncated, or damaged, inside {_PICKLE}, its first record: {error.what}",
             where=source.path,
             hint=DOWNLOAD_AGAIN,
         )
@@ -222,12 +222,12 @@ def cut_short(source: Readable) -> InputError:
     whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
     if whole <= source.size or not _only_stored(source, end):
         return MalformedError(
-            "a torch checkpoint that was cut short: the zip archive's end is missing",
+            "a torch checkpoint that was truncated: the zip archive's end is missing",
             where=source.path,
             hint=DOWNLOAD_AGAIN,
         )
     return MalformedError(
-        f"a torch checkpoint that was cut short: at least {whole - source.size:,} of about {whole:,} bytes are missing",
+        f"a torch checkpoint that was truncated: at least {whole - source.size:,} of about {whole:,} bytes missing",
         where=source.path,
         hint=DOWNLOAD_AGAIN,
     )
@@ -249,8 +249,8 @@ def displaced(source: Readable) -> InputError | None:
     at = tail.rfind(END)
     if at < 0 or len(tail) - at < END_SIZE:
         return None
-    *_, count, size, offset, comment = END_FIELDS.unpack_from(tail, at)
-    if at + END_SIZE + comment != len(tail) or not count:
+    *_, members, size, offset, comment = END_FIELDS.unpack_from(tail, at)
+    if at + END_SIZE + comment != len(tail) or not members:
         return None
     if tail[at - _ZIP64_TAIL :][:4] == ZIP64_END and at >= _ZIP64_TAIL:
         at -= _ZIP64_TAIL
@@ -258,12 +258,12 @@ def displaced(source: Readable) -> InputError | None:
     before = start + at - size - offset
     if before < 0:
         return MalformedError(
-            f"a zip archive without its start: {-before:,} bytes are missing", where=source.path, hint=DOWNLOAD_AGAIN
+            f"a zip archive without its start: {count(-before, 'byte')} missing", where=source.path, hint=DOWNLOAD_AGAIN
         )
     if before == 0 or before + 4 > source.size or source.read(before, 4) != LOCAL:
         return MalformedError("a zip archive whose start is damaged", where=source.path, hint=DOWNLOAD_AGAIN)
     return MalformedError(
-        f"a zip archive with {before:,} bytes before it",
+        f"a zip archive with {count(before, 'byte')} before it",
         where=source.path,
         hint=f"take them off: {shell('tail', '-c', f'+{before + 1}', source.path)} > out.pt",
     )

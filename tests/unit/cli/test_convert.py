@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.command import Command
 from tests.support.reduced import Reduced
@@ -62,3 +65,46 @@ def test_a_flag_is_no_replacement(fixtures: Path, tmp_path: Path, command: Comma
     line = f"{flag} stands where the replacement for 'conv' should be"
     command("convert", fixtures / "cpu.pt", tmp_path / "out.pt", "--rename", "conv", flag, status=2, err=line)
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_reports_are_on_stderr_and_results_on_stdout(ddp: Path, command: Command) -> None:
+    """What was written, skipped, or given back is a report; what was asked to be seen is a result."""
+    out, folder = ddp.with_name("o.pt"), f"{ddp.with_name('out')}/"
+    batch = ("convert", ddp, ddp.with_name("copy.pt"), folder)
+    shutil.copy(ddp, ddp.with_name("copy.pt"))
+    for words in (
+        ("convert", ddp, out),
+        ("convert", ddp, out, "--skip-existing"),
+        batch,
+        (*batch, "--skip-existing"),
+        ("convert", out, "--in-place", "--to", "cpu"),
+        ("undo", out),
+    ):
+        said = command(*words)
+        assert said.out == "" and said.err, words
+    for words in (
+        ("convert", ddp, out, "-f", "-n"),
+        ("convert", ddp, out, "-f", "--json"),
+        (*batch, "-f", "-n"),
+        (*batch, "-f", "--json"),
+        ("convert", out, "--in-place", "--to", "cpu", "-n"),
+    ):
+        said = command(*words)
+        assert said.out and said.err == "", words
+
+
+def test_one_is_singular(ddp: Path, command: Command) -> None:
+    """Of one there is no plural in reports."""
+    torch.save({"module.w": torch.ones(1), "n": 1}, ddp)
+    said = command("convert", ddp, ddp.with_name("o.pt"), "--state-dict", "--strip-prefix", "module.", status=1).err
+    torch.save({"state_dict": {"module.w": torch.ones(1)}, "epoch": 1}, ddp)
+    said += command("convert", ddp, ddp.with_name("o.pt"), "--to", "cuda", "--strip-prefix", "module.", "-n").out
+    ddp.with_name("out").mkdir()
+    said += command("convert", ddp.parent, ddp.with_name("out"), "-n", status=2).err
+    said += command("convert", ddp, ddp.with_name("out"), "--select", "state_dict", "-v").err
+    said += command("verify", ddp).out
+    cut = ddp.with_name("cut.safetensors")
+    save_file({"w": torch.ones(1)}, cut)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    said += command("inspect", cut, status=1, err="1 byte of").err
+    assert not re.search(r"(?<![\d,.])1 [a-z]+s\b", said), said

@@ -4,12 +4,15 @@ process is started where none is needed.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from ckptconv import CkptconvError, __version__, convert
@@ -97,6 +100,14 @@ def test_version_and_help(command: Command) -> None:
         assert max(map(len, shown.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
+def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> None:
+    """Those of all commands, and what this one has more."""
+    said = " ".join(command(name, "-h").out.split())
+    assert re.search(r"Exit status: 0 .*, 1 .*, 2 .*, 130 Ctrl-C, 141 nobody reads on", said)
+    assert ("3 some of several failed" in said) == (name == "convert")
+
+
 def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Ctrl-C is status 130 and one line."""
 
@@ -144,10 +155,15 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 
 
 def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
-    """python -m ckptconv; a reader that goes away is no traceback; the C locale breaks nothing."""
-    command = f"{sys.executable} -m ckptconv inspect {fixtures / 'resnet18.pt'} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
+    """python -m ckptconv; a reader that goes away is no traceback, and the exit status is cat's, buffered or not; the C
+    locale breaks nothing.
+    """
+    large = f"inspect --json {fixtures / 'resnet18.pt'}", f"diff -v {fixtures / 'resnet18.pt'} {fixtures / 'cpu.pt'}"
+    for typed, flags in itertools.product((*large, "inspect --help", "--help"), ("", "-u")):
+        ours = f"{sys.executable} {flags} -m ckptconv {typed}"
+        command = f"(sleep 0.1; {ours}) | true; exit $(( PIPESTATUS[0] ))"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (141, ""), typed
     run_python("-m", "ckptconv", "inspect", str(fixtures / "cpu.pt"), LC_ALL="C", PYTHONUTF8="0")
 
 

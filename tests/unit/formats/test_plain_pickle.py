@@ -448,7 +448,7 @@ def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[
     (info,) = ckptconv.open(path).tensors.values()
     assert (info.shape, info.kind, info.device) == ((len(numbers),), "strided", "cpu")
     for name in ("dst.pkl", "dst.pt", "dst.safetensors"):
-        assert any("lists of numbers" in note for note in ckptconv.convert(path, tmp_path / name).notes)
+        assert any("a list of numbers" in note for note in ckptconv.convert(path, tmp_path / name).notes)
         assert_same(wanted, loaded(tmp_path / name))
 
 
@@ -597,7 +597,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
     "a key of no storage": (storage_of(with_keys(b"X\x01\0\0\0za.")), MalformedError, "the list of keys"),
     "no key to add": (storage_of(with_keys(b"a.")), MalformedError, "the stack is empty"),
     **{
-        f"{data!r} for a file": (storage_of(data), MalformedError, "cut short, or damaged")
+        f"{data!r} for a file": (storage_of(data), MalformedError, "truncated, or damaged")
         for data in (b"", b"x", b"\x80", b"hello world" * 9, b"\x80\x04N.")
     },
     "a part of a storage": (storage_of(with_a_part()), UnsupportedError, SOMETHING_ELSE),
@@ -631,7 +631,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
     "a size that no machine has": (
         storage_of(storage_file_head(Global("torch", "FloatStorage"), "0", "cpu", 1 << 50)),
         MalformedError,
-        "bytes are missing",
+        "bytes missing",
     ),
     "an integer too long for any checkpoint": (
         pickle.dumps([torch.ones(1)], 2)[:-2] + b"\x8b\x00\x00\x10\x00" + bytes(1 << 20) + b"e.",

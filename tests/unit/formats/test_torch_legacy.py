@@ -443,7 +443,7 @@ def test_parts_of_storages_alone(tmp_path: Path) -> None:
     for found in both(with_storages([part, rebuilt(storage("root"), 0, 6)], "root"), tmp_path, weights_only=False):
         assert [*found[0]] == [2, 3, 4]
         assert found[1].tolist() == [0, 1, 2, 3, 4, 5]
-    assert "share no bytes" in ckptconv.convert(tmp_path / "old.pt", tmp_path / "x.pt").notes[0]
+    assert "sharing no bytes" in ckptconv.convert(tmp_path / "old.pt", tmp_path / "x.pt").notes[0]
 
 
 def test_parts_of_storages_alone_share_no_bytes_any_more(src: Path, dst: Path) -> None:
@@ -563,7 +563,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     },
     "2**40 elements": (
         legacy_file(rebuilt(storage_id(torch.FloatStorage, "0", "cpu", 1 << 40), 0, 6), HUGE),
-        "cut short",
+        "truncated",
     ),
     "-1 elements": (legacy_file([storage_id(torch.FloatStorage, "0", "cpu", -1)], {"0": (-1, b"")}), "wrong types"),
     "a byte behind the end": (WHOLE + b"\0", "behind the last storage"),
@@ -632,7 +632,7 @@ def test_truncated_anywhere(src: Path, dst: Path) -> None:
     """Cut short at any byte, the file is said to be, or to be no checkpoint at all."""
     for length in range(len(WHOLE)):
         src.write_bytes(WHOLE[:length])
-        refused(CkptconvError, "cut short" if length > 40 else None, src, dst)
+        refused(CkptconvError, "truncated" if length > 40 else None, src, dst)
 
 
 def test_a_big_endian_machine_is_a_note(src: Path, dst: Path) -> None:

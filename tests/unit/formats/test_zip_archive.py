@@ -301,8 +301,8 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         f"{kind} in the {side} header": (with_extra(extra, side), what)
         for side in ("local", "central")
         for kind, extra, what in (
-            ("an extra field cut short", b"FB\3\0ZZ", "cut short"),
-            ("a byte behind the extra field", b"FB\3\0ZZZF", "cut short"),
+            ("an extra field truncated", b"FB\3\0ZZ", "truncated"),
+            ("a byte behind the extra field", b"FB\3\0ZZZF", "truncated"),
             ("an extra field twice", b"FB\3\0ZZZ" * 2, "twice"),
         )
     },

@@ -354,13 +354,13 @@ def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
 
 
 def test_missing_and_cut_files_are_named(copy: Path) -> None:
-    """A file of one process that is missing, or cut short, is named before anything is made of the others."""
+    """A file of one process that is missing, or truncated, is named before anything is made of the others."""
     path = copy / "__2_0.distcp"
     data = path.read_bytes()
     path.unlink()
     assert "1 file of 4 is missing" in refusal(copy) and "__2_0.distcp" in refusal(copy)
     path.write_bytes(data[:-7])
-    assert "__2_0.distcp: the file was cut short: 7 bytes" in refusal(copy)
+    assert "__2_0.distcp: the file was truncated: 7 bytes" in refusal(copy)
 
 
 @pytest.mark.parametrize(

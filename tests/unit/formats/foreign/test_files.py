@@ -32,7 +32,7 @@ from safetensors.torch import save as safetensors_bytes
 
 import ckptconv
 from ckptconv.cli.main import main
-from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError
+from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError, count
 from tests.support.archives import records_of
 from tests.support.conversions import read, run_without_torch, unreadable
 from tests.support.hostile_bytes import saved, zip_of
@@ -153,7 +153,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
         "a text file, which starts with 'aéé",
         "file with the weights",
     ),
-    "first bytes of a zip": (b"PK\x03", "a zip archive of which only 3 bytes are left", "again"),
+    "first bytes of a zip": (b"PK\x03", "a zip archive of which only 3 bytes can be read", "again"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(64), "a GGUF file", "gguf package"),
     "GGML": (b"tjgg\x03\0\0\0" + bytes(64), "a GGML file", "publisher"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", "h5py"),
@@ -413,8 +413,8 @@ def test_a_zip_with_something_before_it_can_be_freed(tmp_path: Path) -> None:
 
 
 def missing_of(error: InputError) -> tuple[int, int]:
-    """The two numbers in "at least N of about M bytes are missing", or zeros."""
-    found = re.search(r"at least ([\d,]+) of about ([\d,]+) bytes are missing", str(error))
+    """The two numbers in "at least N of about M bytes missing", or zeros."""
+    found = re.search(r"at least ([\d,]+) of about ([\d,]+) bytes missing", str(error))
     return (int(found[1].replace(",", "")), int(found[2].replace(",", ""))) if found else (0, 0)
 
 
@@ -433,7 +433,7 @@ def test_a_torch_zip_that_was_cut_says_how_much_is_missing(path: Path) -> None:
     for size in [*range(len(data) - 1, storages[-1], -7), *range(storages[-1], 60, -131), *range(60, 4, -1)]:
         os.truncate(path, size)
         error = error_of(path)
-        assert isinstance(error, MalformedError) and "cut short" in str(error), size
+        assert isinstance(error, MalformedError) and "truncated" in str(error), size
         missing, whole = missing_of(error)
         counted += missing > 0
         assert missing <= len(data) - size
@@ -467,7 +467,7 @@ def test_compressed_storages_are_not_counted(path: Path) -> None:
         size = path.stat().st_size
         for cut in (30, 200, size // 2):
             os.truncate(path, size - cut)
-            error = error_of(path, "cut short: the zip archive's end is missing")
+            error = error_of(path, "truncated: the zip archive's end is missing")
             assert missing_of(error) == (0, 0)
 
 
@@ -488,7 +488,7 @@ def test_a_number_that_is_none_is_not_counted(say: Make, elements: int) -> None:
     data = saved({"a": torch.zeros(5)})
     number = elements.to_bytes(elements.bit_length() // 8 + 1, "little", signed=True)
     claim = data.replace(b"K\x05tq", b"\x8b" + struct.pack("<I", len(number)) + number + b"tq", 1)[: 300 + len(number)]
-    assert "cut short" in str(say(claim))
+    assert "truncated" in str(say(claim))
 
 
 def test_a_cut_inside_the_pickle_has_no_number(say: Make) -> None:
@@ -525,9 +525,9 @@ def test_a_safetensors_file_that_was_cut_says_how_much_is_missing(say: Make) -> 
         error = say(data[:size], "m.safetensors")
         assert isinstance(error, MalformedError)
         lacking = (
-            f"{len(data) - size} bytes are missing of {len(data)}"
+            f"{count(len(data) - size, 'byte')} of {len(data)} missing"
             if size >= start
-            else f"{start - size} bytes of it are missing"
+            else f"{count(start - size, 'byte')} of it missing"
         )
         assert lacking in str(error)
         assert error.hint == "download or copy it again"
@@ -544,8 +544,8 @@ def test_the_older_format_that_was_cut_says_how_much_is_missing(say: Make) -> No
     for size in range(len(data) - 1, 14, -97):
         error = say(data[:size])
         assert isinstance(error, MalformedError), size
-        assert "cut short" in str(error)
-        exact += f"cut short: {len(data) - size:,} of {len(data):,} bytes are missing" in str(error)
+        assert "truncated" in str(error)
+        exact += f"truncated: {len(data) - size:,} of {len(data):,} bytes missing" in str(error)
     assert exact >= (5000 * 4) // 97
 
 
@@ -618,7 +618,7 @@ def test_a_cut_pickle_is_malformed(say: Make) -> None:
     for size in [*range(2, 400), len(data) - 1]:
         error = say(data[:size])
         assert isinstance(error, MalformedError)
-        assert "a pickle that was cut short or damaged" in str(error)
+        assert "a pickle that was truncated or damaged" in str(error)
 
 
 # Damaged, and in parts
@@ -628,7 +628,7 @@ def test_a_cut_pickle_is_malformed(say: Make) -> None:
 PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
     # a download whose room was reserved and never filled
     **{
-        f"{size} zeros": (bytes(size), MalformedError, f"nothing but zeros, {size:,} bytes of them")
+        f"{size} zeros": (bytes(size), MalformedError, f"nothing but zeros, {count(size, 'byte')} of them")
         for size in (1, 4096, 5000, 3_000_000)
     },
     "zeros at the start": (
@@ -642,20 +642,20 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
     "a cut zip of something else": (
         zip_of({"a.txt": b"x" * 999})[:500],
         MalformedError,
-        "a zip archive that was cut short",
+        "a zip archive that was truncated",
     ),
     "a zip that was cut in a deflated data.pkl": (
         zip_of({"m/data.pkl": b"N." * 99}, zipfile.ZIP_DEFLATED)[:45],
         MalformedError,
-        "a zip archive that was cut short",
+        "a zip archive that was truncated",
     ),
-    "a zip that was cut in its first header": (OF_TORCH[:33], MalformedError, "a zip archive that was cut short"),
+    "a zip that was cut in its first header": (OF_TORCH[:33], MalformedError, "a zip archive that was truncated"),
     # with zip64 ends and without
     **{
         f"{what} without {cut} bytes at its start": (
             data[cut:],
             MalformedError,
-            f"a zip archive without its start: {cut} bytes are missing",
+            f"a zip archive without its start: {count(cut, 'byte')} missing",
         )
         for what, data in (("torch's zip", OF_TORCH), ("a zip", zip_of({"m/data.pkl": b"N.", "m/x": b"y" * 999})))
         for cut in (1, 3, 300)
@@ -669,14 +669,14 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         f"{n} bytes behind a zip": (
             OF_TORCH + b"\n" * n,
             MalformedError,
-            f"not the end of the file: {n} bytes follow it",
+            f"not the end of the file: {count(n, 'byte')} behind it",
         )
         for n in (1, 999)
     },
     "bytes behind a safetensors file": (
         safetensors_bytes({"a": torch.ones(3)}) + bytes(17),
         MalformedError,
-        "17 bytes follow the last tensor",
+        "17 bytes behind the last tensor",
     ),
     # a data.pkl that was taken out of its zip
     "a checkpoint's bare pickle": (
