@@ -40,7 +40,7 @@ __all__ = ["diff_command"]
 @edit_options
 @click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
 @click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
-@click.option("-v", "--verbose", is_flag=True, help="List everything that differs, as in a pipe.")
+@click.option("-v", "--verbose", is_flag=True, help="List each tensor, those that differ alike too.")
 @debug_option
 def diff_command(
     a: str,

@@ -7,6 +7,7 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.errors import some
 from ckptconv.hints import command_in
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ _FACTS = (
 def difference_lines(
     difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """The answer and what it rests on; `everything`: each name, which a pipe always gets.
+    """The answer and what it rests on.
+
+    Tensors of which one fact differs alike are one line, unless `everything` is shown; all lines are, in a pipe too.
 
     `names_only`: nothing else was compared.
     """
@@ -58,7 +61,12 @@ def difference_lines(
     for attribute, label in _FACTS:
         pairs = [(each, pair) for each in difference.differing if (pair := getattr(each, attribute)) is not None]
         rows = [[each.path, f"{_said(pair[0])} → {_said(pair[1])}", _about_values(each)] for each, pair in pairs]
-        yield from _group(style, label, count(len(pairs), "tensor"), rows, most)
+        alike = rows if everything else _alike(rows)
+        if len(alike) == 1 < len(rows):
+            where = f"all {count(len(rows), 'tensor')}" if len(rows) == difference.tensors else alike[0][0]
+            yield from fact(style, label, ", ".join(filter(None, (f"{alike[0][1]} in {where}", alike[0][2]))))
+        else:
+            yield from _group(style, label, count(len(pairs), "tensor"), alike, most)
     yield from _value_lines(style, difference, most)
     others = [[each.path, f"{each.a or '(nothing)'} → {each.b or '(nothing)'}"] for each in difference.others]
     yield from _group(
@@ -73,6 +81,14 @@ def difference_lines(
     if suggestion := command_in(difference.suggestion):
         yield from fact(style, "note", "no name is in both, but this compares what is alike:")
         yield from command_lines(style, suggestion)
+
+
+def _alike(rows: list[list[str]]) -> list[list[str]]:
+    """`rows` of a name and what is said of it, those of which the same is said as one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *said in rows:
+        names.setdefault(tuple(said), []).append(name)
+    return [[some(each, 1), *said] for said, each in names.items()]
 
 
 def _counts(difference: Difference) -> Iterator[str]:

@@ -1197,3 +1197,24 @@ def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
     for protocol in (2, 4, 5):
         (tmp_path / "b.pkl").write_bytes(pickle.dumps(obj, protocol))
         assert ckptconv.diff(a, tmp_path / "b.pkl").same, protocol
+
+
+def test_what_is_alike_is_one_line(tmp_path: Path, command: Command) -> None:
+    """All tensors that went to one device, or some; what differs in its own way stays by itself, and -v lists each."""
+    state = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(19)}
+    a = saved(tmp_path / "a.pt", state)
+    ckptconv.convert(a, tmp_path / "gpu.pt", map_location="cuda:0")
+    (line,) = [
+        line for line in command("diff", a, tmp_path / "gpu.pt", status=1).out.splitlines() if "device  " in line
+    ]
+    assert line == "  device        cpu → cuda:0 in all 19 tensors, values equal"
+    listed = command("diff", a, tmp_path / "gpu.pt", "-v", status=1).out
+    assert [f"    {name}  cpu → cuda:0  values equal" in listed for name in state] == [True] * 19
+    casts = ["layers.1?.weight=bf16", "layers.3.weight=bf16", "layers.4.weight=fp16"]
+    ckptconv.convert(a, tmp_path / "cast.pt", dtype=casts[:1])
+    lines = command("diff", a, tmp_path / "cast.pt", status=1).out
+    assert "  dtype         float32 → bfloat16 in layers.10.weight and 8 more, values equal\n" in lines
+    ckptconv.convert(a, tmp_path / "casts.pt", dtype=casts)
+    lines = command("diff", a, tmp_path / "casts.pt", status=1).out
+    assert "  dtype         11 tensors\n    layers.3.weight and 9 more  float32 → bfloat16  values equal\n" in lines
+    assert "    layers.4.weight  float32 → float16  values equal\n" in lines
