@@ -16,7 +16,7 @@ from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
 from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
-from ckptconv.conversion.targets import find_item, format_of
+from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import RefusedError, UsageError
 from ckptconv.formats import opening
@@ -93,6 +93,9 @@ def run(
     path = Path(dst)
     if not is_folder:
         output = replace(output, format=format_of(path, output.format))
+        if output.force:
+            path, link = through_link(src, path)
+            about += link
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     with ExitStack() as opened:

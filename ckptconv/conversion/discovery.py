@@ -14,7 +14,7 @@ from ckptconv.formats.foreign.folders import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
 from ckptconv.output.files import is_own_file
 
-__all__ = ["Found", "Kind", "find", "find_in"]
+__all__ = ["Found", "Kind", "find", "find_in", "is_hub_blob", "is_part"]
 
 #: ``unentered``: a hidden folder that holds something, or a link to a folder.
 Kind: TypeAlias = Literal["file", "shards", "dcp", "other", "unentered"]
@@ -59,6 +59,17 @@ def find(folder: Path) -> list[Found]:
 def find_in(folder: Path) -> list[Found]:
     """What stands directly in `folder`. Raises InputError where it cannot be listed."""
     return list(_in_folder(folder, list_folder(folder)[1]))
+
+
+def is_part(path: Path, kind: Kind) -> bool:
+    """Whether the file `path`, there or not, is a part of a checkpoint of this `kind` in its folder, by its name."""
+    names = sorted({*list_folder(path.parent)[1], path.name})
+    return any(path in found.parts for found in _in_folder(path.parent, names) if found.kind == kind)
+
+
+def is_hub_blob(path: Path) -> bool:
+    """Whether `path` is a file in the Hub's cache, where its name is its checksum."""
+    return path.parent.name == "blobs" and (path.parent.parent / "snapshots").is_dir()
 
 
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:

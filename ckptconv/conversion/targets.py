@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import list_folder
-from ckptconv.conversion.discovery import Found, Kind, find, find_in
+from ckptconv.conversion.discovery import Found, Kind, find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.foreign.folders import folder_error
@@ -28,6 +28,7 @@ __all__ = [
     "name_in_folder",
     "refuse_one_place",
     "size_of",
+    "through_link",
 ]
 
 
@@ -125,7 +126,7 @@ def list_items(
             _about_shards([Path(src) for src in srcs]),
         )
     _refuse_one_name(listing.items)
-    _refuse_among_parts(listing.items)
+    _refuse_among_parts(listing)
     return listing
 
 
@@ -147,6 +148,20 @@ def find_item(
             hint=command("convert_many", src, dst) + " converts all of them",
         )
     return listing.items[0]
+
+
+def through_link(src: str | os.PathLike[str], dst: Path) -> tuple[Path, tuple[str, ...]]:
+    """The file to be replaced where `dst` is `src` by name, and what to say of it.
+
+    A link stays, and what it leads to is converted; in the Hub's cache the link is replaced, because that file's name
+    is its checksum. Any other `dst` is what it is.
+    """
+    if not os.path.islink(dst) or os.path.abspath(src) != os.path.abspath(dst):
+        return dst, ()
+    real = Path(os.path.realpath(dst))
+    if is_hub_blob(real):
+        return dst, (f"{dst} was a link into the Hub's cache, where {real.name[:12]} stays as it was",)
+    return real, (f"{dst} is a link, which stays: {real} is what is converted",)
 
 
 def is_there(item: Item) -> bool:
@@ -321,12 +336,17 @@ def _is_inside(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
-def _refuse_among_parts(items: Sequence[Item]) -> None:
-    """Raise UsageError where one of `items` would stand among the parts that it is made of, or in their place: nobody
-    could tell them apart afterwards.
+def _refuse_among_parts(listing: Listing) -> None:
+    """Raise UsageError where an item of `listing` would be one of the parts that it is made of, or a folder among them:
+    nobody could tell them apart afterwards. A file that is asked for by its own name may stand beside them.
     """
-    for item in items:
-        if item.kind == "dcp" and (_is_inside(item.dst, item.src) or _is_same(item.dst, item.src)):
+    for item in listing.items:
+        folder = item.src if item.src.is_dir() else item.src.parent
+        if item.kind not in ("dcp", "shards") or not (_is_inside(item.dst, folder) or _is_same(item.dst, folder)):
+            continue
+        is_file = not (listing.is_batch or item.is_folder)
+        is_beside = is_file and _is_same(item.dst.parent, folder)
+        if is_part(folder / item.dst.name, item.kind) if is_beside else item.kind == "dcp" and not is_file:
             src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
             raise UsageError(
                 "the output would stand among the parts of the input",

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckptconv
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import find_item, find_target, list_items
 from ckptconv.errors import InputError, RefusedError, UsageError
 from ckptconv.formats.writers import usual_format
 from ckptconv.hints import in_python
+from tests.support import zoo
+from tests.support.command import Command
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,10 @@ def test_what_inputs_and_output_mean(
         ("hub", "hub/out", {}, UsageError, "within the input"),
         ("hub a.pt", "hub", {}, UsageError, "within the input"),
         ("dcp", "dcp", {}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp/b.pt", {}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp/.metadata", {}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp/__0_0.distcp", {"format": "pt"}, UsageError, "among the parts of the input"),
+        ("dcp", "dcp/__7_0.distcp", {"format": "pt"}, UsageError, "within the input"),
+        ("hub", "hub/model-00001-of-00002.safetensors", {}, UsageError, "among the parts of the input"),
         ("dcp", "dcp", {"max_shard_size": 1}, UsageError, "among the parts of the input"),
         ("parts", "parts", {}, UsageError, r"ckptconv convert parts parts\.pt"),
         ("a.pt", "b.pt", {"copy_others": True}, UsageError, "the input is none"),
@@ -414,3 +421,60 @@ def test_a_link_within_the_input_is_within_it(tree: Path) -> None:
     os.symlink("run", tree / "link")
     with pytest.raises(UsageError, match="within the input"):
         list_items(["run"], "link/out")
+
+
+def test_a_file_beside_the_parts_that_it_is_made_of(tree: Path) -> None:
+    """As torch's own tests have it: what is asked for by its own name, and replaces none of them."""
+    for src, dst in (("dcp", "dcp/b.pt"), ("dcp", "dcp/deeper/b.pt"), ("hub", "hub/whole.safetensors")):
+        assert [(item.dst, item.is_folder) for item in list_items([src], dst).items] == [(Path(dst), False)]
+
+
+# Links
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint on a GPU, and a link to it from another folder."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "here").mkdir()
+    zoo.save({"w": torch.ones(3)}, tmp_path / "real" / "a.pt", ("cuda:1",))
+    os.symlink("../real/a.pt", tmp_path / "here" / "link.pt")
+    return tmp_path / "real" / "a.pt", tmp_path / "here" / "link.pt"
+
+
+def devices_in(path: Path) -> list[str]:
+    return [each["device"] for each in ckptconv.inspect(path)["tensors"]]
+
+
+@pytest.mark.parametrize("is_batch", [False, True], ids=["one", "batch"])
+def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool, command: Command) -> None:
+    """And what it leads to is converted: on the disk there is one file, as before. In a batch too."""
+    real, link = linked
+    paths = (link.parent, link.parent) if is_batch else (link, link)
+    said = command("convert", *paths, "--to", "cpu", "--force", "-v").err
+    assert f"{link} is a link, which stays: {real} is what is converted" in said
+    assert link.is_symlink() and devices_in(real) == devices_in(link) == ["cpu"]
+    assert os.listdir(real.parent) == ["a.pt"] and os.listdir(link.parent) == ["link.pt"]
+
+
+def test_any_other_link_at_the_target_is_replaced(linked: tuple[Path, Path]) -> None:
+    """By another name it is no change in place, and without leave none is made."""
+    real, link = linked
+    with pytest.raises(RefusedError, match="the output is the input"):
+        ckptconv.convert(link, link, map_location="cpu")
+    report = ckptconv.convert(real, link, map_location="cpu", force=True)
+    assert not link.is_symlink() and report.notes == ()
+    assert (devices_in(real), devices_in(link)) == (["cuda:1"], ["cpu"])
+
+
+def test_in_the_cache_of_the_hub_the_link_is_replaced(linked: tuple[Path, Path], tmp_path: Path) -> None:
+    """The name of a blob is its checksum, so it stays what it is; a note says so."""
+    real = linked[0]
+    blob, snapshot = tmp_path / "blobs" / "0123456789abcdef", tmp_path / "snapshots" / "main" / "m.pt"
+    blob.parent.mkdir()
+    snapshot.parent.mkdir(parents=True)
+    real.rename(blob)
+    os.symlink("../../blobs/0123456789abcdef", snapshot)
+    report = ckptconv.convert(snapshot, snapshot, map_location="cpu", force=True)
+    assert "0123456789ab stays as it was" in report.notes[0]
+    assert not snapshot.is_symlink() and (devices_in(blob), devices_in(snapshot)) == (["cuda:1"], ["cpu"])
