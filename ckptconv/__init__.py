@@ -15,6 +15,7 @@ from ckptconv.errors import (
     InputError,
     LimitError,
     MalformedError,
+    MissingTorchError,
     NoMatchError,
     OutputError,
     RefusedError,
@@ -22,6 +23,7 @@ from ckptconv.errors import (
     UnknownDeviceError,
     UnsupportedError,
     UsageError,
+    require_torch,
 )
 
 TYPE_CHECKING = False  # as type checkers take it; the module typing is not needed for more
@@ -66,6 +68,7 @@ __all__ = [
     "LimitError",
     "MalformedError",
     "MapLocation",
+    "MissingTorchError",
     "NameChange",
     "NoMatchError",
     "OnlyIn",
@@ -130,6 +133,8 @@ if not TYPE_CHECKING:  # so that a type checker reports a name that does not exi
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if _HOME_OF[name] == "tensors.moving":
+            require_torch(f"ckptconv.{name}")
         globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         return found
 

@@ -8,6 +8,7 @@ CkptconvError
 │   ├── UnsupportedError    it is sound, but not something that this version handles
 │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
 │   └── InputChangedError   it changed while it was being read
+├── MissingTorchError   what was asked for needs torch, which is not installed (an ImportError too)
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        doing it would lose data or surprise somebody
 │   ├── TargetExistsError   the output is there already
@@ -19,6 +20,7 @@ CkptconvError
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from collections.abc import Sequence
 
@@ -32,6 +34,7 @@ __all__ = [
     "InputError",
     "LimitError",
     "MalformedError",
+    "MissingTorchError",
     "NoMatchError",
     "OutputError",
     "RefusedError",
@@ -41,6 +44,7 @@ __all__ = [
     "UsageError",
     "count",
     "printable",
+    "require_torch",
     "some",
 ]
 
@@ -148,6 +152,22 @@ class DangerousError(InputError):
 
 class InputChangedError(InputError):
     """The input's size, modification time or identity changed while it was being read."""
+
+
+class MissingTorchError(CkptconvError, ImportError):
+    """What was asked for needs torch, which is not installed."""
+
+
+def require_torch(what: str, where: object = None) -> None:
+    """Raise MissingTorchError, which says for `what` it is needed, where torch is not installed. It is not imported."""
+    import importlib.util  # which costs every other command a millisecond
+
+    try:
+        if "torch" in sys.modules or importlib.util.find_spec("torch"):
+            return
+    except ImportError:  # of a finder that has its own mind
+        pass
+    raise MissingTorchError(f"torch is needed for {what}, and is not installed", where=where, hint="pip install torch")
 
 
 class DeviceUnavailable(CkptconvError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import OutFile, Overflow
+from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
@@ -16,7 +16,7 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
-from ckptconv.errors import CkptconvError, DangerousError, UsageError, some
+from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
 from ckptconv.formats import torchscript
 from ckptconv.formats.layout import Writer
 from ckptconv.formats.sharded import reading as sharded
@@ -30,6 +30,8 @@ from ckptconv.safety.scan import dangers_carried
 __all__ = ["InPlace", "Plan", "Report", "make_plan", "report_of"]
 
 _SHOWN = 5  # dangers in an error
+#: What is done to numbers, by the pieces that stand for it.
+_COMPUTED: dict[type[Piece], str] = {Cast: "a cast", Gather: "writing out views", Assemble: "putting chunks together"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ def make_plan(
         )
     else:
         layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied)
+    computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
+    if computed:
+        require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
     name = f"{sharded.NAME} {writer.name}" if len(layout.files) > 1 else writer.name
     return Plan(
         (checkpoint.format, name),

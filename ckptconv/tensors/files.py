@@ -23,7 +23,7 @@ from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import NoMatchError, UsageError, count
+from ckptconv.errors import NoMatchError, UsageError, count, require_torch
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
@@ -101,6 +101,7 @@ class CheckpointFile:
         Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by
         code that torch's safe loader refuses.
         """
+        require_torch("loading a tensor", self.path)
         from ckptconv.tensors.loading import load_checkpoint
 
         if self._is_closed:
@@ -181,6 +182,7 @@ def load(
         UnsupportedError: Code would be needed.
         CkptconvError: Another of its subclasses.
     """
+    require_torch("loading tensors", path)
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
         with gc_paused():
@@ -217,6 +219,7 @@ def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOption
         Exception: What pickling `obj` raises.
     """
     started = time.monotonic()
+    require_torch("saving tensors", path)
     edits, output = edits_from(**options), OutputOptions.of(options)
     path = os.fsdecode(path)
     if os.path.isdir(path) or path.endswith(os.sep):

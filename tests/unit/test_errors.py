@@ -35,7 +35,7 @@ def test_tree_is_the_one_in_the_docstring() -> None:
             above[depth] = match[2]
             drawn[match[2]] = above[depth - 1] if depth else "Exception"
     classes = {name: cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type)}
-    assert drawn == {name: cls.__base__.__name__ for name, cls in classes.items()}
+    assert drawn == {name: cls.__bases__[0].__name__ for name, cls in classes.items()}
 
 
 def test_facts_are_short() -> None:

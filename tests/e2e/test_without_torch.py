@@ -1,0 +1,100 @@
+"""What can be done where torch is not installed, and what is refused in one line before anything is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
+
+#: Python in which torch is not installed.
+MISSING = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+MAIN = MISSING + "from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files, in the folder where all is typed."""
+    monkeypatch.chdir(tmp_path)
+    zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, tmp_path / "a.pt", ("cuda:0",))
+    torch.save({"w": torch.ones(4) + 1}, "other.pt")
+    torch.save({"w": torch.arange(4.0).reshape(2, 2).t()}, "views.pt")
+    dcp.save({"w": torch.ones(4)}, checkpoint_id="dcp", no_dist=True)
+
+
+def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "inspect a.pt",
+        "verify a.pt",
+        "diff a.pt a.pt",
+        "convert a.pt out.pt --to cpu --add-prefix module.",
+        "convert a.pt out.safetensors --dtype fp32",
+        "convert views.pt out.pt --compact --dtype fp32",
+        "convert dcp out.pt",
+        "convert a.pt --in-place --to cpu",
+    ],
+)
+def test_what_moves_bytes_needs_none(typed: str) -> None:
+    """What is cast to the dtype that it has is not computed."""
+    done = run(MAIN, *typed.split())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "what"),
+    [
+        ("convert a.pt out.pt --dtype bf16", "a cast"),
+        ("convert a.pt out.pt --dtype bf16 --dry-run", "a cast"),
+        ("convert views.pt out.safetensors", "writing out views"),
+        ("convert views.pt out.safetensors --dtype bf16", "a cast"),
+        ("diff a.pt other.pt", "computing numbers"),
+    ],
+)
+def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> None:
+    """In one line that says what to install; no temporary file was made."""
+    before = sorted(os.listdir())
+    done = run(MAIN, *typed.split())
+    assert done.returncode == (2 if typed.startswith("diff") else 1) and done.stdout == ""
+    assert f"torch is needed for {what}, and is not installed; pip install torch\n" in done.stderr
+    assert done.stderr.count("\n") == 1 and sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["load('a.pt')", "open('a.pt').load('w')", "save({}, 'b.pt')", "remap({}, 'cpu')", "devices({})"],
+)
+def test_functions_that_have_tensors(call: str) -> None:
+    """Are refused likewise, with an error of ours that is an ImportError too."""
+    done = run(
+        f"{MISSING}\nimport ckptconv\ntry:\n    ckptconv.{call}\n"
+        "except ckptconv.CkptconvError as error:\n    assert isinstance(error, ImportError); print(error)"
+    )
+    assert done.stdout.endswith(", and is not installed; pip install torch\n"), done.stderr
+    assert not Path("b.pt").exists()
