@@ -4,7 +4,8 @@ A state is a contiguous 1-D ``uint8`` tensor that has its storage to itself and
 
 - has 5,056 elements, or belongs to a ``torch.Generator``; or
 - stands outside state dicts, below a key with one of the words ``rng``, ``seed``, ``random``, ``generator``; or
-- stands outside state dicts, in a mapping that has a state of the first kind, or ``python`` and ``numpy`` as keys.
+- stands outside state dicts, in a mapping that has a state of the first kind, or ``python`` and ``numpy`` as keys, at a
+  key that names a device there (``cuda``, ``torch.cuda``). A ``mask`` beside a state is none.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.pickles.graph import Call, Dict, List, Object, Tuple, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
-__all__ = ["CPU_RNG_BYTES", "RngStates", "has_rng_word"]
+__all__ = ["CPU_RNG_BYTES", "RngStates", "has_device_word", "has_rng_word"]
 
 #: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
 CPU_RNG_BYTES = 5056
 _RNG_WORDS = {"rng", "seed", "random", "generator"}
+#: In the keys of the states of each device, as Trainer (``cuda``) and Lightning (``torch.cuda``) write them.
+_DEVICE_WORDS = {"torch", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone"}
 
 
 class RngStates:
@@ -58,8 +61,11 @@ class RngStates:
             return False
         if id(place.node) in self._hinted:
             return True
-        mapping = next((outer.node for outer in above if not isinstance(outer.node, (List, Tuple))), None)
-        if not isinstance(mapping, (Dict, Call)):
+        item = next(
+            each for each in place.upwards() if not (each.parent and isinstance(each.parent.node, (List, Tuple)))
+        )
+        mapping = item.parent and item.parent.node
+        if not isinstance(mapping, (Dict, Call)) or not has_device_word(item.key):
             return False
         if id(mapping) not in self._rng_mappings:  # asked once for each of its tensors
             beside = strings_of(mapping)
@@ -68,10 +74,19 @@ class RngStates:
         return self._rng_mappings[id(mapping)]
 
 
-def has_rng_word(key: str | None) -> bool:
-    if key is None:
-        return False
-    return not _RNG_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
+def has_rng_word(key: object) -> bool:
+    """Whether `key` is a text with a word for a generator in it."""
+    return not _RNG_WORDS.isdisjoint(_words(key))
+
+
+def has_device_word(key: object) -> bool:
+    """Whether `key` is a text with the word of a device in it, or torch's name."""
+    return not _DEVICE_WORDS.isdisjoint(_words(key))
+
+
+def _words(key: object) -> list[str]:
+    found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key) if isinstance(key, str) else []
+    return [word.lower() for word in found]
 
 
 def _rng_candidates(index: Index) -> list[Place]:

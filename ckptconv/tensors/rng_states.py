@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_rng_word
+from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_device_word, has_rng_word
 from ckptconv.tensors.containers import Slot
 
 __all__ = ["rng_states"]
@@ -35,7 +35,7 @@ class _Judge:
     def __init__(self, possible: list[Slot]) -> None:
         self.possible = {id(place.node) for place in possible}
         self.certain = {id(place.node) for place in possible if place.node.numel() == CPU_RNG_BYTES}
-        self.hinted = {id(place.node) for place in possible if any(_is_hint(a.key) for a in place.upwards())}
+        self.hinted = {id(place.node) for place in possible if any(has_rng_word(a.key) for a in place.upwards())}
 
     def is_state(self, place: Slot) -> bool:
         if id(place.node) in self.certain:
@@ -45,8 +45,9 @@ class _Judge:
             return False
         if id(place.node) in self.hinted:
             return True
-        nearest = next((node for node in around if not isinstance(node, (list, tuple))), None)
-        if not isinstance(nearest, dict):
+        item = next(each for each in place.upwards() if not (each.above and isinstance(each.above.node, (list, tuple))))
+        nearest = item.above and item.above.node
+        if not isinstance(nearest, dict) or not has_device_word(item.key):
             return False
         return any(id(value) in self.certain for value in nearest.values()) or {"python", "numpy"} <= nearest.keys()
 
@@ -64,10 +65,6 @@ class _Judge:
 
     def are_states(self, tensors: set[int]) -> bool:
         return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
-
-
-def _is_hint(key: object) -> bool:
-    return isinstance(key, str) and has_rng_word(key)
 
 
 def _may_be_in_state_dict(key: object, value: object) -> bool:

@@ -53,6 +53,15 @@ ACCELERATE = {
         ({"numpy": 1, "torch_cuda": numbers()}, []),
         (TRAINER, ["cpu", "cuda[0]"]),
         (ACCELERATE, ["torch_manual_seed", "torch_cuda_manual_seed[0]"]),
+        # below the word of a device: a mask beside a state is none
+        ({"rng_state": STATE, "mask": numbers(), "x": 1}, ["rng_state"]),
+        ({"cpu": STATE, "cuda": [numbers()], "mask": numbers(), "x": 1}, ["cpu", "cuda[0]"]),
+        ({"torch": STATE, "torch.cuda": [numbers()], "x": None}, ["torch", "torch.cuda[0]"]),
+        (
+            {"torch": STATE, "python": (3, (1, 2), None), "numpy": {"state": {"key": 1}}, "cuda": numbers()},
+            ["torch", "cuda"],
+        ),
+        ({"python": 1, "numpy": 2, "mask": numbers()}, []),
         # two tensors on one storage: moving it would move the other; one tensor under two keys is fine
         ({"rng_state": STATE, "view": STATE.view(2, -1), "x": 1}, []),
         ({"rng_state": STATE, "again": STATE, "x": 1}, ["rng_state"]),
