@@ -51,6 +51,12 @@ __all__ = ["convert_command"]
 @click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
 @edit_options
 @click.option(
+    "--drop",
+    metavar="PATH",
+    multiple=True,
+    help="Leave out what stands at PATH, such as optimizer, whatever it is; a glob with a / is for several.",
+)
+@click.option(
     "--dtype",
     metavar="D",
     multiple=True,
@@ -103,9 +109,9 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
     folder with several checkpoints, become as many in the folder DST.
 
-    Edits apply in this order: select, state dict, include and exclude (by SRC's names), unwrap, strip, rename, add,
-    dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators stay
-    on the CPU, where torch needs them.
+    Edits apply in this order: select, state dict, drop, include and exclude (by SRC's names), unwrap, strip, rename,
+    add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators
+    stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags)
     output = OutputOptions.of(flags)

@@ -19,6 +19,7 @@ Kind: TypeAlias = Literal["state", "name", "part"]
 POLICY: dict[str, Kind] = {
     "select PATH": "part",
     "include GLOB": "part",
+    "drop PATH": "name",
     "exclude GLOB": "name",
     "strip_prefix P": "name",
     "rename REGEX REPL": "name",

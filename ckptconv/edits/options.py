@@ -40,6 +40,11 @@ class NameOptions(TypedDict, total=False):
 class EditOptions(PartOptions, NameOptions, total=False):
     """All keywords that change what a checkpoint says."""
 
+    drop: Annotated[
+        str | Iterable[str],
+        "Leave out what stands at these paths, or globs with a slash: items, attributes, elements of lists, whatever"
+        " they are.",
+    ]
     map_location: Annotated[
         "MapLocation | None",
         "A device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices"
@@ -58,13 +63,14 @@ class EditOptions(PartOptions, NameOptions, total=False):
 class Edits:
     """What the flags of ``convert`` and the keywords of its function become.
 
-    ``select`` is a path, ``include`` and ``exclude`` are globs on names and paths of the
+    ``select`` is a path, ``drop`` are paths, ``include`` and ``exclude`` are globs on names and paths of the
     source, those of ``dtypes`` on the new ones.
     """
 
     devices: Devices = field(default_factory=Devices)
     select: str | None = None
     state_dict: bool = False
+    drop: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strip_prefix: tuple[str, ...] = ()
@@ -137,7 +143,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "map_location": to_devices,
     "dtype": to_dtypes,
     "rename": _pairs,
-    **{name: partial(strings, name) for name in ("include", "exclude", "strip_prefix", "add_prefix")},
+    **{name: partial(strings, name) for name in ("drop", "include", "exclude", "strip_prefix", "add_prefix")},
 }
 #: The fields of those that are called otherwise.
 _FIELDS = {"map_location": "devices", "dtype": "dtypes"}

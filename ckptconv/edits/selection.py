@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.effect_order import drop_effect_order
@@ -20,12 +21,15 @@ from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.hints import Option, command, joined, option
-from ckptconv.pickles.graph import Call, Dict, Global, Node, Object, Tuple, Value, set_items
-from ckptconv.pickles.paths import Place, item_segments
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
+from ckptconv.pickles.paths import Place, item_segments, key_segment
 
 __all__ = ["select"]
 
 _LISTED = 20  # candidates in an error
+_KEYED = "what has a key"  # of which globs speak
+_LOOKED_AT = 2000  # paths, where a near one is looked for
+_ADDING = ("APPEND", "APPENDS", "ADDITEMS")
 
 
 def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> list[LeftBehind]:
@@ -33,7 +37,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
 
     Args:
         checkpoint: It is changed in place.
-        edits: Those of them that name a part: ``select``, ``state_dict``, ``include``, ``exclude``.
+        edits: Those of them that name a part: ``select``, ``state_dict``, ``drop``, ``include``, ``exclude``.
         is_emitted: Whether a pickle will be made of it. Only then its order of effects has to be looked at, which takes
             longer than everything else here.
 
@@ -60,6 +64,9 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
             left += _take_module(checkpoint, found)
         else:
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
+    if edits.drop:
+        unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path)]
+        left += _drop(checkpoint, unwanted, "items, attributes and elements of lists")
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude, paths)
     if is_emitted and checkpoint.index is not before:
@@ -280,22 +287,56 @@ def _filter(
         of_others = any("/" in glob for glob in include)
         wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
-    return _drop(checkpoint, [place for place in places if id(place) in unwanted])
+    return _drop(checkpoint, [place for place in places if id(place) in unwanted], _KEYED)
 
 
-def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
+def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
+    """What `path` means, which is written out, or a glob with a slash; but for what is in another such place."""
+    known = [(place.path, place) for place in checkpoint.index.every_place]
+    found = [place for written, place in known if path in (written, printable(written))][:1]
+    if not found and "/" in path:
+        found = [place for written, place in known if matches(path, written, None)]
+    if not found:
+        near = get_close_matches(path, [written for written, _ in known[:_LOOKED_AT]], n=1)
+        error = NoMatchError(
+            f"nothing stands at {path}",
+            where=checkpoint.source.path,
+            hint=f"is {near[0]} meant?" if near else _look_for(checkpoint, Option("tree")),
+            unmatched=("drop", path),
+        )
+        no_match("drop PATH", error)
+    inside = {id(place) for place in found}
+    return [place for place in found if inside.isdisjoint(id(above) for above in [*place.upwards()][1:])]
+
+
+def _holder(place: Place) -> tuple[Object, str] | None:
+    """What holds `place` so that it can be taken out, and its segment there. Arguments and members of tuples stay."""
+    outer = place.parent.node if place.parent else None
+    if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute: an item of a state
+        states = (state for state in outer.states() if isinstance(state, Dict) and place.key in strings_of(state))
+        return next(((state, key_segment(place.key, 0)) for state in states), None)
+    return (outer, place.segment) if isinstance(outer, Object) else None
+
+
+def _drop(checkpoint: Checkpoint, unwanted: list[Place], what: str) -> list[LeftBehind]:
+    """Take what is `unwanted` out of what holds it, where that is `what` can be left out."""
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
     segments_of: dict[int, set[str]] = {}
     for place in unwanted:
-        mapping = place.parent.node if place.parent else None
-        if isinstance(mapping, (Dict, Call)):
-            if id(mapping) not in segments_of:  # once: a mapping can have as many items as there are places
-                segments_of[id(mapping)] = set(item_segments(mapping))
-            if place.segment in segments_of[id(mapping)]:
-                by_mapping.setdefault(id(mapping), (mapping, set()))[1].add(place.segment)
-                continue
-        raise RefusedError("only what has a key can be left out", where=checkpoint.source.path, got=place.path)
+        holder, segment = _holder(place) or (None, "")
+        if holder is not None and id(holder) not in segments_of:  # once: it can have as many items as there are places
+            segments_of[id(holder)] = set(_segments(holder))
+        has_key = segment == place.segment and isinstance(holder, (Dict, Call))
+        if holder is None or segment not in segments_of[id(holder)] or (what is _KEYED and not has_key):
+            raise RefusedError(
+                f"only {what} can be left out",
+                where=checkpoint.source.path,
+                got=place.path,
+                hint="what it is in: " + option("drop", (place.parent.path,)) if place.parent else None,
+            )
+        by_mapping.setdefault(id(holder), (holder, set()))[1].add(segment)
     index = checkpoint.index
+    had_tensors = bool(checkpoint.tensors)
     again = [place for place in index.places if id(place.node) in by_mapping]
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
@@ -304,25 +345,33 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place]) -> list[LeftBehind]:
     for place in again:  # a mapping that stands in two places loses its items in both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
-    if not checkpoint.tensors:
+    if had_tensors and not checkpoint.tensors:
         raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
     return left
 
 
-def _remove(mapping: Object, segments: set[str]) -> None:
-    """Take the items out of `mapping` whose places have these `segments`."""
-    gone = {n for n, segment in enumerate(item_segments(mapping)) if segment in segments}
+def _segments(holder: Object) -> list[str]:
+    """The segments of what can be taken out of `holder`: items, or the elements of a list or set."""
+    if isinstance(holder, (List, Set)):
+        return [f"[{i}]" if isinstance(holder, List) else f"/{{{i}}}" for i in range(len([*holder.elements()]))]
+    return item_segments(holder)
+
+
+def _remove(holder: Object, segments: set[str]) -> None:
+    """Take out of `holder` what has these `segments`."""
+    gone = {n for n, segment in enumerate(_segments(holder)) if segment in segments}
+    opcodes, width = (_ADDING, 1) if isinstance(holder, (List, Set)) else (("SETITEM", "SETITEMS"), 2)
     n = 0
     effects = []
-    for effect in mapping.effects:
-        if effect.opcode in ("SETITEM", "SETITEMS"):
+    for effect in holder.effects:
+        if effect.opcode in opcodes:
             values: list[Value] = []
-            for i in range(0, len(effect.values), 2):
+            for i in range(0, len(effect.values), width):
                 if n not in gone:
-                    values += effect.values[i : i + 2]
+                    values += effect.values[i : i + width]
                 n += 1
             if not values:
                 continue
             effect.values = values
         effects.append(effect)
-    mapping.effects = effects
+    holder.effects = effects

@@ -377,6 +377,7 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     ],
     "state_dict": [(["--state-dict"], {"state_dict": True}, "x.pt")],
     "select": [(["--select", "ema"], {"select": "ema"}, "x.pt")],
+    "drop": [(["--drop", "ema", "--drop", "optimizer/*"], {"drop": ["ema", "optimizer/*"]}, "x.pt")],
     "include": [(["--include", "*.a.*"], {"include": "*.a.*"}, "x.pt")],
     "exclude": [(["--exclude", "*bias", "--exclude", "*/exp_avg"], {"exclude": ["*bias", "*/exp_avg"]}, "x.pt")],
     "unwrap": [(["--unwrap"], {"unwrap": True}, "x.pt")],
@@ -506,7 +507,8 @@ def test_a_flag_is_its_keyword(
 FLAGS = (
     ["--to", "mps"], ["--map", "cuda:0=cuda:1"], ["--map", "cpu=xpu"], ["--map-location", "cuda:1=cpu"],
     ["--state-dict"], ["--select", "model"], ["--select", "ema"], ["--include", "*.a.*"], ["--include", "*weight"],
-    ["--exclude", "*bias"], ["--exclude", "*norm*"], ["--unwrap"], ["--strip-prefix", "module"],
+    ["--drop", "optimizer"], ["--exclude", "*bias"], ["--exclude", "*norm*"], ["--unwrap"],
+    ["--strip-prefix", "module"],
     ["--rename", "a", "b"], ["--rename", "$", "_"], ["--add-prefix", "x"], ["--dtype", "bf16"],
     ["--dtype", "*weight=fp64"], ["--compact"], ["--verify"], ["--allow-unsafe"], ["-q"], ["-v"],
 )  # a table  # fmt: skip

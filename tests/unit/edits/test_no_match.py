@@ -21,6 +21,7 @@ ROWS = dict(re.findall(r"^\| `--(.*?)` \| .* \| (.*? \| .*?) \|$", DOC, re.MULTI
 TYPED = {
     "select PATH": "--select model",
     "include GLOB": "--include model.*",
+    "drop PATH": "--drop model.w",
     "exclude GLOB": "--exclude model.*",
     "strip-prefix P": "--strip-prefix model.",
     "rename REGEX REPL": "--rename ^model[.] net.",

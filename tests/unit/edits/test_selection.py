@@ -1,0 +1,130 @@
+"""``--drop``: what stands at a path is left out, and everything else is as it was; torch is the judge."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.errors import DangerousError, NoMatchError, RefusedError
+from tests.support.conversions import refused
+from tests.support.judge import assert_same
+from tests.support.reduced import Reduced
+
+W = torch.arange(4.0)
+
+
+def training() -> dict[str, Any]:
+    """Something of everything that can be left out."""
+    model = OrderedDict(w=W, b=W[:2] + 1)
+    model._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    shared = {"lr": 0.1, "steps": [1, 2, 3]}
+    return {
+        "model": model,
+        "optimizer": {"state": {0: {"exp_avg": W + 2, "step": 3}, 1: {"exp_avg": W + 4}}, "param_groups": [shared, {}]},
+        "again": shared,
+        "args": argparse.Namespace(lr=0.1, path="x", a={"b": 1}),
+        "seen": {"x"},
+        "a/b": 1,
+        "pair": (1, W),
+        "epoch": 7,
+    }
+
+
+def without(*where: Any) -> dict[str, Any]:
+    """The same but for what `where` says, each a list of keys; a text that starts with a dot is an attribute."""
+    obj = training()
+    for *above, last in where:
+        at: Any = obj
+        for key in above:
+            at = getattr(at, key[1:]) if str(key).startswith(".") else at[key]
+        if isinstance(last, str) and last.startswith("."):
+            delattr(at, last[1:])
+        elif isinstance(at, set):
+            at.remove(last)
+        else:
+            del at[last]
+    return obj
+
+
+@pytest.mark.parametrize(
+    ("paths", "where"),
+    [
+        (["optimizer"], [["optimizer"]]),
+        (["epoch", "args"], [["epoch"], ["args"]]),
+        (["optimizer/state[0]"], [["optimizer", "state", 0]]),
+        (["optimizer/state[0]/exp_avg"], [["optimizer", "state", 0, "exp_avg"]]),
+        (
+            ["optimizer/state[[]*]/exp_avg"],
+            [["optimizer", "state", 0, "exp_avg"], ["optimizer", "state", 1, "exp_avg"]],
+        ),
+        (["optimizer/param_groups[1]"], [["optimizer", "param_groups", 1]]),
+        (["optimizer/param_groups[0]/steps[1]"], [["again", "steps", 1]]),  # a list that stands in two places
+        (["args/.lr"], [["args", ".lr"]]),
+        (["args/.a/b"], [["args", ".a", "b"]]),
+        (["seen/(0)[0]"], [["seen", "x"]]),  # a set is made of a list
+        ([r"a\/b"], [["a/b"]]),
+        (["model/._metadata"], [["model", "._metadata"]]),
+        (["model/w", "pair"], [["model", "w"], ["pair"]]),
+        (["optimizer/*"], [["optimizer", "state"], ["optimizer", "param_groups"]]),
+    ],
+)
+def test_what_is_dropped_is_gone_and_nothing_else(tmp_path: Path, paths: list[str], where: list[list[Any]]) -> None:
+    """Items, elements, attributes; by a glob each outermost place; and the report names it."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save(training(), src)
+    report = ckptconv.convert(src, dst, drop=paths)
+    assert_same(torch.load(dst, weights_only=False), without(*where))
+    named = {left.path for left in report.left_behind}
+    assert all(path in named for path in paths if "*" not in path) and named
+    assert (tmp_path / "b.pt").stat().st_size <= src.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("optimzer", NoMatchError, "nothing stands at optimzer; is optimizer meant"),
+        ("*/nothing", NoMatchError, "nothing stands at"),
+        ("pair[0]", RefusedError, "only items, attributes and elements of lists.*drop='pair'"),
+        (".", RefusedError, "only items, attributes"),
+        ("args/(call)", NoMatchError, "nothing stands"),
+    ],
+)
+def test_what_stays(tmp_path: Path, path: str, error: type[ckptconv.CkptconvError], words: str) -> None:
+    """What is not there, the members of tuples, and the whole."""
+    torch.save(training(), tmp_path / "a.pt")
+    refused(error, words, tmp_path / "a.pt", tmp_path / "b.pt", drop=path)
+
+
+def test_what_a_call_needs_stays(tmp_path: Path) -> None:
+    """Its arguments: without them it would be another call."""
+    torch.save({"w": W, "made": Reduced(range, (1, 2), None)}, tmp_path / "a.pt")
+    refused(RefusedError, "drop='made'", tmp_path / "a.pt", tmp_path / "b.pt", drop="made/(0)")
+    ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", drop="made")
+    assert torch.load(tmp_path / "b.pt").keys() == {"w"}
+
+
+def test_what_is_dangerous_can_be_dropped(tmp_path: Path) -> None:
+    """And then the file is carried over, because the call is not."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"w": W, "evil": Reduced(os.system, (f"touch {tmp_path}/ran",), None)}, src)
+    refused(DangerousError, "system", src, dst)
+    ckptconv.convert(src, dst, drop="evil")
+    assert torch.load(dst).keys() == {"w"} and not (tmp_path / "ran").exists()
+
+
+def test_drop_comes_behind_select_and_before_globs(tmp_path: Path) -> None:
+    """Its paths are those of the source."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save(training(), src)
+    ckptconv.convert(src, dst, select="model", drop="model/b", add_prefix="m.")
+    assert torch.load(dst).keys() == {"m.w"}
+    refused(NoMatchError, "no name", src, tmp_path / "c.pt", select="model", drop="model/b", exclude="b")
+    with pytest.raises(ckptconv.UsageError, match="drop"):
+        ckptconv.convert(src, in_place=True, drop="epoch")
