@@ -121,7 +121,9 @@ HARMLESS = frozenset(
         # what they evaluate or read is the text of functions that are there
         "inspect._signature_fromstr", "inspect.get_annotations", "inspect.findsource", "inspect.getsourcefile",
         # what torch.save writes of a model that torch.compile gave: they compile functions that are there
-        *(f"torch._dynamo.eval_frame.{name}." for name in ("OptimizedModule", "OptimizeContext", "_TorchDynamoContext")),
+        *(f"torch._dynamo.eval_frame.{name}." for name in (
+            "OptimizedModule", "OptimizeContext", "_TorchDynamoContext",
+        )),
         *(f"torch._dynamo.convert_frame.{name}." for name in (
             "CatchErrorsWrapper", "ConvertFrame", "ConvertFrameAssert",
         )),
