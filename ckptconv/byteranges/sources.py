@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.locks import lock_shared
 from ckptconv.errors import InputChangedError, InputError
 
 __all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder", "first_bytes", "list_folder"]
@@ -130,8 +131,11 @@ class SliceSource(Readable):
 class Source(Readable):
     """A regular file, open for reading."""
 
-    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
-        """Open `path`. Raises InputError where it cannot be read or is no regular file."""
+    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED, *, locked: bool = False) -> None:
+        """Open `path`; `locked` keeps it from being changed in place until it is closed.
+
+        Raises InputError where it cannot be read, is no regular file, or is being changed in place.
+        """
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
             raise InputError("no path given: it is empty")
@@ -147,6 +151,12 @@ class Source(Readable):
             raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
+        if locked:  # before its size is asked for: who changes it in place may be ending just now
+            try:
+                lock_shared(self.fd, self.path)
+            except InputError:
+                self.close()
+                raise
         self._stat = os.fstat(self.fd)
         if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
             self.close()

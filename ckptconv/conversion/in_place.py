@@ -113,7 +113,7 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
     if found.index is None:
         return None, [folder / name for name in found.shards]
     index = folder / found.index
-    with Source(index) as source:
+    with opening.open_file(index) as source:
         return index, [*(folder / name for name in read_index(source).shards()), index]
 
 

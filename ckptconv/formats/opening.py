@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.locks import lock_shared
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import HOT, state_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -76,13 +75,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
     Raises InputError, which says what a folder is, and which name is like that of a missing file; UsageError for a URL.
     """
     try:
-        source = Source(path, faults)
-        try:
-            lock_shared(source.fd, source.path)
-        except InputError:
-            source.close()
-            raise
-        return source
+        return Source(path, faults, locked=True)
     except InputError as error:
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
