@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterator
@@ -34,13 +35,26 @@ from ckptconv.byteranges.patches import SECTOR, Patch
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.limits import LIMITS
 
-__all__ = ["DONE", "HOT", "MAGIC", "Journal", "journal_path", "read_journal", "state_of"]
+__all__ = [
+    "DONE",
+    "HOT",
+    "MAGIC",
+    "NO_JOURNAL",
+    "Journal",
+    "journal_path",
+    "journals_of",
+    "read_journal",
+    "state_of",
+    "target_of",
+]
 
 MAGIC = b"ckptconv undo 1\n"
 HOT, DONE = b"hot ", b"done"
 _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = hashlib.sha256().digest_size
+NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
+_NAME = re.compile(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -94,6 +108,25 @@ def journal_path(target: Path) -> Path:
     return target.parent / f".{target.name}.ckptconv-undo"
 
 
+def target_of(name: str) -> str | None:
+    """The name of the file whose journal is called `name`; None where that is no journal's name."""
+    found = _NAME.fullmatch(name)
+    return found and found[1]
+
+
+def journals_of(path: Path) -> list[tuple[Path, bytes]]:
+    """The files that have a journal beside them, with the state that it claims: `path`, or those in the folder `path`.
+
+    A link is followed: the journal stands beside the file itself. A folder that cannot be listed has none.
+    """
+    targets = [Path(os.path.realpath(path))]
+    if path.is_dir():
+        targets = []
+        with contextlib.suppress(OSError):
+            targets = [path / target for name in sorted(os.listdir(path)) if (target := target_of(name))]
+    return [(target, state) for target in targets if (state := state_of(target))]
+
+
 def state_of(target: Path) -> bytes | None:
     """The state that the journal beside `target` claims, without trusting it; None: there is no journal.
 
@@ -140,7 +173,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
                 )
             data = _read_all(fd, info.st_size)
     except FileNotFoundError as error:
-        raise InputError("there is no undo journal: nothing was changed in place here", where=target) from error
+        raise InputError(NO_JOURNAL, where=target) from error
     except OSError as error:
         raise InputError(f"the undo journal cannot be read: {error.strerror}", where=path) from error
     return _parsed(path, data), data[len(MAGIC) : len(MAGIC) + len(HOT)]

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal
+from ckptconv.byteranges.undo_journal import DONE, HOT, NO_JOURNAL, Journal, journal_path, journals_of, read_journal
 from ckptconv.conversion.in_place import open_locked, resolved
-from ckptconv.errors import InputError, RefusedError
+from ckptconv.errors import InputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
 from ckptconv.hints import for_python
 from ckptconv.output.files import as_output_error
@@ -25,23 +25,30 @@ def undo(path: str | os.PathLike[str]) -> int:
     """Give back the bytes that a file, or all files of its set, had before the last change in place.
 
     Args:
-        path: A file; of a sharded set, any of its files that changed.
+        path: A file; of a sharded set, any of its files that changed, or its folder.
 
     Returns:
         How many bytes were written.
 
     Raises:
         InputError: There is no journal, or it is damaged.
+        UsageError: In the folder are several checkpoints that were changed.
         RefusedError: A journal is not to be trusted, or a file was written anew since; nothing was changed.
         OutputError: Writing failed; this can be done again.
     """
-    target, _ = resolved(path)
+    changed = [target for target, _ in journals_of(Path(os.fsdecode(path)))] if os.path.isdir(path) else [path]
+    if not changed:
+        raise InputError(NO_JOURNAL, where=path)
+    target, _ = resolved(changed[0])
     with ExitStack() as opened:
         fd = opened.enter_context(open_locked(target))
         journal, state = read_journal(target, os.fstat(fd).st_uid)
         files = [(target, fd, journal, state)]
         if journal.leader is not None or journal.members:
             files = _set_of(target, fd, journal, state, opened)
+        if len(changed) > len(files):
+            names = [os.path.basename(each) for each in changed]
+            raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names))
         for each, fd, journal, state in files:
             check_restorable(fd, journal, each, done=state == DONE)
             _check_whole(each, journal)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Source, SourceFolder
-from ckptconv.byteranges.undo_journal import HOT, state_of
+from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
@@ -24,9 +24,9 @@ from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
-from ckptconv.hints import command, shell
+from ckptconv.hints import Message, command, shell
 
-__all__ = ["open_file", "open_input", "open_part", "read"]
+__all__ = ["interrupted", "open_file", "open_input", "open_part", "read"]
 
 
 class Format(Protocol):
@@ -109,20 +109,24 @@ def read(source: Source | SourceFolder) -> Checkpoint:
 
     Raises UnsupportedError with what it is instead, and what the reader raises.
     """
-    if isinstance(source, SourceFolder):
-        return read_folder(source)
-    if state_of(source.path) != HOT:
-        return read_file(source)
-    said = (
-        "a change of this file in place was interrupted: " + command("undo", source.path) + " gives the old bytes back"
-    )
+    said = interrupted(source)
     try:
-        checkpoint = read_file(source)
+        checkpoint = read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
     except InputError as error:
-        error.hint = said
+        error.hint = said or error.hint
         raise
-    checkpoint.notes.append(said)
+    checkpoint.notes += [said] if said else []
     return checkpoint
+
+
+def interrupted(source: Source | SourceFolder) -> Message | None:
+    """What to say where a change in place of `source`, or of a file in it, was begun and not finished."""
+    path = source.folder if isinstance(source, SourceFolder) else source.path
+    hot = next((target for target, state in journals_of(path) if state == HOT), None)
+    if hot is None:
+        return None
+    what = "this file" if hot.name == path.name else os.fspath(hot)
+    return f"a change of {what} in place was interrupted: " + command("undo", hot) + " gives the old bytes back"
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:

@@ -77,6 +77,7 @@ __all__ = [
     "NO_STORAGE_CHECKSUMS",
     "PICKLE",
     "REPLACED",
+    "SUPERSEDED",
     "WRITER",
     "archived",
     "layout",
@@ -96,6 +97,7 @@ NO_STORAGE_CHECKSUMS = (
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 #: What an in-place change that appends a new pickle replaces: the old one, and what describes the layout.
 REPLACED = (PICKLE, ".format_version", ".storage_alignment")
+SUPERSEDED = "a change in place replaced it"
 _SUPERSEDED = re.compile("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
@@ -139,9 +141,7 @@ def read(source: Readable) -> Checkpoint:
         if _is_storage(name) and name not in used
     ]
     checkpoint.unused += [
-        LeftBehind(name, member.size, "a change in place replaced it")
-        for name, member in names.items()
-        if _SUPERSEDED.fullmatch(name)
+        LeftBehind(name, member.size, SUPERSEDED) for name, member in names.items() if _SUPERSEDED.fullmatch(name)
     ]
     if not checked:
         checkpoint.notes.append(NO_CHECKSUMS)

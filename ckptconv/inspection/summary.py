@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import TypedDict
 
+from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
@@ -19,6 +21,7 @@ from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
+from ckptconv.formats.torch_zip import SUPERSEDED
 from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
@@ -135,11 +138,27 @@ class TorchLoadSummary(TypedDict):
     reasons: list[ReasonSummary]
 
 
+class JournalSummary(TypedDict):
+    """An undo journal beside a file, as large as it is; ``hot``: the change that it is of was not finished."""
+
+    path: str
+    nbytes: int
+    hot: bool
+
+
+class RecordSummary(TypedDict):
+    """A record of the file, and its size."""
+
+    name: str
+    nbytes: int
+
+
 class Summary(TypedDict):
     """What :func:`inspect` returns.
 
     ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
 
+    ``journals`` are those of changes in place, ``superseded`` what such a change replaced and left in the file.
     ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts
     that a safetensors file has.
     """
@@ -172,6 +191,8 @@ class Summary(TypedDict):
     user_devices: dict[str, str]
     others: dict[str, str]
     metadata: dict[str, str]
+    journals: list[JournalSummary]
+    superseded: list[RecordSummary]
     notes: list[str]
     tensors: list[TensorSummary]
 
@@ -249,6 +270,10 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         user_devices=_user_devices(places),
         others=others,
         metadata=checkpoint.metadata,
+        journals=_journals(checkpoint.source),
+        superseded=[
+            RecordSummary(name=each.path, nbytes=each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED
+        ],
         notes=list(checkpoint.notes),
         tensors=[
             _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
@@ -272,6 +297,16 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
             for reason in loading.reasons[: LIMITS.concerns]
         ],
     )
+
+
+def _journals(source: Readable) -> list[JournalSummary]:
+    """The undo journals beside the files of `source`."""
+    folder = source.folder if isinstance(source, SourceFolder) else source.path
+    return [
+        JournalSummary(path=str(path), nbytes=path.lstat().st_size, hot=state == HOT)
+        for target, state in journals_of(folder)
+        if os.path.lexists(path := journal_path(target))
+    ]
 
 
 def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
-from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
+from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option
 from ckptconv.output import linux
@@ -41,7 +41,6 @@ __all__ = [
     "write",
 ]
 
-_UNDO_JOURNAL = re.compile(r"\..*\.ckptconv-undo", re.DOTALL)
 _TEMPORARY = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -162,7 +161,7 @@ def is_temporary(name: str) -> bool:
 
 def is_own_file(name: str) -> bool:
     """Whether what is called `name` is a temporary or an undo journal of ours, which no copy takes along."""
-    return is_temporary(name) or _UNDO_JOURNAL.fullmatch(name) is not None
+    return is_temporary(name) or target_of(name) is not None
 
 
 def _kept_mode(target: Path) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
@@ -64,7 +65,7 @@ class CheckpointFile:
         self._is_closed = False
         try:
             with gc_paused():
-                self._checkpoint = opening.read(self._source)
+                self._checkpoint = _read(self._source)
         except BaseException:
             self._source.close()
             raise
@@ -186,7 +187,7 @@ def load(
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
         with gc_paused():
-            checkpoint = opening.read(source)
+            checkpoint = _read(source)
             torchscript.refuse(checkpoint, weights=state_dict)
             apply(checkpoint, edits)
         for text in checkpoint.warnings:
@@ -196,6 +197,14 @@ def load(
         loaded = load_checkpoint(checkpoint, map_location)
         source.check_unchanged()
         return loaded
+
+
+def _read(source: Source | SourceFolder) -> Checkpoint:
+    """The checkpoint in `source`; a UserWarning where a change in place of it was interrupted."""
+    checkpoint = opening.read(source)
+    if said := opening.interrupted(source):
+        warnings.warn(in_python(said), UserWarning, stacklevel=4)
+    return checkpoint
 
 
 @for_python

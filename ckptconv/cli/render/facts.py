@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.text import Style, command_lines, count, fact, first_of, headline, size
-from ckptconv.hints import Command, Option, command_in, option
+from ckptconv.hints import Command, Option, command, command_in, option
 
 if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
@@ -44,10 +44,23 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None) -> Iterat
         if texts:
             listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
             yield from _calm(partial(_values, style, key.removesuffix("s"), listed, len(texts)))
+    yield from _in_place(summary, style)
     for note in summary["notes"]:
         yield from fact(style, "note", note)
     if shown is not None and shown < len(summary["tensors"]):
         yield from fact(style, "shown", f"{shown:,} of {count(len(summary['tensors']), 'tensor')}")
+
+
+def _in_place(summary: Summary, style: Style) -> Iterator[str]:
+    """What changes in place left: their journals, but for hot ones, which a note names; and what they replaced."""
+    journals = [f"{each['path']} ({size(each['nbytes'])})" for each in summary["journals"] if not each["hot"]]
+    if journals:
+        what = f"{', '.join(first_of(journals, _SHOWN_LONG))}: "
+        yield from fact(style, "journal", what + command("undo", summary["path"]) + " takes the last change back")
+    replaced = [f"{each['name']} ({size(each['nbytes'])})" for each in summary["superseded"]]
+    if replaced:
+        listed = ", ".join(first_of(replaced, _SHOWN))
+        yield from fact(style, "superseded", f"{listed}: a change in place left it here; a conversion drops it")
 
 
 def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:

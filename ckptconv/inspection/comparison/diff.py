@@ -115,6 +115,7 @@ def compare(
             checkpoints = opening.read(source_a), opening.read(source_b)
             comparison = _Comparison(*checkpoints, edits, (rtol, atol), names_only=names_only, brief=brief)
             comparison.pair()
+            comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
         comparison.values.run(progress)
         source_a.check_unchanged()
         source_b.check_unchanged()

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import stat
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -352,9 +353,44 @@ def test_a_hot_journal(checkpoint: Path) -> None:
     now = checkpoint.read_bytes()
     with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
         ckptconv.convert(checkpoint, in_place=True, map_location="cpu")
-    report = ckptconv.convert(checkpoint, checkpoint.with_name("copy.pt"), map_location="cpu")
-    assert any("was interrupted: ckptconv.undo" in note for note in report.notes)
+    said = f"in place was interrupted: ckptconv.undo('{checkpoint}')"
+    link, copy = checkpoint.with_name("link.pt"), checkpoint.with_name("copy.pt")
+    link.symlink_to(checkpoint)
+    assert any(said in note for note in ckptconv.convert(checkpoint, copy, map_location="cpu").notes)
+    for each in (checkpoint, link):
+        assert any(said in note for note in ckptconv.inspect(each)["notes"])
+        assert any(said in note.what for note in ckptconv.verify(each).findings)
+        assert any(said in note for note in ckptconv.diff(copy, each).notes)
+        with pytest.warns(UserWarning, match=r"was interrupted: ckptconv\.undo"):
+            ckptconv.load(each, map_location="cpu")
+        with pytest.warns(UserWarning, match=r"was interrupted: ckptconv\.undo"), ckptconv.open(each):
+            pass
     assert checkpoint.read_bytes() == now
+
+
+def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) -> None:
+    """The journal beside the file, finished or not, and the pickle that was replaced and is still in it."""
+    assert (ckptconv.inspect(checkpoint)["journals"], ckptconv.inspect(checkpoint)["superseded"]) == ([], [])
+    grows = is_zip(checkpoint)
+    ckptconv.convert(checkpoint, in_place=True, rename=LONG if grows else [("layer", "LAYER")])
+    path = journal_path(checkpoint)
+    said = command.json("inspect", checkpoint)
+    journal = {"path": str(path), "nbytes": path.stat().st_size, "hot": False}
+    assert said["journals"] == [journal]
+    takes_back = f"ckptconv undo {checkpoint} takes the last change back"
+    shown = command("inspect", checkpoint, out=(str(path), takes_back)).out
+    if grows:
+        replaced = {each["name"]: each["nbytes"] for each in said["superseded"]}
+        with zipfile.ZipFile(checkpoint) as archive:
+            sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
+        assert replaced.keys() == {"data.000", ".format_ver.000", ".storage_align.000"} & sizes.keys()
+        assert replaced == {name: sizes[name] for name in replaced}
+        assert "data.000" in shown and "a conversion drops it" in shown
+    else:
+        assert said["superseded"] == []
+    journals.mark(checkpoint, HOT)
+    assert command.json("inspect", checkpoint)["journals"] == [{**journal, "hot": True}]
+    command("inspect", checkpoint, out=f"was interrupted: ckptconv undo {checkpoint}")
 
 
 def test_a_reader_and_a_writer_at_once(checkpoint: Path) -> None:
@@ -457,6 +493,39 @@ def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
     assert contents(sharded) == before
     with pytest.raises(ckptconv.UsageError, match="for one file"):
         ckptconv.convert(sharded, in_place=True, unwrap=True)
+
+
+def test_a_hot_journal_in_a_set(sharded: Path) -> None:
+    """Every reader of the set says it, by the file whose journal it is, and undo takes the folder."""
+    before = contents(sharded)
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    torn = [path for path in sorted(sharded.iterdir()) if journal_path(path).exists()][1]
+    journals.mark(torn, HOT)
+    said = f"a change of {torn} in place was interrupted: ckptconv.undo('{torn}')"
+    found = ckptconv.inspect(sharded)
+    assert any(said in note for note in found["notes"])
+    assert [each["hot"] for each in found["journals"]] == [False, True, False, False]
+    torn.write_bytes(b"\xff" + torn.read_bytes()[1:])
+    with pytest.raises(ckptconv.InputError, match=r"was interrupted: ckptconv\.undo"):
+        ckptconv.inspect(sharded)
+    torn.write_bytes(before[torn.name])
+    ckptconv.undo(sharded)
+    assert contents(sharded) == before
+
+
+def test_undo_of_a_folder_with_several_checkpoints(sharded: Path) -> None:
+    other = sharded / "other.pt"
+    torch.save({"module.a": torch.ones(1)}, other)
+    ckptconv.convert(other, in_place=True, strip_prefix="module.")
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    now = contents(sharded)
+    with pytest.raises(ckptconv.UsageError, match="several checkpoints in the folder were changed"):
+        ckptconv.undo(sharded)
+    assert contents(sharded) == now
+    ckptconv.undo(other)
+    ckptconv.undo(sharded)
+    with pytest.raises(ckptconv.InputError, match="no undo journal"):
+        ckptconv.undo(sharded)
 
 
 def test_copies_leave_journals_out(sharded: Path, tmp_path: Path) -> None:
