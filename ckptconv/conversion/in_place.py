@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from ckptconv.conversion.plan import InPlace, Report
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits
+from ckptconv.edits.wrappers import is_wrapped
 from ckptconv.errors import InputError, NoMatchError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.in_place import patches_of
@@ -120,33 +122,40 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
 def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes, str]:
     """What changes in each of `files`, all decided before the first is written; all changes, and the format."""
     shards = files[:-1] if index else files
-    if edits.unwrap and len(shards) > 1:
-        raise UsageError(
-            option("unwrap") + " in place is for one file: it asks whether all names have a wrapper",
-            hint=option("strip_prefix", "module.") + " names the wrapper",
-        )
     total = Changes()
     missing: list[NoMatchError] = []
     format_ = ""
+    wrapped: set[bool] = set()
     for file in shards:
         try:
-            format_ = _plan_file(file, edits, total)
+            format_ = _plan_file(file, edits, total, wrapped)
         except NoMatchError as error:  # it may match in another shard
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
         raise missing[0]
+    if edits.unwrap and len(wrapped) > 1:
+        raise RefusedError(
+            "only in some shards all names begin with module., so it is none of a wrapper",
+            where=index or files[0].path.parent,
+            hint=option("strip_prefix", "module.") + " takes it off anyway",
+        )
+    planned = len(shards) - len(missing)
+    total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # nothing changed in all of them
     if index:
         _plan_index(files[-1], {change.old: change.new for change in total.names})
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
 
 
-def _plan_file(file: _File, edits: Edits, total: Changes) -> str:
-    """What changes in one `file` that is a checkpoint, added to `total`; its format."""
+def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool]) -> str:
+    """What changes in one `file` that is a checkpoint, added to `total`, and to `wrapped` whether its names all have
+    the prefix of a wrapper; its format.
+    """
     with Source(file.path) as source:  # which is not locked: this process has the lock already
         if not source.is_same_file(os.fstat(file.fd)):
             raise RefusedError("another file took its place", where=file.path, hint="try again")
         checkpoint = opening.read(source)
         format_ = checkpoint.format
+        wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         changes = apply(checkpoint, edits)
         file.patches = patches_of(checkpoint)
         if file.patches is None:

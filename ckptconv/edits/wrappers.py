@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from ckptconv.edits.names import modules_without
 
-__all__ = ["WRAPPERS", "modules_unwrapped", "unwrapped"]
+__all__ = ["WRAPPERS", "is_wrapped", "modules_unwrapped", "unwrapped"]
 
 #: What wrappers put before names, and who does it. All but the first are words that no
 #: model uses for a module of its own.
@@ -28,8 +28,9 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
     `followers`, an optimizer's names, lose what `names` lose, whether or not they are among them.
     """
     inside = {name: _without_words(name) for name in (*names, *followers)}
-    is_wrapped = _is_wrapped([inside[name] for name in names])
-    return {old: new.removeprefix(_MODULE) for old, new in inside.items()} if is_wrapped else inside
+    if not is_wrapped(names):
+        return inside
+    return {old: new.removeprefix(_MODULE) for old, new in inside.items()}
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
@@ -39,14 +40,13 @@ def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Calla
     """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
-    is_wrapped = _is_wrapped([_without_words(name) for name in names])
-    without = modules_without(_MODULE, set(inside.values()), keep_ancestors=False) if is_wrapped else str
+    without = modules_without(_MODULE, set(inside.values()), keep_ancestors=False) if is_wrapped(names) else str
     return lambda path: without(inside[path]) if path in inside else None
 
 
-def _is_wrapped(names: Collection[str]) -> bool:
-    """Whether ``module.`` starts all of `names`, of which there are some."""
-    return bool(names) and all(name.startswith(_MODULE) for name in names)
+def is_wrapped(names: Collection[str]) -> bool:
+    """Whether ``module.`` starts all of `names`, of which there are some, without the unmistakable wrappers."""
+    return bool(names) and all(_without_words(name).startswith(_MODULE) for name in names)
 
 
 def _without_words(name: str) -> str:

@@ -5,6 +5,8 @@ and is padded with opcodes that do nothing. Tensor bytes stay where they are.
 
 *Appended* (zip): the new pickle stands where the directory stood, and a new directory follows. The old pickle is kept
 as a member with another name of the same length, so that every byte still belongs to one member; ``convert`` drops it.
+
+In a plain pickle the bytes of storages stand between opcodes: what is between them changes, piece by piece.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections.abc import Sequence
 from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Literal
-from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.errors import UnsupportedError
-from ckptconv.formats import safetensors, torch_legacy, torch_zip
-from ckptconv.formats.pickle_writing import pickle_pieces
+from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
+from ckptconv.formats.pickle_writing import blob_bytes, pickle_pieces, say_for_older_loaders
 from ckptconv.formats.zip_archive import (
     END_SIZE,
     HAS_DESCRIPTOR,
@@ -35,13 +38,17 @@ from ckptconv.formats.zip_archive import (
     local_header,
     raw_directory,
 )
+from ckptconv.hints import Placeholder, command
 from ckptconv.limits import LIMITS
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Blob, Graph
 
 __all__ = ["patches_of"]
 
 #: No pickle, no end of an archive, starts with it.
 _POISON = 0xFF
 _STOP = b"."
+_PROTO = 2  # bytes of the opcode with which a pickle begins
 _BINPUT, _LONG_BINPUT = b"q", b"r"
 
 
@@ -55,16 +62,19 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
         return _zip(checkpoint, checkpoint.container)
     if isinstance(checkpoint.container, torch_legacy.LegacyFile):
         return _stream(checkpoint, checkpoint.container)
+    if isinstance(checkpoint.container, plain_pickle.PickleFile):
+        return _plain(checkpoint, checkpoint.container.files)
     if isinstance(checkpoint.container, safetensors.DataStart):
         header = safetensors.header_in_place(checkpoint, checkpoint.container)
         return (
             _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
         )  # the top byte of its length
+    path = checkpoint.source.path
     raise UnsupportedError(
         f"{checkpoint.format} cannot be changed in place",
-        where=checkpoint.source.path,
-        expected="a file of torch.save or a safetensors file",
-        hint="convert it to another file",
+        where=path,
+        expected="a file of torch.save, pickle.dump or safetensors",
+        hint=command("convert", path, Placeholder("OUT")) + ", with the same edits, writes a new file",
     )
 
 
@@ -84,10 +94,10 @@ def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tup
 # Pickles
 
 
-def _fitted(checkpoint: Checkpoint, length: int) -> bytes | None:
-    """The pickle of `checkpoint` in exactly `length` bytes, if that can be."""
+def _fitted(checkpoint: Checkpoint, length: int, graph: Graph | None = None) -> bytes | None:
+    """The pickle of `checkpoint`, or of another `graph` in it, in exactly `length` bytes, if that can be."""
     for short in (False, True):
-        pieces = pickle_pieces(checkpoint, short=short)
+        pieces = pickle_pieces(checkpoint, graph, short=short)
         size = sum(piece.length for piece in pieces)
         if size <= length and size <= LIMITS.pickle_bytes:
             fitted = _padded(_joined(pieces), length - size)
@@ -125,6 +135,69 @@ def _stream(checkpoint: Checkpoint, file: torch_legacy.LegacyFile) -> Patches | 
     if pickle is None:
         return None
     return _same_size(checkpoint.source, [(file.pickle_offset, pickle)], (file.pickle_offset, _POISON))
+
+
+# Plain pickles
+
+_NOTHING = (b"", b"", b"N0", b"K\x000")  # pushes something and pops it again, in so many bytes
+
+
+def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -> Patches | None:
+    """Of a plain pickle: what stands between the bytes of the storages, and the tags in the files of these."""
+    heads: dict[str, bytes] = {}
+    for storage in checkpoint.storages.values():
+        head = _head(checkpoint, storage, files[storage.key]) if storage.key in files else None
+        if head is None:
+            return None
+        heads[storage.key] = head
+    say_for_older_loaders(checkpoint)
+    calls = plain_pickle.call_again(checkpoint, lambda reference, _: heads[reference.storage.key])
+    for short in (False, True):
+        parts = _around(checkpoint, emit(checkpoint.graph, loadable=False, short=short), calls, files)
+        if parts is not None:
+            return _same_size(checkpoint.source, parts, (0, _POISON))
+    return None
+
+
+def _head(checkpoint: Checkpoint, storage: Storage, file: plain_pickle.StorageFile) -> bytes | None:
+    """What stands before the bytes of `storage` in its `file`, with the tag that it has now; as long as before."""
+    start, end, parsed = file
+    head = checkpoint.source.read(start, end - start - storage.nbytes)
+    if storage_id(parsed.graph.root).tag == storage.device:
+        return head
+    pickle = _fitted(checkpoint, parsed.pickle_length, torch_legacy.retagged(parsed, storage.device))
+    at = parsed.pickle_offset - start
+    return None if pickle is None else head[:at] + pickle + head[at + len(pickle) :]
+
+
+def _around(
+    checkpoint: Checkpoint,
+    pieces: list[bytes | Blob],
+    calls: dict[Blob, tuple[bytes, Storage]],
+    files: dict[str, plain_pickle.StorageFile],
+) -> list[tuple[int, bytes]] | None:
+    """Where what is not the bytes of storages stands, if these stay where they are: `pieces` of a pickle."""
+    parts: list[tuple[int, bytes]] = []
+    at, pickle = 0, bytearray()
+    for piece in [*pieces, None]:
+        if isinstance(piece, bytes):
+            pickle += piece
+        elif piece is not None and piece not in calls:
+            span = blob_bytes(checkpoint, piece)
+            pickle += span.source.read(span.offset, span.length)
+        else:
+            head, storage = calls[piece] if piece is not None else (b"", None)
+            start, end, _ = files[storage.key] if storage else (checkpoint.source.size, 0, None)
+            more = start - at - len(pickle)
+            if more < 0 or more == 1:
+                return None
+            after = 0 if at else _PROTO
+            nothing = _NOTHING[2] * (more // 2 - more % 2) + _NOTHING[3] * (more % 2)
+            parts.append((at, bytes(pickle[:after] + nothing + pickle[after:]) + head))
+            at, pickle = end, bytearray()
+        if len(pickle) > LIMITS.pickle_bytes:
+            return None
+    return parts
 
 
 # Zips

@@ -15,7 +15,7 @@ from ckptconv.formats.layout import HubName
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.hints import joined, option
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Blob, Py2String, Tuple
+from ckptconv.pickles.graph import Blob, Graph, Py2String, Tuple
 from ckptconv.pickles.paths import Place
 
 __all__ = [
@@ -48,9 +48,15 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     return keys
 
 
-def pickle_pieces(checkpoint: Checkpoint, *, short: bool = False) -> list[Literal | ByteRange]:
-    """The pickle, its blobs as ranges of what they stand in; `short`: with as little in the memo as will do."""
-    parts = emit(checkpoint.graph, loadable=can_be_made_loadable(checkpoint.graph), short=short)
+def pickle_pieces(
+    checkpoint: Checkpoint, graph: Graph | None = None, *, short: bool = False
+) -> list[Literal | ByteRange]:
+    """The pickle of `checkpoint`, or of another `graph` in it, its blobs as ranges of what they stand in.
+
+    `short`: with as little in the memo as will do.
+    """
+    graph = graph or checkpoint.graph
+    parts = emit(graph, loadable=can_be_made_loadable(graph), short=short)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 

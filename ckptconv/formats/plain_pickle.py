@@ -20,16 +20,17 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.legacy_python import modernize
-from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS
@@ -76,7 +77,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "WRITER", "Decoded", "layout", "looks_like", "read"]
+__all__ = ["NAME", "WRITER", "Decoded", "PickleFile", "call_again", "layout", "looks_like", "read"]
 
 NAME = "pickle"
 _LEGACY = b"\x80\x02" + torch_legacy.MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
@@ -107,6 +108,21 @@ def looks_like(head: bytes) -> bool:
 # Reading
 
 
+class StorageFile(NamedTuple):
+    """A file that stands in the pickle, from byte `start` to `end`: one storage of torch's older format."""
+
+    start: int
+    end: int
+    parsed: torch_legacy.LegacyFile
+
+
+@dataclass(eq=False)
+class PickleFile:
+    """The files of storages in a pickle, by the storages' keys, as far as they stand in it byte for byte."""
+
+    files: dict[str, StorageFile]
+
+
 def read(source: Source) -> Checkpoint:
     """The checkpoint in `source`.
 
@@ -135,7 +151,7 @@ def read(source: Source) -> Checkpoint:
     reader = _Reader(source, graph)
     reader.read([*calls, *lists])
     modernize(graph)
-    checkpoint = checkpoint_of(NAME, source, graph, None, reader.spans.get, where)
+    checkpoint = checkpoint_of(NAME, source, graph, PickleFile(reader.files), reader.spans.get, where)
     if not checkpoint.tensors and not checkpoint.storages:
         raise pickle_error(source)
     checkpoint.notes += reader.notes
@@ -165,12 +181,13 @@ def _numbers(call: Call) -> List | None:
 class _Reader:
     """Puts references to storages for the calls in `graph` that make them.
 
-    ``spans``: the bytes of the storages by key.
+    ``spans``: the bytes of the storages by key, ``files`` what they stand in.
     """
 
     def __init__(self, source: Source, graph: Graph) -> None:
         self.source = source
         self.graph = graph
+        self.files: dict[str, StorageFile] = {}
         self.spans: dict[str, ByteRange] = {}
         self.words: dict[str, str] = {}
         self.classes: dict[str, Global] = {}
@@ -249,6 +266,8 @@ class _Reader:
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
         self.warnings += [text for text in parsed.warnings if text not in self.warnings]
+        if file is self.source:
+            self.files[key] = StorageFile(start, end, parsed)
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
@@ -375,7 +394,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     _refuse_loader(checkpoint)
     say_for_older_loaders(checkpoint)
     classes = storage_classes(checkpoint, "a plain pickle")
-    files = _call_again(checkpoint)
+    files = call_again(checkpoint, _head_of)
     pieces: list[Piece] = []
     for part in emit(checkpoint.graph, loadable=False):
         if isinstance(part, bytes):
@@ -424,10 +443,17 @@ def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
     return ()
 
 
-def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
+def _head_of(reference: Reference, number: int) -> bytes:
+    """What stands before the bytes of a storage in its file, whose key is `number`."""
+    cls, _, _, numel = storage_id(reference.node)
+    return torch_legacy.storage_file_head(cls, str(number), reference.storage.device, numel)
+
+
+def call_again(checkpoint: Checkpoint, head_of: Callable[[Reference, int], bytes]) -> dict[Blob, tuple[bytes, Storage]]:
     """Put a call for each reference to a storage, one for all that mean the same.
 
-    What its argument is made of: all but the storage's bytes, and the storage.
+    What its argument is made of: all but the storage's bytes, which is asked for by the reference's number, and the
+    storage.
     """
     loader = Global("torch.storage", "_load_from_bytes")
     calls: dict[tuple[str, str], Call] = {}
@@ -435,10 +461,10 @@ def _call_again(checkpoint: Checkpoint) -> dict[Blob, tuple[bytes, Storage]]:
     new: dict[Node, Node] = {}
     for i, reference in enumerate(checkpoint.references):
         storage = reference.storage
-        cls, _, _, numel = storage_id(reference.node)
+        cls = storage_id(reference.node).cls
         call = calls.get((storage.key, cls.name))
         if call is None:
-            head = torch_legacy.storage_file_head(cls, str(i), storage.device, numel)
+            head = head_of(reference, i)
             blob = Blob("bytes", 0, len(head) + storage.nbytes)
             files[blob] = head, storage
             call = calls[storage.key, cls.name] = Call("REDUCE", loader, Tuple([blob]), order=reference.node.order)

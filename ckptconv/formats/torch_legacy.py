@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -85,6 +85,7 @@ __all__ = [
     "parse_file",
     "read",
     "respell",
+    "retagged",
     "storage_file_head",
     "unreadable",
 ]
@@ -504,6 +505,13 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
     """
     reference = PersistentId(_as_a_whole(new_id(cls, key, tag, numel)))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
+
+
+def retagged(file: LegacyFile, tag: str) -> Graph:
+    """The object of a file that holds one storage and nothing else, with another `tag`, as this format says it."""
+    reference = file.graph.root
+    assert isinstance(reference, PersistentId)
+    return replace(file.graph, root=PersistentId(_as_a_whole(changed_id(reference, tag=tag)), reference.order))
 
 
 def unreadable(checkpoint: Checkpoint) -> str | None:

@@ -42,6 +42,7 @@ from ckptconv.pickles.opcodes import CODES
 __all__ = ["emit"]
 
 _TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]  # by the number of items
+_SHORT_TEXTS = 4  # the protocol that brought an opcode for them
 _MARK, _POP = CODES["MARK"], CODES["POP"]
 # Looked up once for each value: with the byte behind it, and without.
 _BINPUT, _BINGET, _BININT1 = (
@@ -56,7 +57,8 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | B
     Args:
         graph: What to say.
         loadable: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
-        short: Put into the memo only what is read from it again, which takes twice the time.
+        short: Put into the memo only what is read from it again, which takes twice the time; and use the short opcode
+            for texts where the header is one that has it.
     """
     if not graph.discarded:
         try:
@@ -73,6 +75,7 @@ def _written(way: type[_Plain | _Replayed], graph: Graph, loadable: bool, short:
     noting.pickle()
     shortened = type("_Short", (_PutsWhatIsRead, way), {})(graph, loadable)
     shortened.read = noting.read
+    shortened.short_texts = not loadable and graph.protocol >= _SHORT_TEXTS
     pieces: list[bytes | Blob] = shortened.pickle()
     return pieces
 
@@ -98,6 +101,8 @@ _MARK_STEP = _Do(_MARK)
 
 class _Writer:
     """The output, the memo, and what both ways do with atoms."""
+
+    short_texts = False
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         self.graph = graph
@@ -364,7 +369,10 @@ def _write_int(w: _Writer, value: int) -> None:
 
 def _write_str(w: _Writer, value: str) -> None:
     data = value.encode("utf-8", "surrogatepass")
-    w.out += CODES["BINUNICODE"] + len(data).to_bytes(4, "little") + data
+    if w.short_texts and len(data) < 256:
+        w.out += CODES["SHORT_BINUNICODE"] + bytes([len(data)]) + data
+    else:
+        w.out += CODES["BINUNICODE"] + len(data).to_bytes(4, "little") + data
     w.put(value)
 
 

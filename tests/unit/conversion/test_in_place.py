@@ -9,12 +9,14 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import random
 import shutil
 import stat
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,10 +43,13 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["zip", "legacy", "zip without checksums"])
+@pytest.fixture(params=["zip", "legacy", "zip without checksums", "pickle"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A state dict of enough names that a part of the change can reach the disk without the rest."""
     state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
+    if request.param == "pickle":
+        (tmp_path / "model.pkl").write_bytes(pickle.dumps(state, 4))
+        return tmp_path / "model.pkl"
     path = tmp_path / "model.pt"
     torch.serialization.set_crc32_options(request.param != "zip without checksums")
     try:
@@ -54,11 +59,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+def load_storage(data: bytes) -> Any:
+    """What torch makes of a storage in a plain pickle, wherever it was."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 def is_zip(path: Path) -> bool:
     return path.read_bytes()[:2] == b"PK"
 
 
 def load(path: Path) -> Any:
+    if path.suffix == ".pkl":
+        with mock.patch("torch.storage._load_from_bytes", load_storage):
+            return pickle.loads(path.read_bytes())
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -148,6 +161,53 @@ def test_a_stream_cannot_grow(tmp_path: Path) -> None:
         ckptconv.convert(path, in_place=True, rename=LONG)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["model.pt"]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
+    """Where bytes are bytes, what stands between them changes; before protocol 3 they are texts."""
+    path = tmp_path / "model.pkl"
+    state = {f"module.layer{i}.weight": torch.arange(float(i)) for i in range(300)}
+    path.write_bytes(pickle.dumps({"model": state, "same": state, "text": "x" * 70_000}, protocol))
+    before = path.read_bytes()
+    edits: dict[str, Any] = {"map_location": "cuda:1", "strip_prefix": "module.", "add_prefix": "a."}
+    if protocol < 3:
+        with pytest.raises(ckptconv.RefusedError, match=r"does not fit where the old one stands; ckptconv\.convert"):
+            ckptconv.convert(path, in_place=True, **edits)
+        assert path.read_bytes() == before
+        return
+    for _ in range(2):  # what was padded once is padded again
+        ckptconv.convert(path, in_place=True, **edits)
+        ckptconv.convert(path, in_place=True, no_undo=True, map_location="cpu")
+        changed = pickle.loads(path.read_bytes())
+        assert [*changed["model"]] == [name.replace("module.", "a.") for name in state]
+        assert changed["model"] is changed["same"] and changed["text"] == "x" * 70_000
+        assert_same([*changed["model"].values()], [*state.values()])
+        assert {each["device"] for each in ckptconv.inspect(path)["tensors"]} == {"cpu"}
+        edits = {"map_location": "mps", "rename": [("^a[.]", "a.")]}
+
+
+def test_a_storage_whose_file_is_a_zip(tmp_path: Path) -> None:
+    """A few versions of torch wrote those; more than the storage's bytes stands behind its start."""
+    path = tmp_path / "model.pkl"
+    save = torch.save
+    with mock.patch("torch.save", lambda obj, file, **_: save(obj, file)):
+        path.write_bytes(pickle.dumps({"module.a": torch.ones(3)}))
+    assert b"PK\3\4" in path.read_bytes()
+    for edits in ({"map_location": "cuda:0"}, {"strip_prefix": "module."}):
+        with pytest.raises(ckptconv.RefusedError, match="does not fit"):
+            ckptconv.convert(path, in_place=True, **edits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_changed_in_place(tmp_path: Path) -> None:
+    """A TorchScript archive is refused, with the command that writes a new file."""
+    path = tmp_path / "model.pt"
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+    before = path.read_bytes()
+    with pytest.raises(ckptconv.UnsupportedError, match=r"cannot be changed in place.*ckptconv\.convert\(.*OUT\)"):
+        ckptconv.convert(path, in_place=True, map_location="cuda")
+    assert path.read_bytes() == before
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -491,8 +551,31 @@ def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
     with pytest.raises(ckptconv.NoMatchError):
         ckptconv.convert(sharded, in_place=True, strip_prefix="model.")
     assert contents(sharded) == before
-    with pytest.raises(ckptconv.UsageError, match="for one file"):
-        ckptconv.convert(sharded, in_place=True, unwrap=True)
+    assert contents(sharded) == before
+
+
+@pytest.mark.parametrize("others", ["_orig_mod.module.", "_orig_mod.", ""])
+def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
+    """What wraps all names goes; a module. that is only in some shards is none of a wrapper."""
+    source, shards = tmp_path / "source.pt", tmp_path / "set"
+    names = [*(f"module._orig_mod.layer{i}.weight" for i in range(3)), *(f"{others}head{i}.weight" for i in range(3))]
+    torch.save({name: torch.arange(300.0) for name in names}, source)
+    ckptconv.convert(source, shards, max_shard_size=3700, format="pt")
+    before = contents(shards)
+    whole = tmp_path / "whole.pt"
+    ckptconv.convert(source, whole, unwrap=True)
+    if others != "_orig_mod.module.":
+        with pytest.raises(ckptconv.RefusedError, match=r"only in some shards .* strip_prefix='module\.'"):
+            ckptconv.convert(shards, in_place=True, unwrap=True)
+        assert contents(shards) == before
+        return
+    report = ckptconv.convert(shards, in_place=True, unwrap=True, map_location={"mps": "cuda"})
+    assert ckptconv.diff(shards, whole).same
+    assert [note for note in report.notes if "changed nothing" in note] == [
+        "no tensor is on 'mps', so mapping it changed nothing"
+    ]
+    ckptconv.undo(shards)
+    assert contents(shards) == before
 
 
 def test_a_hot_journal_in_a_set(sharded: Path) -> None:
