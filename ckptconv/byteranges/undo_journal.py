@@ -114,12 +114,14 @@ def target_of(name: str) -> str | None:
     return found and found[1]
 
 
-def journals_of(path: Path) -> list[tuple[Path, bytes]]:
+def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
     """The files that have a journal beside them, with the state that it claims: `path`, or those in the folder `path`.
 
-    A link is followed: the journal stands beside the file itself. A folder that cannot be listed has none.
+    Args:
+        path: A file, or a folder; one that cannot be listed has none.
+        follow: Of a link to a file, look beside the file itself.
     """
-    targets = [Path(os.path.realpath(path))]
+    targets = [Path(os.path.realpath(path)) if follow else path]
     if path.is_dir():
         targets = []
         with contextlib.suppress(OSError):

@@ -12,14 +12,15 @@ import click
 
 from ckptconv.cli.commands import Command
 from ckptconv.cli.convert_batch import convert_batch
-from ckptconv.cli.in_place import convert_in_place
 from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.render.batch import skipped_line
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.in_place import change_in_place, check_edits
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.targets import is_there, list_items
+from ckptconv.conversion.plan import Report
+from ckptconv.conversion.targets import is_there, list_in_place, list_items
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError
@@ -116,7 +117,13 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     flags["map_location"] = _devices(flags)
     output = OutputOptions.of(flags)
     if output.in_place:
-        return convert_in_place(paths, edits_from(**flags), output, as_json=as_json, quiet=quiet, verbose=verbose)
+        if not paths:
+            raise UsageError("no input given", expected=command("convert", Placeholder("SRC..."), Option("in_place")))
+        check_edits(edits := edits_from(**flags), output)
+        listing = list_in_place(paths)
+        if listing.is_batch:
+            return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
+        return _say(change_in_place(paths[0], edits, output), as_json=as_json, quiet=quiet, verbose=verbose)
     if output.no_undo:
         raise UsageError(option("no_undo") + " goes with " + option("in_place"))
     srcs, dst = _sources_and_target(paths)
@@ -139,6 +146,11 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         progress=partial(progress_bar, quiet=quiet),
     )
     report = replace(report, notes=(*report.notes, *item.notes))
+    return _say(report, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _say(report: Report, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+    """Show `report`; the exit status."""
     if as_json:
         click.echo(json.dumps(report_as_dict(report)))
     elif not report.written or not quiet:

@@ -96,7 +96,7 @@ def _open_closed_streams() -> None:
 
 
 #: The modules of the commands.
-_COMMANDS = {"convert": "convert", "diff": "diff", "inspect": "inspect", "undo": "in_place", "verify": "verify"}
+_COMMANDS = {"convert": "convert", "diff": "diff", "inspect": "inspect", "undo": "undo", "verify": "verify"}
 
 
 class _LazyGroup(Group):

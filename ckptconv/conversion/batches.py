@@ -22,8 +22,8 @@ from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import Others, processes
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
 from ckptconv.conversion.options import JobOptions, OutputOptions
-from ckptconv.conversion.targets import Item, list_items
-from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError
+from ckptconv.conversion.targets import Item, list_in_place, list_items
+from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
@@ -84,7 +84,7 @@ def jobs_in(
 
     Args:
         src: The folder; or several files and folders, which go to `dst` under their own names.
-        dst: The folder of the outputs.
+        dst: The folder of the outputs; with ``in_place`` the folder `src` itself.
         **edits: Keywords of :func:`ckptconv.convert`, and ``skip_existing``, which is one of a :class:`Job`.
 
     Returns:
@@ -97,7 +97,10 @@ def jobs_in(
         TypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    listing = list_items(srcs, dst, OutputOptions.of(edits))
+    output = OutputOptions.of(edits)
+    if output.in_place and not any(src == dst for src in srcs):
+        raise UsageError("an in-place change has no output", got=os.fspath(dst))
+    listing = list_in_place(srcs) if output.in_place else list_items(srcs, dst, output)
     return [job_of(item, edits) for item in listing.items]
 
 

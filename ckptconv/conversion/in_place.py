@@ -30,9 +30,10 @@ from ckptconv.hints import Option, Placeholder, command, option
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import apply as write_new
+from ckptconv.output.in_place.writing import restore
 from ckptconv.pickles.graph import gc_paused
 
-__all__ = ["change_in_place", "open_locked", "resolved"]
+__all__ = ["change_in_place", "check_edits", "open_locked", "resolved"]
 
 #: Edits that move tensor bytes, and options of an output that there is none of.
 _MOVES = ("dtypes", "compact", "select", "state_dict", "drop", "include", "exclude")
@@ -67,7 +68,7 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
         RefusedError: The file cannot be changed in place, or not now.
         OutputError: Writing failed; the journal has the old bytes.
     """
-    _refuse_moves(edits, output)
+    check_edits(edits, output)
     started = time.monotonic()
     index, paths = _files_of(Path(os.fsdecode(src)))
     with ExitStack() as opened, gc_paused():
@@ -187,8 +188,8 @@ def _plan_index(file: _File, names: dict[str, str]) -> None:
     file.patches = Patches("same size", patches, len(old), len(new), ((0, 0xFF),))
 
 
-def _refuse_moves(edits: Edits, output: OutputOptions) -> None:
-    """Raise UsageError for what cannot be done without moving tensor bytes."""
+def check_edits(edits: Edits, output: OutputOptions) -> None:
+    """Raise UsageError for what cannot be done without moving tensor bytes, and where nothing is to be done."""
     usual = Edits()
     said = [name for name in _MOVES if getattr(edits, name) != getattr(usual, name)]
     said += [
@@ -276,12 +277,22 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
     for file, journal in zip(files, journals_, strict=True):
-        with as_output_error(file.path):
-            journals.write(file.path, journal)
+        try:
+            with as_output_error(file.path):
+                journals.write(file.path, journal)
+        except OutputError:
+            _take_back([*zip(files, journals_, strict=True)], begun=0)
+            raise
     written = 0
+    for i, (file, journal) in enumerate(zip(files, journals_, strict=True), 1):
+        try:
+            with as_output_error(file.path):
+                written += write_new(file.fd, journal)
+        except OutputError as error:
+            back = _take_back([*zip(files, journals_, strict=True)], begun=i)
+            error.hint = "nothing was changed" if back else command("undo", leader.path)
+            raise
     try:
-        for file, journal in zip(files, journals_, strict=True):
-            written += write_new(file.fd, journal)
         for file in files:  # the leader first
             journals.mark(file.path, DONE)
         for file in files[::-1] if not keep_journal else ():
@@ -293,6 +304,22 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
             hint=command("undo", leader.path),
         ) from error
     return written
+
+
+def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:
+    """After a fault, give the first of `files`, which were `begun`, their old bytes back, and remove their journals.
+
+    Whether that worked; else what is there is hot. A journal that is done is of an earlier change, and stays.
+    """
+    try:
+        for file, journal in files[:begun]:
+            restore(file.fd, journal)
+        for file, _ in files[::-1]:
+            if state_of(file.path) == HOT:
+                journals.discard(file.path)
+    except OSError:
+        return False
+    return True
 
 
 def _journal(file: _File, members: tuple[str, ...], leader: str | None) -> Journal:

@@ -20,12 +20,13 @@ from ckptconv.byteranges.checksums import crc32_of
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Item, find_item, is_there
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, edits_from, option_of
-from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError
+from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError
 from ckptconv.hints import joined, option
 from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside
@@ -39,7 +40,7 @@ class Job:
 
     Three more of them are known: ``skip_existing`` (what is there already is left as it is, whatever ``force`` says),
     ``copy`` (`src` is no checkpoint: it is copied as it is) and ``within`` (with ``copy``: the folder out of which no
-    link is followed).
+    link is followed). With ``in_place`` the two paths are one.
     """
 
     src: str | os.PathLike[str]
@@ -53,7 +54,8 @@ class Job:
             raise TypeError(f"no keyword of convert is called {', '.join(unknown)}")
         object.__setattr__(self, "edits", dict(self.edits))  # a view of somebody's dict, which no process could get
         self.as_edits()
-        self.as_output()
+        if self.as_output().in_place and Path(self.dst) != Path(self.src):
+            raise UsageError("an in-place change has no output", got=os.fspath(self.dst))
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""
@@ -148,7 +150,8 @@ def work(task: Task, tick: Progress | None = None) -> Outcome:
 
 def _converted(task: Task, tick: Progress | None) -> Outcome:
     job = task.job
-    item = find_item(job.src, job.dst, job.as_output())
+    output = job.as_output()
+    item = Item(Path(job.src), Path(job.dst), "file") if output.in_place else find_item(job.src, job.dst, output)
     if job.edits.get("skip_existing") and is_there(item):
         return Outcome(job, skipped=True)
     if task.stamp is not None and stamp_of(item.src) != task.stamp:
@@ -185,7 +188,11 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
     edits = job.as_edits()
     for dropped in task.dropped:
         edits = edits.without(*dropped)
-    report = run(item.src, dst, edits, job.as_output(), is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
+    output = job.as_output()
+    if output.in_place:
+        report = change_in_place(item.src, edits, output)
+    else:
+        report = run(item.src, dst, edits, output, is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
     notes = [option_of(*each) + " means nothing here" for each in task.dropped]
     return replace(report, notes=(*report.notes, *item.notes, *notes))
 

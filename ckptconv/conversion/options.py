@@ -61,7 +61,7 @@ class ConvertOptions(WriteOptions, total=False):
     no_undo: Annotated[bool, "Remove that journal once the change is on the disk."]
 
 
-class JobOptions(WriteOptions, total=False):
+class JobOptions(ConvertOptions, total=False):
     """The keywords of :class:`ckptconv.Job`."""
 
     skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]

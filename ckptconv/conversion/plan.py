@@ -101,6 +101,11 @@ class Report:
     failed: tuple[tuple[str, CkptconvError], ...] = ()
     in_place: InPlace | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were written, or would be."""
+        return self.in_place.nbytes if self.in_place else self.size
+
 
 def make_plan(
     checkpoint: Checkpoint,

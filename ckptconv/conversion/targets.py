@@ -24,6 +24,7 @@ __all__ = [
     "find_target",
     "format_of",
     "is_there",
+    "list_in_place",
     "list_items",
     "name_in_folder",
     "refuse_one_place",
@@ -128,6 +129,24 @@ def list_items(
     _refuse_one_name(listing.items)
     _refuse_among_parts(listing)
     return listing
+
+
+def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:
+    """The checkpoints that `srcs` mean, each to be changed in its own files; of folders, all in them and below.
+
+    Raises InputError where a folder holds none.
+    """
+    items: list[Item] = []
+    unentered: list[Path] = []
+    for src in map(Path, srcs):
+        found = find(src) if os.path.isdir(src) else [Found(src, "file", (src,))]
+        unentered += [each.path for each in found if each.kind == "unentered"]
+        here = [each for each in found if each.kind not in ("unentered", "other")]
+        if not here:
+            raise folder_error(src)
+        paths = [each.path for each in here] if len(here) > 1 or here[0].parts[0].parent != src else [src]
+        items += [Item(path, path, each.kind) for path, each in zip(paths, here, strict=True)]
+    return Listing(tuple(items), len(items) > 1, unentered=tuple(unentered))
 
 
 def find_item(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
-from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
+from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of, target_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option
 from ckptconv.output import linux
@@ -34,6 +34,7 @@ __all__ = [
     "make_folder",
     "mode_at",
     "no_space",
+    "refuse_interrupted",
     "shares_blocks",
     "sync_folder",
     "sync_name",
@@ -58,8 +59,14 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise RefusedError("the output is there and is no regular file", where=path)
     if not replace:
         raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
-    if state_of(path) == HOT:
-        raise RefusedError("a change of it in place was interrupted", where=path, hint=command("undo", path))
+    refuse_interrupted(path)
+
+
+def refuse_interrupted(path: Path) -> None:
+    """Raise RefusedError where a change in place of what is to be replaced, a file or folder, was not finished."""
+    hot = [target for target, state in journals_of(path, follow=False) if state == HOT]
+    if hot:
+        raise RefusedError("a change of it in place was interrupted", where=path, hint=command("undo", hot[0]))
 
 
 def mode_at(path: Path) -> int | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
+from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.output import linux
@@ -31,6 +32,7 @@ from ckptconv.output.files import (
     folder_mode,
     mode_at,
     no_space,
+    refuse_interrupted,
     shares_blocks,
     sync_folder,
     sync_name,
@@ -163,7 +165,9 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
         raise TargetExistsError(
             "the output exists, and is not empty", where=target, hint=option("force") + " replaces the folder"
         )
-    lost = [name for name in there if name not in new.names and not new.may_go(name)]
+    refuse_interrupted(target)
+    going = [name for name in there if name not in new.names and not target_of(os.path.basename(name))]
+    lost = [name for name in going if not new.may_go(name)]
     if lost:
         raise RefusedError(
             f"the folder has what the new one would not have: {some(lost)}",

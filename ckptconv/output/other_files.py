@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import OutFile, Progress
+from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import CkptconvError, InputChangedError, RefusedError
 from ckptconv.output.files import fill, is_own_file
 
@@ -67,28 +68,28 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
-    """All that is in `folder` and below, but for the files `taken`, which is to stay as it is.
+    """All that is in `folder` and below, but for the files `taken` and their journals, which is to stay as it is.
 
     `target` is the same folder, under whatever name.
     """
     return [
         OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
-        for name, status in _entries(folder, deep=True)
-        if name not in taken
+        for name, status in _entries(folder, deep=True, journals=True)
+        if os.path.join(os.path.dirname(name), target_of(os.path.basename(name)) or os.path.basename(name)) not in taken
     ]
 
 
-def _entries(folder: Path, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tuple[str, os.stat_result]]:
     """What is in `folder` and, if `deep`, below, as paths from there, folders before what they hold.
 
-    Links are not followed, and our own temporaries and journals not seen. Raises OSError.
+    Links are not followed, and our own temporaries not seen, nor journals unless these are asked for. Raises OSError.
     """
     waiting = [""]
     while waiting:
         below = waiting.pop()
         with os.scandir(folder / below) as entries:
             for entry in sorted(entries, key=lambda each: each.name):
-                if is_own_file(entry.name):
+                if is_own_file(entry.name) and not (journals and target_of(entry.name)):
                     continue
                 name = os.path.join(below, entry.name)
                 yield name, entry.stat(follow_symlinks=False)

@@ -34,7 +34,7 @@ def skipped_line(dst: str, style: Style) -> str:
 def _parts(report: Report) -> Iterator[str]:
     changes = report.changes
     old_format, new_format = report.formats
-    yield size(report.size)
+    yield size(report.nbytes) + (" in place" if report.in_place else "")
     if old_format != new_format:
         yield f"{old_format} → {new_format}"
     if changes.devices:
@@ -77,7 +77,7 @@ def sum_lines(
     done = [*converted, *copied]
     would = "" if all(report.written for report in done) else "would be "
     in_time = "" if would else f" in {seconds:.2f} s"
-    said = [f"{len(converted):,} {would}converted", f"{size(sum(report.size for report in done))}{in_time}"]
+    said = [f"{len(converted):,} {would}converted", f"{size(sum(report.nbytes for report in done))}{in_time}"]
     beside = sum(len(report.failed) for report in converted)
     counts = (
         (len(copied), f"{would}copied"),

@@ -29,8 +29,8 @@ _IN_PLACE = {
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     changes = report.changes
-    written = report.in_place.nbytes if report.in_place else report.size
-    done = f"{size(written)} written in {report.seconds:.2f} s" if report.written else f"would write {size(written)}"
+    written = size(report.nbytes)
+    done = f"{written} written in {report.seconds:.2f} s" if report.written else f"would write {written}"
     old_format, new_format = report.formats
     what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
     yield from headline(style, report.dst, f"{what}, {done}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -611,6 +612,125 @@ def test_undo_of_a_folder_with_several_checkpoints(sharded: Path) -> None:
         ckptconv.undo(sharded)
 
 
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A folder with three checkpoints in files, a set of shards, and what is none."""
+    folder = tmp_path / "run"
+    (folder / "epochs").mkdir(parents=True)
+    for number in range(3):
+        state = {f"module.layer{i}.weight": torch.arange(4.0) + number for i in range(20)}
+        torch.save(state, folder / "epochs" / f"{number}.pt")
+    ckptconv.convert(folder / "epochs" / "0.pt", folder / "set", max_shard_size=150, format="pt")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """The files in the folder and below it, without journals."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] != "."]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_folder_of_checkpoints(run_folder: Path, command: Command) -> None:
+    """Each in turn; an edit that means nothing in one of them is left out there; undo gives each back."""
+    ckptconv.convert(run_folder / "epochs/1.pt", in_place=True, no_undo=True, strip_prefix="module.")
+    before = everything(run_folder)
+    edits = ("--in-place", "--strip-prefix", "module.", "--to", "cuda:1")
+    planned = command.json("convert", run_folder, *edits, "--dry-run")
+    assert everything(run_folder) == before
+    said = command.json("convert", run_folder, *edits)
+    assert [each["src"] for each in said["items"]] == [each["src"] for each in planned["items"]]
+    assert [os.path.relpath(each["src"], run_folder) for each in said["items"]] == [
+        *(f"epochs/{i}.pt" for i in range(3)),
+        "set/pytorch_model.bin.index.json",
+    ]
+    for each in said["items"]:
+        assert each["in_place"]["way"] == "same size" and each["in_place"]["nbytes"] < each["size"]
+        assert {tensor["device"] for tensor in ckptconv.inspect(each["src"])["tensors"]} == {"cuda:1"}
+        assert all(tensor["path"].startswith("layer") for tensor in ckptconv.inspect(each["src"])["tensors"])
+    command("undo", *(each["src"] for each in said["items"]))
+    assert everything(run_folder) == before
+    command(
+        "convert", run_folder, *edits, err=("epochs/0.pt: ", "in place, cpu → cuda:1, 20 names", "4 items: 4 converted")
+    )
+    command("convert", run_folder, "--in-place", "--strip-prefix", "nothing.", status=1, err="4 failed")
+    empty = run_folder / "empty"
+    empty.mkdir()
+    command("convert", empty, "--in-place", "--to", "cpu", status=1, err="a folder and not a file")
+    command("convert", run_folder, "--in-place", status=2, err="without anything to change")
+
+
+@pytest.mark.parametrize("fault", ["cannot be written", "cannot be taken back"])
+def test_a_fault_in_the_middle_of_a_folder(
+    run_folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """The report says which are done, and each file is whole; or refused, and named with its undo."""
+    before = everything(run_folder)
+    pwrite, calls = os.pwrite, []
+
+    def failing(fd: int, data: bytes, offset: int) -> int:
+        calls.append(os.readlink(f"/proc/self/fd/{fd}"))
+        at = calls.count(str(run_folder / "epochs/1.pt"))
+        if calls[-1].endswith("1.pt") and (at == 3 or (at > 3 and fault == "cannot be taken back")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    said = command.json("convert", run_folder, "--in-place", "--strip-prefix", "module.", status=3)
+    monkeypatch.undo()
+    failed = [each["src"] for each in said["items"] if "error" in each]
+    assert failed == [str(run_folder / "epochs/1.pt")]
+    error = next(each["error"] for each in said["items"] if "error" in each)
+    now = everything(run_folder)
+    assert [name for name in before if now[name] == before[name]] == [
+        "config.json",
+        *(["epochs/1.pt"] if fault == "cannot be written" else []),
+    ]
+    if fault == "cannot be written":
+        assert error["hint"] == "nothing was changed"
+        assert not journal_path(run_folder / "epochs/1.pt").exists()
+    else:
+        assert error["hint"] == f"ckptconv undo {failed[0]}"
+        command("inspect", failed[0], status=1, err=f"ckptconv undo {failed[0]} gives the old bytes back")
+        command("undo", failed[0])
+        assert everything(run_folder)["epochs/1.pt"] == before["epochs/1.pt"]
+
+
+def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them is written, the second is not: nothing is changed, and an earlier journal stays."""
+    shard = sorted(sharded.iterdir())[1]
+    before = contents(sharded)
+    write = journals.write
+
+    def failing(target: Path, journal: Journal) -> None:
+        if target == shard:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(target, journal)
+
+    monkeypatch.setattr(journals, "write", failing)
+    with pytest.raises(ckptconv.OutputError, match="No space left"):
+        ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    monkeypatch.undo()
+    assert contents(sharded) == before
+    ckptconv.convert(shard, in_place=True, strip_prefix="module.")
+    earlier = journal_path(shard).read_bytes()
+    monkeypatch.setattr(journals, "write", failing)
+    with pytest.raises(ckptconv.OutputError, match="No space left"):
+        ckptconv.convert(shard, in_place=True, add_prefix="module.")
+    assert journal_path(shard).read_bytes() == earlier
+
+
+def test_jobs_in_place(run_folder: Path) -> None:
+    """Jobs as any other: their two paths are one."""
+    jobs = ckptconv.jobs_in(run_folder, run_folder, in_place=True, strip_prefix="module.")
+    assert len(jobs) == 4
+    assert all(outcome.report and outcome.report.in_place for outcome in ckptconv.convert_many(jobs[:1]))
+    with pytest.raises(ckptconv.UsageError, match="has no output"):
+        ckptconv.jobs_in(run_folder, "elsewhere", in_place=True, strip_prefix="module.")
+    with pytest.raises(ckptconv.UsageError, match="has no output"):
+        ckptconv.Job("a.pt", "b.pt", {"in_place": True})
+
+
 def test_copies_leave_journals_out(sharded: Path, tmp_path: Path) -> None:
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     ckptconv.convert(sharded, tmp_path / "copy", copy_others=True)
@@ -630,6 +750,30 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
     journals.mark(checkpoint, DONE)
     ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
     assert not journal_path(checkpoint).exists()
+
+
+def test_a_set_that_is_replaced_loses_its_journals(sharded: Path) -> None:
+    """Unless one is hot: then replacing the folder is refused. What is not converted keeps its own."""
+    torn = sharded / "below" / "torn.pt"
+    torn.parent.mkdir()
+    torch.save({"module.a": torch.ones(1)}, torn)
+    whole = torn.read_bytes()
+    ckptconv.convert(torn, in_place=True, add_prefix="b.")
+    journals.mark(torn, HOT)
+    torn.write_bytes(whole[:-22] + b"\xff" + whole[-21:])
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    changed = [path for path in sorted(sharded.iterdir()) if journal_path(path).exists()]
+    journals.mark(changed[1], HOT)
+    with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo") as caught:
+        ckptconv.convert(sharded, sharded, add_prefix="a.", force=True)
+    assert str(changed[1]) in str(caught.value)
+    journals.mark(changed[1], DONE)
+    report = ckptconv.convert(sharded, sharded, add_prefix="a.", force=True)
+    assert [path for path, _ in report.failed] == [str(torn)]
+    assert list(sharded.rglob(".*")) == [journal_path(torn)]
+    torn.write_bytes(whole)
+    ckptconv.undo(torn)
+    assert torn.read_bytes() == whole
 
 
 def test_a_journal_that_is_too_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

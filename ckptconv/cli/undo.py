@@ -1,0 +1,44 @@
+"""``ckptconv undo``: take back what ``convert --in-place`` did to checkpoints in their own files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptconv.cli.commands import Command
+from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.terminal import show_error
+from ckptconv.conversion.undo import undo
+from ckptconv.errors import CkptconvError, count
+
+__all__ = ["undo_command"]
+
+
+@click.command(
+    "undo",
+    cls=Command,
+    exits="0 done, 1 failed, 2 the command makes no sense",
+    epilog="Example: ckptconv undo model.pt",
+)
+@click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
+@click.option("-q", "--quiet", is_flag=True, help="No report; errors still.")
+@debug_option
+def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
+    """Give a checkpoint the bytes back that it had before convert --in-place, whether that finished or was interrupted.
+
+    Nothing is changed unless every byte in question is one that this program found or wrote.
+    """
+    failed = 0
+    for path in paths:
+        try:
+            nbytes = undo(path)
+        except CkptconvError as error:
+            if len(paths) == 1:
+                raise
+            show_error(error)
+            failed += 1
+            continue
+        if not quiet:
+            click.echo(f"{path}: as before, {count(nbytes, 'byte')} written", err=True)
+    return 1 if failed else 0
