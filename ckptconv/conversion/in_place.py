@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -26,7 +27,7 @@ from ckptconv.errors import InputError, NoMatchError, OutputError, RefusedError,
 from ckptconv.formats import opening
 from ckptconv.formats.in_place import patches_of
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
-from ckptconv.hints import Option, Placeholder, command, option
+from ckptconv.hints import Option, Placeholder, command, option, shell
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import apply as write_new
@@ -212,14 +213,14 @@ def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
     """The file that `path` means, and a note where that is another. Raises RefusedError in the Hub's cache."""
     named = Path(os.fsdecode(path))
     target = Path(os.path.realpath(named))
-    if target == Path(os.path.abspath(named)):
-        return named, ()
     if target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir():
         raise RefusedError(
             "the file is in the Hub's cache, where its name is its checksum",
             where=named,
             hint="convert it to another file",
         )
+    if target == Path(os.path.abspath(named)):
+        return named, ()
     return target, (f"{named} is a link: {target} was changed",)
 
 
@@ -233,12 +234,26 @@ def open_locked(path: Path) -> Iterator[int]:
     except FileNotFoundError as error:
         raise InputError("no such file", where=path) from error
     except OSError as error:
-        raise OutputError(f"cannot be changed: {error.strerror}", where=path) from error
+        raise OutputError(f"cannot be changed: {error.strerror}", where=path, hint=_remedy(error, path)) from error
     try:
         lock_exclusive(fd, path)
         yield fd
     finally:
         os.close(fd)
+
+
+def _remedy(error: OSError, path: Path) -> str:
+    """What to do where nothing may be written to the file or folder `path`."""
+    copies = "convert it to another file"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room, or " + copies
+    if error.errno == errno.EPERM:  # a flag of the filesystem, or the folder's sticky bit
+        return (
+            f"{shell('lsattr', '-d', path)} shows whether it is immutable; {shell('chattr', '-i', path)} changes that"
+        )
+    if error.errno == errno.EACCES and os.stat(path).st_uid == os.geteuid():
+        return shell("chmod", "u+w", path)
+    return copies
 
 
 def _check_file(file: _File, *, force: bool) -> None:
@@ -278,11 +293,14 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
     for file, journal in zip(files, journals_, strict=True):
         try:
-            with as_output_error(file.path):
-                journals.write(file.path, journal)
-        except OutputError:
+            journals.write(file.path, journal)
+        except OSError as error:
             _take_back([*zip(files, journals_, strict=True)], begun=0)
-            raise
+            raise OutputError(
+                f"the undo journal cannot be written, so nothing was changed: {error.strerror}",
+                where=journal_path(file.path),
+                hint=_remedy(error, file.path.parent),
+            ) from error
     written = 0
     for i, (file, journal) in enumerate(zip(files, journals_, strict=True), 1):
         try:

@@ -24,7 +24,7 @@ import torch
 import ckptconv
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
 from ckptconv.output.files import is_own_file
-from tests.long.test_power_loss import CUTS, FILESYSTEMS, filesystem, memory, mounted, recorded
+from tests.long.test_power_loss import CUTS, FILESYSTEMS, filesystem, memory, recorded, through_a_loop
 from tests.support.recorded_disk import History
 
 __all__ = ["filesystem", "memory"]  # fixtures
@@ -86,10 +86,10 @@ def history_of(folder: Path, filesystem: str, program: str) -> tuple[History, by
     done = []
     first = folder / "first.pt"
     model(first)
-    with mounted(image, at, options):
+    with through_a_loop(image, at, options):
         shutil.copyfile(first, at / "model.pt")
     shutil.copyfile(image, before)
-    with recorded(folder, image, log) as disk, mounted(disk, at, options):
+    with recorded(folder, image, log) as disk, through_a_loop(disk, at, options):
         for step in STEPS:
             began = log.stat().st_size
             subprocess.run([sys.executable, "-c", program, *step, str(at / "model.pt")], check=True, cwd=folder)
@@ -152,7 +152,7 @@ def judged(
         subprocess.run(["cp", "--sparse=always", history.image, disk], check=True)
         how = history.cut(disk, choice)
         kinds[how] += 1
-        with mounted(disk, at, FILESYSTEMS[filesystem][1]):
+        with through_a_loop(disk, at, FILESYSTEMS[filesystem][1]):
             problem = what_is_wrong(at, end, first, done)
         if problem:
             wrong.append(f"{problem}, at {end} of the log, of what was not flushed: {how}")

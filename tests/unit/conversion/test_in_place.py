@@ -12,9 +12,13 @@ import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import stat
+import subprocess
+import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -291,8 +295,96 @@ def test_links(checkpoint: Path, tmp_path: Path) -> None:
         (cache / folder).mkdir(parents=True)
     shutil.copy(checkpoint, cache / "blobs/0123")
     (cache / "snapshots/main/model.pt").symlink_to("../../blobs/0123")
-    with pytest.raises(ckptconv.RefusedError, match="Hub's cache"):
-        ckptconv.convert(cache / "snapshots/main/model.pt", in_place=True, map_location="cpu")
+    for path in (cache / "snapshots/main/model.pt", cache / "blobs/0123"):
+        with pytest.raises(ckptconv.RefusedError, match="Hub's cache"):
+            ckptconv.convert(path, in_place=True, map_location="cpu")
+
+
+@contextlib.contextmanager
+def as_nobody(folder: Path) -> Iterator[Path]:
+    """The folder `folder`, of a user for whom permissions count, who is us meanwhile."""
+    if os.geteuid():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        theirs = shutil.copytree(folder, Path(name) / "theirs")
+        for path in (Path(name), theirs, *theirs.iterdir()):
+            os.chown(path, 65534, -1)
+        os.seteuid(65534)
+        try:
+            yield theirs
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "somebody else's folder"])
+def test_what_may_not_be_written(checkpoint: Path, what: str) -> None:
+    """It is refused before anything changes, with what to type."""
+    with as_nobody(checkpoint.parent) as folder:
+        path = folder / checkpoint.name
+        closed = path if what == "file" else folder
+        before, mode = path.read_bytes(), closed.stat().st_mode
+        closed.chmod(mode & ~0o222)
+        if what == "somebody else's folder":
+            if os.getuid():
+                pytest.skip("needs root")
+            os.seteuid(0)
+            os.chown(folder, 0, 0)
+            closed.chmod(0o755)
+            os.seteuid(65534)
+        with pytest.raises(ckptconv.OutputError, match="Permission denied") as caught:
+            ckptconv.convert(path, in_place=True, map_location="cuda:1")
+        assert caught.value.hint == (f"chmod u+w {closed}" if "else" not in what else "convert it to another file")
+        assert ("nothing was changed" in caught.value.what) == (what != "file")
+        assert path.read_bytes() == before and os.listdir(folder) == [path.name]
+        if "else" not in what:
+            subprocess.run(shlex.split(caught.value.hint), check=True)
+            ckptconv.convert(path, in_place=True, map_location="cuda:1")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_is_immutable(checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flag itself where it can be set, else by what the system says then."""
+    closed = checkpoint if what == "file" else checkpoint.parent
+    before, open_ = checkpoint.read_bytes(), os.open
+    is_set = not subprocess.run(["chattr", "+i", closed], capture_output=True, check=False).returncode
+
+    def refusing(path: Any, flags: int, *mode: int) -> int:
+        if path == checkpoint if what == "file" else flags & os.O_CREAT:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return open_(path, flags, *mode)
+
+    if not is_set:
+        monkeypatch.setattr(os, "open", refusing)
+    try:
+        with pytest.raises(ckptconv.OutputError, match="Operation not permitted") as caught:
+            ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    finally:
+        if is_set:
+            subprocess.run(["chattr", "-i", closed], check=True)
+    monkeypatch.undo()
+    assert caught.value.hint == f"lsattr -d {closed} shows whether it is immutable; chattr -i {closed} changes that"
+    assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+def test_no_room_for_the_journal(checkpoint: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, done = checkpoint.read_bytes(), getattr(os, call)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if call != "open" or args[1] & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return done(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(
+        ckptconv.OutputError, match="journal cannot be written, so nothing was changed: No space left"
+    ) as e:
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    monkeypatch.undo()
+    assert e.value.hint == "make room, or convert it to another file"
+    assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
 def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
