@@ -54,6 +54,7 @@ _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = hashlib.sha256().digest_size
 NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
+_POISON = 2  # bytes at most, of a change
 _NAME = re.compile(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -240,6 +241,8 @@ def _from_header(header: dict[str, Any], data: bytes) -> Journal:
         at = end
     if at != len(data) or header["version"] != 1:
         raise ValueError
+    for name in (*header["members"], header["leader"] or ""):
+        os.fsencode(name)  # raises UnicodeEncodeError, or TypeError
     return Journal(
         header["inode"],
         header["old_size"],
@@ -259,7 +262,9 @@ def _is_sound(journal: Journal) -> bool:
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or not journal.patches:
         return False
     names = [*journal.members, *([] if journal.leader is None else [journal.leader])]
-    if not all(type(name) is str and name and "/" not in name and "\0" not in name for name in names):
+    if not all(type(name) is str and "/" not in name and "\0" not in name and name.strip(".") for name in names):
+        return False
+    if len(journal.poison) > _POISON:
         return False
     at = 0
     for each in journal.patches:

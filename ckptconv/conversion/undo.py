@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
@@ -101,6 +103,7 @@ class _AsBefore(Source):
         super().__init__(path)
         self.size = journal.old_size
         self._patches = journal.patches
+        self._ends = [each.offset + len(each.old) for each in journal.patches]
 
     def read(self, offset: int, length: int) -> bytes:
         buffer = bytearray(length)
@@ -110,10 +113,12 @@ class _AsBefore(Source):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         end = min(offset + len(buffer), os.fstat(self.fd).st_size)
         super().read_into(offset, buffer[: max(0, end - offset)])
-        for each in self._patches:
+        for i in range(bisect_right(self._ends, offset), len(self._patches)):
+            each = self._patches[i]
             start, stop = max(offset, each.offset), min(offset + len(buffer), each.offset + len(each.old))
-            if start < stop:
-                buffer[start - offset : stop - offset] = each.old[start - each.offset : stop - each.offset]
+            if start >= stop:
+                break
+            buffer[start - offset : stop - offset] = each.old[start - each.offset : stop - each.offset]
 
 
 def _check_whole(path: Path, journal: Journal) -> None:
@@ -127,11 +132,12 @@ def _check_whole(path: Path, journal: Journal) -> None:
             raise RefusedError(
                 f"what the undo journal would give back is no checkpoint ({error.what})", where=path
             ) from error
-        tensors = [span for storage in checkpoint.storages.values() if (span := storage.data.stored())]
+        spans = [span for storage in checkpoint.storages.values() if (span := storage.data.stored())]
+    spans.sort(key=lambda span: span.offset)
+    starts, ends = [span.offset for span in spans], [*accumulate((span.offset + span.length for span in spans), max)]
     for patch in journal.patches:
-        if any(
-            span.offset < patch.offset + len(patch.old) and patch.offset < span.offset + span.length for span in tensors
-        ):
+        before = bisect_left(starts, patch.offset + len(patch.old))  # so many begin before it ends
+        if before and ends[before - 1] > patch.offset:
             raise RefusedError(
                 "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"
             )

@@ -14,6 +14,7 @@ import pickle
 import random
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
 import tempfile
@@ -409,9 +410,13 @@ def test_every_damaged_byte_of_a_journal_is_seen(checkpoint: Path) -> None:
     path, now = journal_path(checkpoint), checkpoint.read_bytes()
     whole = path.read_bytes()
     for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ckptconv.CkptconvError, match="undo journal is damaged"):
-            read_journal(checkpoint, os.getuid())
+        damaged = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        with pytest.raises(ckptconv.MalformedError, match="undo journal is damaged"):
+            undo_journal._parsed(path, damaged)
+        if at % 97 == 0:
+            path.write_bytes(damaged)
+            with pytest.raises(ckptconv.MalformedError, match="undo journal is damaged"):
+                ckptconv.undo(checkpoint)
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
         with pytest.raises(ckptconv.MalformedError, match="damaged"):
@@ -445,8 +450,28 @@ def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, 
     path.symlink_to(tmp_path / "elsewhere")
     refused("cannot be read")
     path.unlink()
-    os.mkfifo(path)
-    refused("no regular file")
+    for make in (os.mkfifo, os.mkdir):
+        make(path)
+        assert state_of(checkpoint) == HOT  # it is for a person to look at
+        refused("no regular file")
+        os.rmdir(path) if path.is_dir() else path.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        refused("cannot be read")
+
+
+def test_a_journal_of_another_file(checkpoint: Path) -> None:
+    """Downloaded with it, or moved there: its inode is another's, or its bytes are."""
+    other = checkpoint.with_name("other" + checkpoint.suffix)
+    shutil.copy(checkpoint, other)
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    for state in (DONE, HOT):
+        journals.mark(checkpoint, state)
+        shutil.copy(journal_path(checkpoint), journal_path(other))
+        before = other.read_bytes()
+        with pytest.raises(ckptconv.RefusedError, match="written anew"):
+            ckptconv.undo(other)
+        assert other.read_bytes() == before
 
 
 def forged(target: Path, *patches: Patch) -> None:
@@ -484,6 +509,12 @@ def test_a_journal_may_not_change_tensors(checkpoint: Path) -> None:
         {"leader": "../x"},
         {"members": ["a/b"]},
         {"members": [1]},
+        {"members": ["."]},
+        {"members": [".."]},
+        {"members": ["\ud800"]},
+        {"leader": ".."},
+        {"leader": ["a"]},
+        {"poison": [[0, 1]] * 3},
     ],
     ids=str,
 )
@@ -669,6 +700,34 @@ def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
     ]
     ckptconv.undo(shards)
     assert contents(shards) == before
+
+
+def test_journals_of_a_set_that_were_planted(sharded: Path) -> None:
+    """Whoever leads names its members, and these name it; else nothing is restored, in none of them."""
+    victim = sharded / "victim.safetensors"
+    save_file({"module.a": torch.ones(3)}, victim)
+    ckptconv.convert(victim, in_place=True, strip_prefix="module.")
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    leader, member, *_ = (path for path in sorted(sharded.iterdir()) if journal_path(path).exists() and path != victim)
+    now = contents(sharded)
+    found = {path: read_journal(path, os.getuid())[0] for path in (leader, member)}
+
+    def planted(path: Path, **said: Any) -> None:
+        for each, journal in found.items():
+            journals.write(each, dataclasses.replace(journal, **(said if each == path else {})))
+            journals.mark(each, DONE)
+        with pytest.raises(ckptconv.CkptconvError, match=r"contradict each other|no undo journal|no such file"):
+            ckptconv.undo(path)
+        assert {name: data for name, data in contents(sharded).items() if name[0] != "."} == {
+            name: data for name, data in now.items() if name[0] != "."
+        }
+
+    planted(leader, members=(leader.name, member.name, victim.name))
+    planted(leader, members=(member.name,))
+    planted(leader, members=(), leader=victim.name)
+    planted(member, leader=victim.name)
+    planted(member, leader=member.name)
+    planted(member, leader="config.json")
 
 
 def test_a_hot_journal_in_a_set(sharded: Path) -> None:
