@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.patches import Patch, Patches
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import InPlace, Report
@@ -25,6 +25,7 @@ from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import is_wrapped
 from ckptconv.errors import InputError, NoMatchError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
+from ckptconv.formats.distributed import dcp
 from ckptconv.formats.in_place import patches_of
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.hints import Option, Placeholder, command, option, shell
@@ -111,6 +112,8 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
     if not path.is_dir() and not is_index_file(path):
         return None, [path]
     found = find_set(path)
+    if found is None and path.is_dir() and dcp.looks_like_metadata(path):
+        return None, [path / dcp.METADATA]
     if found is None:
         raise UsageError("no sharded set is in the folder", where=path, expected="a file, or a folder with shards")
     folder = path if path.is_dir() else path.parent
@@ -135,7 +138,7 @@ def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
         raise missing[0]
-    if edits.unwrap and len(wrapped) > 1:
+    if edits.unwrap and len(shards) > 1 and len(wrapped) > 1:
         raise RefusedError(
             "only in some shards all names begin with module., so it is none of a wrapper",
             where=index or files[0].path.parent,
@@ -152,10 +155,12 @@ def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool]) ->
     """What changes in one `file` that is a checkpoint, added to `total`, and to `wrapped` whether its names all have
     the prefix of a wrapper; its format.
     """
-    with Source(file.path) as source:  # which is not locked: this process has the lock already
+    of_folder = file.path.name == dcp.METADATA
+    # Neither is locked: this process has the lock already.
+    with SourceFolder(file.path.parent) if of_folder else Source(file.path) as source:
+        checkpoint = opening.read(source)
         if not source.is_same_file(os.fstat(file.fd)):
             raise RefusedError("another file took its place", where=file.path, hint="try again")
-        checkpoint = opening.read(source)
         format_ = checkpoint.format
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         changes = apply(checkpoint, edits)

@@ -13,6 +13,8 @@ from ckptconv.byteranges.undo_journal import DONE, HOT, NO_JOURNAL, Journal, jou
 from ckptconv.conversion.in_place import open_locked, resolved
 from ckptconv.errors import InputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
+from ckptconv.formats.distributed import dcp
+from ckptconv.formats.distributed.metadata import read_metadata
 from ckptconv.hints import for_python
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
@@ -127,6 +129,9 @@ def _check_whole(path: Path, journal: Journal) -> None:
         return
     with _AsBefore(path, journal) as source, gc_paused():
         try:
+            if path.name == dcp.METADATA:  # it has no tensors either
+                read_metadata(source)
+                return
             checkpoint = opening.read(source)
         except InputError as error:
             raise RefusedError(

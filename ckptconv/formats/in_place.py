@@ -21,6 +21,8 @@ from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.errors import UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
+from ckptconv.formats.distributed import dcp
+from ckptconv.formats.distributed.metadata import renamed
 from ckptconv.formats.pickle_writing import blob_bytes, pickle_pieces, say_for_older_loaders
 from ckptconv.formats.zip_archive import (
     END_SIZE,
@@ -69,11 +71,17 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
         return (
             _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
         )  # the top byte of its length
+    if isinstance(checkpoint.container, dcp.DcpFolder):
+        return _metadata(checkpoint, checkpoint.container)
+    raise _unsupported(checkpoint, f"{checkpoint.format} cannot be changed in place")
+
+
+def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
     path = checkpoint.source.path
-    raise UnsupportedError(
-        f"{checkpoint.format} cannot be changed in place",
+    return UnsupportedError(
+        what,
         where=path,
-        expected="a file of torch.save, pickle.dump or safetensors",
+        expected="a file of torch.save, pickle.dump or safetensors, or names in a folder of DCP",
         hint=command("convert", path, Placeholder("OUT")) + ", with the same edits, writes a new file",
     )
 
@@ -198,6 +206,32 @@ def _around(
         if len(pickle) > LIMITS.pickle_bytes:
             return None
     return parts
+
+
+# Folders of torch.distributed.checkpoint
+
+
+def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
+    """Of a folder of torch.distributed.checkpoint: ``.metadata``, which may become longer or shorter.
+
+    Raises UnsupportedError where something changes that stands in another file.
+    """
+    paths = dcp.new_paths(folder, checkpoint.graph.root)
+    kept = all(storage.device == folder.devices.get(key) for key, storage in checkpoint.storages.items())
+    if paths is None or not kept:
+        raise _unsupported(checkpoint, "in place, names of tensors alone can change in .metadata")
+    old_paths = {name: folder.metadata.paths.get(name, (name,)) for name in paths}
+    changed = {name: path for name, path in paths.items() if path != old_paths[name]}
+    if any(name != ".".join(map(str, old_paths[name])) for name in changed):
+        raise _unsupported(checkpoint, "the items are called otherwise than their places are")
+    names = {name: ".".join(map(str, path)) for name, path in changed.items()}
+    if len({names.get(name, name) for name in paths}) < len(paths):
+        raise _unsupported(checkpoint, "two items would get one name in .metadata")
+    old = folder.file.read(0, folder.file.size)
+    if not changed:
+        return Patches("same size", (), len(old), len(old), ())
+    new = renamed(folder.file, names, changed)
+    return Patches("same size", (Patch(0, old, new),), len(old), len(new), ((0, _POISON),))
 
 
 # Zips

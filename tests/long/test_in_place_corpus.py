@@ -107,8 +107,7 @@ def way_of(path: Path, copy: Path, edits: dict[str, Any], *, safely: bool) -> st
     assert report.in_place
     difference = ckptconv.diff(path, converted)
     assert difference.same, (path, edits, difference)
-    ours, theirs = ckptconv.inspect(path), ckptconv.inspect(converted)
-    assert ours["devices"] == theirs["devices"] and ours["weights_only"] == theirs["weights_only"]
+    assert ckptconv.inspect(path)["devices"] == ckptconv.inspect(converted)["devices"]
     # torch writes a few files that it cannot read, and convert makes another format of them.
     wanted = None if loads(copy, safely=safely) is None else loads(converted, safely=safely)
     if wanted is not None:

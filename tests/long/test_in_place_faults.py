@@ -6,7 +6,9 @@ wherever the journal is hot.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -42,6 +44,7 @@ CHANGES = {
     "zip, no undo": Change("zip", ("convert", "-q", "--in-place", "--no-undo", "--to", "cuda:1")),
     "zip, appended": Change("zip", ("convert", "-q", "--in-place", "--rename", "^", LONG)),
     "legacy": Change("legacy", ("convert", "-q", "--in-place", "--add-prefix", "module.")),
+    "pickle": Change("pickle", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
     "shards": Change("shards", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
     "undo": Change("zip", ("undo", "-q"), undoes=True),
     "undo, shards": Change("shards", ("undo", "-q"), undoes=True),
@@ -52,6 +55,9 @@ def make(folder: Path, format_: str) -> Path:
     """A checkpoint of twenty tensors in a new folder, or a set of three shards; what the command line is given."""
     folder.mkdir(parents=True)
     state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
+    if format_ == "pickle":
+        (folder / "model.pkl").write_bytes(pickle.dumps(state, 4))
+        return folder / "model.pkl"
     path = folder / "model.pt"
     torch.save(state, path, _use_new_zipfile_serialization=format_ != "legacy")
     if format_ != "shards":
@@ -163,8 +169,9 @@ def judged(change: Change, path: Path, status: int, old: dict[str, bytes], new: 
 
 
 def loads(file: Path) -> bool:
-    """Whether torch or we take `file` for whole."""
-    for load in (lambda: torch.load(file, weights_only=True), lambda: ckptconv.inspect(file)):
+    """Whether torch, pickle or we take `file` for whole."""
+    loads_it = pickle.loads if file.suffix == ".pkl" else lambda data: torch.load(io.BytesIO(data), weights_only=True)
+    for load in (lambda: loads_it(file.read_bytes()), lambda: ckptconv.inspect(file)):
         try:
             load()
         except Exception:

@@ -21,8 +21,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count, pairwise
 from math import prod
+from operator import is_not
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,12 +40,12 @@ from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, read_metadata
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Value, set_items
+from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Object, Value, set_items, walk
 
-__all__ = ["NAME", "looks_like", "looks_like_metadata", "read"]
+__all__ = ["METADATA", "NAME", "DcpFolder", "looks_like", "looks_like_metadata", "new_paths", "read"]
 
 NAME = "DCP"
-_METADATA = ".metadata"
+METADATA = ".metadata"
 _OWN_METADATA = re.compile(r"__[0-9]+\.metadata")
 _SUFFIX = ".distcp"
 _PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
@@ -61,17 +63,36 @@ class _Leaf:
         self.value: Value = None
 
 
+@dataclass(frozen=True, eq=False)
+class DcpFolder:
+    """What the reader keeps for changes in place.
+
+    Attributes:
+        file: ``.metadata``.
+        metadata: What that says.
+        tree: Where the items stand, as in the checkpoint.
+        devices: Those of the storages, by their keys.
+        objects: What is done to objects that are stored in other files than ``.metadata``, and with which values.
+    """
+
+    file: Source
+    metadata: Metadata
+    tree: dict[str, _Tree]
+    devices: dict[str, str]
+    objects: list[tuple[Effect, list[Value]]]
+
+
 def looks_like(folder: SourceFolder) -> bool:
     """Whether `folder`, given as such, is one, or what is left of one."""
     if folder.path != folder.folder:
         return False
     _, names = list_folder(folder.folder)
-    return any(name.endswith(_SUFFIX) for name in names) or (_METADATA in names and looks_like_metadata(folder.folder))
+    return any(name.endswith(_SUFFIX) for name in names) or (METADATA in names and looks_like_metadata(folder.folder))
 
 
 def looks_like_metadata(folder: Path) -> bool:
     """Whether ``.metadata`` in `folder`, as others call a file too, is the one that stands beside parts: a pickle."""
-    return first_bytes(folder / _METADATA, 1) == _PICKLE
+    return first_bytes(folder / METADATA, 1) == _PICKLE
 
 
 def read(
@@ -83,9 +104,9 @@ def read(
     Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
     """
     _, names = list_folder(folder.folder)
-    if _METADATA not in names:
+    if METADATA not in names:
         raise _without_metadata(folder, names)
-    metadata = read_metadata(folder.open(_METADATA))
+    metadata = read_metadata(folder.open(METADATA))
     return _Reader(folder, metadata).checkpoint()
 
 
@@ -99,7 +120,7 @@ def _without_metadata(folder: SourceFolder, names: list[str]) -> InputError:
             hint="load it in a run of as many processes, and save it again with use_collectives",
         )
     return MalformedError(
-        f"a checkpoint of torch.distributed.checkpoint without {_METADATA}, which is written last: it was not saved to"
+        f"a checkpoint of torch.distributed.checkpoint without {METADATA}, which is written last: it was not saved to"
         " its end, or not copied whole",
         where=folder.path,
         hint=_COPY,
@@ -115,7 +136,7 @@ class _Reader:
 
     def __init__(self, folder: SourceFolder, metadata: Metadata) -> None:
         self.folder = folder
-        self.where = folder.folder / _METADATA
+        self.where = folder.folder / METADATA
         self.metadata = metadata
         self.left = dict(metadata.stored)
         self.gone: set[str] = set()  # files that are not there, or not whole
@@ -140,9 +161,15 @@ class _Reader:
                 leaf.value = self.object(leaf.name) if item is None else self.tensor(leaf.name, item)
             except InputError as error:
                 self.found(error)
-        checkpoint = self.merger.checkpoint(NAME, nest.value())
+        stored = [leaf.value for leaf in nest.leaves() if self.metadata.items[leaf.name] is None]
+        kept = [effect for node in walk(stored) if isinstance(node, Object) for effect in node.effects]
+        container = DcpFolder(
+            self.folder.open(METADATA), self.metadata, nest.root, {}, [(effect, [*effect.values]) for effect in kept]
+        )
+        checkpoint = self.merger.checkpoint(NAME, nest.value(), container)
+        container.devices.update((key, storage.device) for key, storage in checkpoint.storages.items())
         checkpoint.unused += (
-            LeftBehind(name, place.length, f"{_METADATA} describes no such part")
+            LeftBehind(name, place.length, f"{METADATA} describes no such part")
             for (name, _), place in self.left.items()
         )
         checkpoint.unused += self.empty
@@ -269,7 +296,7 @@ class _Reader:
             )
         if (info.dtype, info.shape) != (item.dtype.name, chunk.sizes):
             raise MalformedError(
-                f"a chunk of {name!r} is not what {_METADATA} says",
+                f"a chunk of {name!r} is not what {METADATA} says",
                 where=_where(window),
                 expected=f"{item.dtype.name} of shape {chunk.sizes}",
                 got=f"{info.dtype} of shape {info.shape}",
@@ -311,6 +338,30 @@ def _fills(info: TensorInfo) -> bool:
             return False
         expected *= size
     return info.storage is not None and info.offset == 0 and info.storage.nbytes == info.nbytes
+
+
+def new_paths(folder: DcpFolder, root: Value) -> dict[str, ItemPath] | None:
+    """Where each item stands in `root`, whose names were edited; None where what is stored elsewhere has changed."""
+    if any(len(old) != len(effect.values) or any(map(is_not, old, effect.values)) for effect, old in folder.objects):
+        return None
+    paths: dict[str, ItemPath] = {}
+    todo: list[tuple[_Tree | None, Value, ItemPath]] = [(folder.tree, root, ())]
+    while todo:
+        at, node, path = todo.pop()
+        if isinstance(at, _Leaf):
+            if at.value is not node:
+                return None
+            paths[at.name] = path
+        elif isinstance(at, dict) and isinstance(node, Dict):
+            for inner, (effect, i) in zip(at.values(), node.pairs(), strict=True):
+                key = effect.values[i]
+                assert isinstance(key, str)
+                todo.append((inner, effect.values[i + 1], (*path, key)))
+        elif isinstance(at, list) and isinstance(node, List):
+            todo += (
+                (inner, value, (*path, i)) for i, (inner, value) in enumerate(zip(at, node.elements(), strict=True))
+            )
+    return paths
 
 
 # Nested dicts and lists

@@ -30,10 +30,11 @@ from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
 from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.limits import LIMITS
+from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_count, is_global
 from ckptconv.pickles.parser import parse
 
-__all__ = ["ItemPath", "Metadata", "Stored", "TensorItem", "read_metadata"]
+__all__ = ["ItemPath", "Metadata", "Stored", "TensorItem", "read_metadata", "renamed"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -119,6 +120,33 @@ def read_metadata(source: Readable) -> Metadata:
         reader.fail("it is no plain pickle of Metadata")
     reader.refuse_unknown(graph)
     return reader.metadata(graph.root)
+
+
+def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath]) -> bytes:
+    """The file `source`, which was read as Metadata, with new `names` for items and new `paths`, by the old names."""
+    graph, _ = parse(source.read, source.size, where=str(source.path))
+    (state,) = (state for state in _states_of(graph.root))
+    for effect, i in state.pairs():
+        field, mapping = effect.values[i], effect.values[i + 1]
+        if field not in ("state_dict_metadata", "planner_data", "storage_data") or not isinstance(mapping, Dict):
+            continue
+        for inner, j in mapping.pairs():
+            key = inner.values[j]
+            if isinstance(key, str):
+                path = paths.get(key) if field == "planner_data" else None
+                inner.values[j : j + 2] = [names.get(key, key), Tuple([*path]) if path else inner.values[j + 1]]
+            for index in _states_of(key):
+                for fields, k in index.pairs():
+                    if fields.values[k] == "fqn":
+                        fields.values[k + 1] = names.get(str(fields.values[k + 1]), fields.values[k + 1])
+    pieces = emit(graph, loadable=False)
+    return b"".join(each if isinstance(each, bytes) else source.read(each.offset, each.length) for each in pieces)
+
+
+def _states_of(node: Value) -> Iterator[Dict]:
+    """The dicts of attributes that `node` is given, if it is an object."""
+    if isinstance(node, Call):
+        yield from (state for state in node.states() if isinstance(state, Dict))
 
 
 class _Reader:

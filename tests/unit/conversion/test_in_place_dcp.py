@@ -1,0 +1,124 @@
+"""Names in a folder of torch.distributed.checkpoint, changed in ``.metadata`` alone; torch's reader is the judge."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp_of_torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptconv
+from ckptconv.byteranges.undo_journal import DONE, HOT, journal_path, read_journal
+from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place import writing
+from tests.support.judge import assert_same
+from tests.support.torn_writes import operations_of, torn_states
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+
+STATE = {
+    "model": {f"module.layer{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(12)},
+    "optimizer": {"state": {f"module.layer{i}.weight": {"exp_avg": torch.ones(2, 3) * i} for i in range(12)}},
+    "history": [torch.ones(2), 5, "module.layer0.weight"],
+    "epoch": 3,
+}
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    dcp_of_torch.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def by_torch(folder: Path, tmp_path: Path) -> Any:
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    return torch.load(tmp_path / "torch.pt", weights_only=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [{"strip_prefix": "module."}, {"rename": [("^module", "a.very.long.name")]}, {"unwrap": True}],
+    ids=["shorter", "longer", "unwrap"],
+)
+@pytest.mark.parametrize("undone", ["folder", ".metadata"])
+def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
+    """What torch makes of it is what it loads of a converted copy; no other file changes."""
+    folder = saved(tmp_path / "dcp", STATE)
+    before = contents(folder)
+    ckptconv.convert(folder, tmp_path / "converted.pt", **edits)
+    report = ckptconv.convert(folder, in_place=True, **edits)
+    assert report.in_place.journal == str(journal_path(folder / ".metadata"))
+    now = contents(folder)
+    assert [name for name in before if now[name] != before[name]] == [".metadata"]
+    assert_same(by_torch(folder, tmp_path), torch.load(tmp_path / "converted.pt"))
+    assert ckptconv.diff(folder, tmp_path / "converted.pt").same and ckptconv.verify(folder).ok
+    names = list(by_torch(folder, tmp_path)["model"])
+    target = {"model": {name: torch.zeros(2, 3) for name in names}}
+    dcp_of_torch.load(target, checkpoint_id=folder, no_dist=True)
+    assert_same(list(target["model"].values()), list(STATE["model"].values()))
+    ckptconv.undo(folder if undone == "folder" else folder / ".metadata")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "edits", "words"),
+    [
+        ({"a": {"module.w": torch.ones(1)}}, {"map_location": "cuda"}, "names of tensors alone"),
+        (
+            {
+                "model": {"module.w": torch.ones(1)},
+                "optimizer": {
+                    "state": {"module.w": {"step": torch.ones(1)}},
+                    "param_groups": [{"lr": 0.1, "params": ["module.w"]}],
+                },
+            },
+            {"strip_prefix": "module."},
+            "names of tensors alone",
+        ),
+        ({"a": {"module.b": torch.ones(1)}, "a.b": torch.ones(2)}, {"strip_prefix": "module."}, "two items"),
+    ],
+    ids=["devices", "names in other files", "two of one name"],
+)
+def test_what_is_in_other_files_is_refused(
+    tmp_path: Path, state: dict[str, Any], edits: dict[str, Any], words: str
+) -> None:
+    folder = saved(tmp_path / "dcp", state)
+    before = contents(folder)
+    with pytest.raises(ckptconv.UnsupportedError, match=rf"{words}.*ckptconv\.convert\(.*OUT\)"):
+        ckptconv.convert(folder, in_place=True, **edits)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
+    """Power is lost at any write: torch's reader and ours refuse what is neither the old file nor the new one."""
+    folder = saved(tmp_path / "dcp", STATE)
+    path = folder / ".metadata"
+    old = path.read_bytes()
+    ckptconv.convert(folder, in_place=True, rename=[("layer", "LAYER")])
+    new = path.read_bytes()
+    journal, state = read_journal(path, os.getuid())
+    assert state == DONE
+    path.write_bytes(new if back else old)
+    function = writing.restore if back else writing.apply
+    operations = operations_of(writing, lambda fd: function(fd, journal), path)
+    torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
+    assert torn
+    journals.mark(path, HOT)
+    for content in torn:
+        path.write_bytes(content)
+        with pytest.raises(Exception):  # noqa: B017, PT011 - pickle has several types for it
+            FileSystemReader(folder).read_metadata()
+        with pytest.raises(ckptconv.InputError, match=r"ckptconv\.undo\(.*\) gives the old bytes back"):
+            ckptconv.inspect(folder)
+    ckptconv.undo(folder)
+    assert path.read_bytes() == old
