@@ -18,7 +18,7 @@ from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.plan import InPlace, Report
+from ckptconv.conversion.plan import InPlace, Report, refuse_dangers
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits
@@ -28,6 +28,7 @@ from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.in_place import patches_of
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
+from ckptconv.formats.writers import writer_of
 from ckptconv.hints import Option, Placeholder, command, option, shell
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
@@ -63,11 +64,12 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
     Args:
         src: A file, of which a link is followed; or a sharded set, by its folder or its index.
         edits: Of devices and names alone.
-        output: Of it ``dry_run``, ``no_undo``, and ``force``: hard links are no obstacle.
+        output: Of it ``dry_run``, ``no_undo``, ``allow_unsafe``, and ``force``: hard links are no obstacle.
 
     Raises:
         UsageError: An edit would move tensor bytes.
         RefusedError: The file cannot be changed in place, or not now.
+        DangerousError: It carries what no checkpoint needs.
         OutputError: Writing failed; the journal has the old bytes.
     """
     check_edits(edits, output)
@@ -81,7 +83,7 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
             notes += about
             files.append(_File(target, opened.enter_context(open_locked(target))))
             _check_file(files[-1], force=output.force)
-        changes, format_ = _plan(files, index, edits)
+        changes, format_ = _plan(files, index, edits, allow_unsafe=output.allow_unsafe)
         changed = [file for file in files if file.changes]
         if not output.dry_run:
             written = _write(changed, keep_journal=not output.no_undo)
@@ -124,7 +126,7 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
         return index, [*(folder / name for name in read_index(source).shards()), index]
 
 
-def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes, str]:
+def _plan(files: list[_File], index: Path | None, edits: Edits, *, allow_unsafe: bool) -> tuple[Changes, str]:
     """What changes in each of `files`, all decided before the first is written; all changes, and the format."""
     shards = files[:-1] if index else files
     total = Changes()
@@ -133,7 +135,7 @@ def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes
     wrapped: set[bool] = set()
     for file in shards:
         try:
-            format_ = _plan_file(file, edits, total, wrapped)
+            format_ = _plan_file(file, edits, total, wrapped, allow_unsafe=allow_unsafe)
         except NoMatchError as error:  # it may match in another shard
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
@@ -151,7 +153,7 @@ def _plan(files: list[_File], index: Path | None, edits: Edits) -> tuple[Changes
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
 
 
-def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool]) -> str:
+def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool], *, allow_unsafe: bool) -> str:
     """What changes in one `file` that is a checkpoint, added to `total`, and to `wrapped` whether its names all have
     the prefix of a wrapper; its format.
     """
@@ -164,6 +166,9 @@ def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool]) ->
         format_ = checkpoint.format
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         changes = apply(checkpoint, edits)
+        writer = writer_of(format_)
+        if not allow_unsafe and (writer is None or writer.objects):
+            refuse_dangers(checkpoint, as_archive=bool(writer and writer.records))
         file.patches = patches_of(checkpoint)
         if file.patches is None:
             raise _does_not_fit(file.path)

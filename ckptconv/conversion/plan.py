@@ -128,7 +128,7 @@ def make_plan(
     edits = _edits_for(writer, edits, in_shards=is_folder and output.in_shards)
     changes = apply(checkpoint, edits, is_emitted=writer.objects)
     if writer.objects and not output.allow_unsafe:
-        _refuse_dangers(checkpoint, as_archive=writer.records)
+        refuse_dangers(checkpoint, as_archive=writer.records)
     if writer.safe_loader:
         notes += _about_code(checkpoint)
     if not checkpoint.is_byteorder_said and (checkpoint.format != writer.name or changes.dtypes):
@@ -227,7 +227,10 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
     return [f"torch.load(weights_only=True) refuses the output for {first}{more}: inspect says what to do about that"]
 
 
-def _refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
+def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
+    """Raise DangerousError where a conversion of `checkpoint`, `as_archive` or not, would carry over what no checkpoint
+    needs.
+    """
     found = dangers_carried(checkpoint, as_archive=as_archive)
     dangers = [concern for concern in found if concern.dangerous]
     if found:

@@ -38,6 +38,7 @@ from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place import writing
 from tests.support.command import Command
 from tests.support.judge import assert_same
+from tests.support.reduced import Reduced
 from tests.support.torn_writes import operations_of, torn_states
 
 LONG = [("^", "a.name.that.is.much.longer.than.it.was.")]
@@ -203,6 +204,22 @@ def test_a_storage_whose_file_is_a_zip(tmp_path: Path) -> None:
     for edits in ({"map_location": "cuda:0"}, {"strip_prefix": "module."}):
         with pytest.raises(ckptconv.RefusedError, match="does not fit"):
             ckptconv.convert(path, in_place=True, **edits)
+
+
+def test_what_no_checkpoint_needs(checkpoint: Path) -> None:
+    """A call of it is refused, as convert does it, unless it is allowed; it is not run."""
+    marker = checkpoint.with_name("marker")
+    state = {"a.b": torch.ones(2), "x": Reduced(os.system, (f"touch {marker}",))}
+    if checkpoint.suffix == ".pkl":
+        checkpoint.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, checkpoint, _use_new_zipfile_serialization=is_zip(checkpoint))
+    before = checkpoint.read_bytes()
+    with pytest.raises(ckptconv.DangerousError, match="allow_unsafe"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda")
+    assert checkpoint.read_bytes() == before
+    assert ckptconv.convert(checkpoint, in_place=True, map_location="cuda", allow_unsafe=True).in_place.nbytes
+    assert not marker.exists()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

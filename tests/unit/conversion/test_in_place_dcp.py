@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
     dcp_of_torch.load(target, checkpoint_id=folder, no_dist=True)
     assert_same(list(target["model"].values()), list(STATE["model"].values()))
     ckptconv.undo(folder if undone == "folder" else folder / ".metadata")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["rows", "mesh", "files"])
+def test_of_several_processes(ranks: Path, tmp_path: Path, name: str) -> None:
+    """Each chunk of a tensor has its name in .metadata; an optimizer's list of names is in another file."""
+    folder = shutil.copytree(ranks / name, tmp_path / "dcp")
+    before = contents(folder)
+    edits: dict[str, Any] = {"rename": [("$", ".new")]}
+    ckptconv.convert(folder, tmp_path / "converted.pt", **edits)
+    if name == "rows":
+        with pytest.raises(ckptconv.UnsupportedError, match="names of tensors alone"):
+            ckptconv.convert(folder, in_place=True, **edits)
+        assert contents(folder) == before
+        return
+    assert ckptconv.convert(folder, in_place=True, **edits).changes.names
+    assert_same(by_torch(folder, tmp_path), torch.load(tmp_path / "converted.pt"))
+    ckptconv.undo(folder)
     assert contents(folder) == before
 
 
