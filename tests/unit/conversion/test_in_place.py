@@ -888,6 +888,18 @@ def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.Mo
     assert journal_path(shard).read_bytes() == earlier
 
 
+def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    """A hot journal too: what it is of is said for the file that it is of."""
+    command("convert", run_folder, "--in-place", "--strip-prefix", "module.")
+    journals.mark(run_folder / "epochs/0.pt", HOT)
+    said = command.json("convert", run_folder, tmp_path / "out", "--copy-others", "--to", "cuda:1")
+    assert sorted(everything(tmp_path / "out")) == sorted(everything(run_folder))
+    assert not list((tmp_path / "out").rglob(".*"))
+    notes = {os.path.relpath(each["src"], run_folder): each.get("notes", []) for each in said["items"]}
+    assert any("was interrupted" in note for note in notes["epochs/0.pt"])
+    assert not any("was interrupted" in note for note in notes["epochs/1.pt"])
+
+
 def test_jobs_in_place(run_folder: Path) -> None:
     """Jobs as any other: their two paths are one."""
     jobs = ckptconv.jobs_in(run_folder, run_folder, in_place=True, strip_prefix="module.")
