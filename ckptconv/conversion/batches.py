@@ -98,7 +98,7 @@ def jobs_in(
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     output = OutputOptions.of(edits)
-    if output.in_place and not any(src == dst for src in srcs):
+    if output.in_place and not any(Path(src) == Path(dst) for src in srcs):
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     listing = list_in_place(srcs) if output.in_place else list_items(srcs, dst, output)
     return [job_of(item, edits) for item in listing.items]

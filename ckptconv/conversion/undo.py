@@ -15,7 +15,7 @@ from ckptconv.errors import InputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import read_metadata
-from ckptconv.hints import for_python
+from ckptconv.hints import command, for_python
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import check_restorable, restore
@@ -52,7 +52,8 @@ def undo(path: str | os.PathLike[str]) -> int:
             files = _set_of(target, fd, journal, state, opened)
         if len(changed) > len(files):
             names = [os.path.basename(each) for each in changed]
-            raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names))
+            one = command("undo", target) + " takes one back"
+            raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names), hint=one)
         for each, fd, journal, state in files:
             check_restorable(fd, journal, each, done=state == DONE)
             _check_whole(each, journal)

@@ -902,7 +902,7 @@ def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, c
 
 def test_jobs_in_place(run_folder: Path) -> None:
     """Jobs as any other: their two paths are one."""
-    jobs = ckptconv.jobs_in(run_folder, run_folder, in_place=True, strip_prefix="module.")
+    jobs = ckptconv.jobs_in(run_folder, str(run_folder), in_place=True, strip_prefix="module.")
     assert len(jobs) == 4
     assert all(outcome.report and outcome.report.in_place for outcome in ckptconv.convert_many(jobs[:1]))
     with pytest.raises(ckptconv.UsageError, match="has no output"):
