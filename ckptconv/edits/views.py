@@ -172,11 +172,14 @@ class Views:
         return self._word("torch", name) if name else self._word("torch.storage", UNTYPED.storage_class or "")
 
     def _word(self, module: str, name: str) -> Global:
-        """A global, the same for all that say it."""
+        """A global, the same for all that say it, also in the source."""
         if name not in self._words:
-            self._words[name] = Global(module, name)
-            self._checkpoint.graph.shared.add(self._words[name])
-            self._checkpoint.graph.globals.append(self._words[name])
+            graph = self._checkpoint.graph
+            known = (node for node in graph.globals if (node.module, node.name) == (module, name))
+            found = self._words[name] = next(known, None) or Global(module, name)
+            graph.shared.add(found)
+            if found not in graph.globals:
+                graph.globals.append(found)
         return self._words[name]
 
     def conclude(self) -> None:

@@ -127,6 +127,8 @@ HARMLESS = frozenset(
         *(f"torch._dynamo.convert_frame.{name}." for name in (
             "CatchErrorsWrapper", "ConvertFrame", "ConvertFrameAssert",
         )),
+        # looks the module of a device up, and tells the other processes of the run
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor.",
         # what is looked up must be a module or a parameter, and is given back only then
         *(f"torch.nn.modules.module.Module.{name}" for name in (
             "__setattr__", "get_buffer", "get_parameter", "get_submodule", "set_submodule",
