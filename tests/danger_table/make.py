@@ -13,6 +13,7 @@ import argparse
 import ast
 import gc
 import os
+import platform
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ __all__ = ["PACKAGES", "PYTHON", "STDLIB", "Table", "entries", "main", "read_tab
 
 TABLE = Path(__file__).resolve().parents[2] / "ckptconv" / "checkpoint" / "dangerous_globals.txt"
 STDLIB = Path(os.__file__).parent
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = platform.python_version()  # their libraries change between patches
 
 #: torch, and what it and the command line need: installed wherever checkpoints are loaded with it.
 PACKAGES = (

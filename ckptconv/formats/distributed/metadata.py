@@ -33,6 +33,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_count, is_global
 from ckptconv.pickles.parser import parse
+from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["ItemPath", "Metadata", "Stored", "TensorItem", "read_metadata", "renamed"]
 
@@ -170,7 +171,8 @@ class _Reader:
 
     def refuse_unknown(self, graph: Graph) -> None:
         """Raise UnsupportedError where something is named that torch's own writers do not name."""
-        unknown = list(dict.fromkeys(str(node) for node in graph.globals if str(node) not in _KNOWN))
+        names = (imported_name(node, graph.protocol) for node in graph.globals)
+        unknown = list(dict.fromkeys(name for name in names if name not in _KNOWN))
         unknown += dangerous_globals(graph)  # what is known can reach everything by getattr
         if unknown:
             self.refuse(
