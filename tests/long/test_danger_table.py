@@ -1,4 +1,4 @@
-"""The table of what libraries lend covers torch and all that it needs, and the gadgets do what they are said to."""
+"""The table of what libraries lend covers Python, torch and what it needs; gadgets do what they are said to."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOAD = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])))"
 
 
 @pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
-def test_it_covers_torch() -> None:
-    """Made again with all packages that are here, the table has nothing that the one in the package has not."""
+def test_it_covers_them() -> None:
+    """Made again with all that is here, the table has nothing that the one in the package has not."""
     assert make.read_table().add(make.walked(make.STDLIB, make.PACKAGES)) == []
 
 
