@@ -7,6 +7,7 @@ a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
 """
 
 from ckptconv.errors import (
+    ArgumentTypeError,
     CkptconvError,
     CollisionError,
     DangerousError,
@@ -15,6 +16,7 @@ from ckptconv.errors import (
     InputError,
     LimitError,
     MalformedError,
+    MissingInputError,
     MissingTorchError,
     NoMatchError,
     OutputError,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentTypeError",
     "Changes",
     "CheckpointFile",
     "CkptconvError",
@@ -68,6 +71,7 @@ __all__ = [
     "LimitError",
     "MalformedError",
     "MapLocation",
+    "MissingInputError",
     "MissingTorchError",
     "NameChange",
     "NoMatchError",

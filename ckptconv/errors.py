@@ -1,8 +1,10 @@
 """The exception tree, each error one line for a person and data for a program; and helpers for such lines.
 
 CkptconvError
-├── UsageError          the request contradicts itself or cannot be understood
+├── UsageError          the request contradicts itself or cannot be understood (a ValueError too)
+│   └── ArgumentTypeError   an argument has a wrong type, or there is none of that name (a TypeError too)
 ├── InputError          something is wrong with what was read
+│   ├── MissingInputError   it is not there (a FileNotFoundError too)
 │   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
 │   ├── LimitError          it asks for more than ckptconv is willing to spend
 │   ├── UnsupportedError    it is sound, but not something that this version handles
@@ -11,7 +13,7 @@ CkptconvError
 ├── MissingTorchError   what was asked for needs torch, which is not installed (an ImportError too)
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        doing it would lose data or surprise somebody
-│   ├── TargetExistsError   the output is there already
+│   ├── TargetExistsError   the output is there already (a FileExistsError too)
 │   ├── CollisionError      two names would become one
 │   └── NoMatchError        a filter or prefix that matches nothing: a typo
 │       └── UnknownDeviceError  a mapping of what is no device's name, and on which nothing is (a UsageError too)
@@ -20,12 +22,14 @@ CkptconvError
 
 from __future__ import annotations
 
+import errno
 import sys
 import unicodedata
 from collections.abc import Sequence
 
 __all__ = [
     "DOWNLOAD_AGAIN",
+    "ArgumentTypeError",
     "CkptconvError",
     "CollisionError",
     "DangerousError",
@@ -34,6 +38,7 @@ __all__ = [
     "InputError",
     "LimitError",
     "MalformedError",
+    "MissingInputError",
     "MissingTorchError",
     "NoMatchError",
     "OutputError",
@@ -126,12 +131,33 @@ class CkptconvError(Exception):
         return printable(line)
 
 
-class UsageError(CkptconvError):
+class _OfPath(OSError):
+    """What Python's own error of a file says: its number, and the path."""
+
+    where: object
+
+    @property
+    def filename(self) -> object:
+        """The path, as Python calls it."""
+        return self.where
+
+
+class UsageError(CkptconvError, ValueError):
     """The request contradicts itself or cannot be understood; nothing was read."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument of a function has a wrong type, or it has none of that name."""
 
 
 class InputError(CkptconvError):
     """Something is wrong with what was read."""
+
+
+class MissingInputError(InputError, _OfPath, FileNotFoundError):
+    """The input is not there."""
+
+    errno = errno.ENOENT
 
 
 class MalformedError(InputError):
@@ -180,8 +206,10 @@ class RefusedError(CkptconvError):
     """Doing it would lose data or surprise somebody; nothing was written."""
 
 
-class TargetExistsError(RefusedError):
+class TargetExistsError(RefusedError, _OfPath, FileExistsError):
     """The output is there already, and nobody said that it may be replaced."""
+
+    errno = errno.EEXIST
 
 
 class CollisionError(RefusedError):

@@ -6,12 +6,13 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
-from ckptconv.errors import CkptconvError, printable
+from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
+from ckptconv.guesses import keyword_for, unneeded
 
 __all__ = [
     "Command",
@@ -29,11 +30,13 @@ __all__ = [
     "quoted",
     "saved_by_torch",
     "shell",
+    "unknown_keyword",
 ]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_LONGEST = 80  # characters of a value that is said
 _TERMINAL_ONLY = ("tree",)  # options of commands that no function has
 
 
@@ -185,10 +188,16 @@ _MESSAGES: dict[str, Callable[[Any], Any]] = {
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, whose errors speak of keywords. Its result, if it holds messages, goes through :func:`in_python`."""
+    """`function`, whose errors speak of keywords, those that it has not among them. Its result, if it holds messages,
+    goes through :func:`in_python`.
+    """
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = _keywords(function) if kwargs else []
+        for name, value in kwargs.items():
+            if name not in known:
+                raise unknown_keyword(function.__name__, name, value, known)
         try:
             return function(*args, **kwargs)
         except CkptconvError as error:
@@ -196,6 +205,25 @@ def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return called
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    import inspect  # which costs those who need it not some milliseconds
+
+    return [*inspect.signature(function).parameters]
+
+
+def unknown_keyword(function: str, guess: str, value: object, known: Sequence[str]) -> ArgumentTypeError:
+    """The error for the keyword `guess` of a `function` that has those `known`, with what is meant by it."""
+    error = ArgumentTypeError(f"{function}() got an unexpected keyword argument {guess!r}")
+    if why := unneeded(guess, known):
+        error.hint = f"leave it out: {why}"
+    elif meant := keyword_for(guess, value, known):
+        keyword, said = meant
+        shown = repr(said)
+        error.hint = "is this meant: " + (keyword if said is None or len(shown) > _LONGEST else f"{keyword}={shown}")
+    return error
 
 
 # Words of a shell, and of other programs

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.locks import lock_shared
-from ckptconv.errors import InputChangedError, InputError
+from ckptconv.errors import InputChangedError, InputError, MissingInputError
 
 __all__ = ["BytesSource", "Readable", "SliceSource", "Source", "SourceFolder", "first_bytes", "list_folder"]
 
@@ -148,7 +148,8 @@ class Source(Readable):
         except OSError as error:
             too_many = error.errno == errno.EMFILE
             hint = "ulimit -n says how many files may be open, and lets more be" if too_many else None
-            raise InputError(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
+            kind = MissingInputError if isinstance(error, FileNotFoundError) else InputError
+            raise kind(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
         if locked:  # before its size is asked for: who changes it in place may be ending just now

@@ -9,49 +9,15 @@ from difflib import get_close_matches
 import click
 
 from ckptconv.errors import UsageError
+from ckptconv.guesses import OPTIONS as GUESSED
+from ckptconv.guesses import PATHS, USUAL_VALUES, normal
 from ckptconv.hints import Option, Placeholder, shell
 
 __all__ = ["COMMANDS", "OPTIONS", "PATHS", "wrong_command", "wrong_option"]
 
 _VALUE = Placeholder("VALUE")  # the word behind the guess
-#: Options, and what they are taken for. Of several with one guess, that is meant which the command has.
-OPTIONS: tuple[tuple[Option, str], ...] = (
-    (Option("map_location", _VALUE), "device target to-device dev"),
-    (Option("map_location", "cpu"), "cpu to-cpu no-cuda no-gpu"),
-    (Option("map_location", "cuda"), "gpu cuda to-cuda to-gpu"),
-    (Option("strip_prefix", _VALUE), "strip remove-prefix no-prefix drop-prefix prefix strip-module"),
-    (Option("dtype", _VALUE), "precision type cast"),
-    (Option("dtype", "fp16"), "half fp16 float16"),
-    (Option("dtype", "bf16"), "bf16 bfloat16"),
-    (Option("dtype", "fp32"), "float fp32 float32 full"),
-    (Option("format", _VALUE), "out-format output-format to-format out-type save-format"),
-    (Option("format", "safetensors"), "safetensors safe to-safetensors"),
-    (Option("max_shard_size", _VALUE), "shard-size shards split"),
-    (Option("select", _VALUE), "key subkey root"),
-    (Option("include", _VALUE), "only keep filter grep"),
-    (Option("exclude", _VALUE), "ignore without skip"),
-    (Option("drop", _VALUE), "remove delete del omit drop-key no-optimizer"),
-    (Option("state_dict"), "weights-only model-only weights"),
-    (Option("unwrap"), "unwrap-ddp ddp"),
-    (Option("force"), "overwrite yes y clobber replace"),
-    (Option("jobs", _VALUE), "workers num-workers threads n-jobs nproc parallel"),
-    (Option("dry_run"), "plan noop simulate"),
-    (Option("allow_unsafe"), "unsafe trust"),
-    (Option("quiet"), "silent s"),
-    (Option("all"), "verbose v full a"),
-    (Option("rtol", _VALUE), "tolerance tol eps"),
-    (Option("names_only"), "keys keys-only"),
-    (Option("expect_sha256", _VALUE), "sha256 sha hash checksum"),
-)
-#: Options that others have for what stands here first or last, as a path.
-PATHS = {
-    guess: place
-    for place, guesses in (
-        (0, "src source input in infile in-file file path ckpt checkpoint model"),
-        (-1, "o out output outfile out-file dst dest destination to-file save"),
-    )
-    for guess in guesses.split()
-}
+#: Options, and what they are taken for.
+OPTIONS = tuple((Option(name, _VALUE if value is None else value), each) for name, value, each in GUESSED)
 #: Commands, with the options that a guess implies.
 COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     guess: (name, options)
@@ -72,7 +38,6 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     )
     for guess in guesses.split()
 }
-_USUAL = {"strip_prefix": "module."}  # the value where none is behind the guess
 _MOST = 8  # guesses in one command line
 _Commands = Mapping[str, click.Command]
 
@@ -95,7 +60,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
     """The error for the word `guess` in place of one of `commands`."""
     words = [*args]
     near = get_close_matches(guess, commands, n=1)
-    name, options = COMMANDS.get(guess.lower().replace("_", "-"), (near[0] if near else "", ()))
+    name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
     words += [word for option in options for flag in option.words() for word in flag]
     error = UsageError(f"no command is called {guess}")
     if not name and (guess.startswith("-") or os.path.lexists(guess)):
@@ -116,7 +81,7 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
     """The command line with what is meant by the option at `at`, which the command `name` has not, if that is known."""
     flag, equals, inline = words[at].partition("=")
     before, behind = words[:at], [*([inline] if equals else []), *words[at + 1 :]]
-    guess = flag.lstrip("-").lower().replace("_", "-")
+    guess = normal(flag.lstrip("-"))
     known = _flags(commands[name])
     if guess in PATHS and behind:
         path = behind.pop(0)
@@ -140,7 +105,7 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
     flag, *value = option.words()[0]
     if option.value is not _VALUE:
         return flag, *value
-    usual = _USUAL.get(option.keyword)
+    usual = USUAL_VALUES.get(option.keyword)
     if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
         return flag, usual or _VALUE
     return flag, behind.pop(0)

@@ -26,6 +26,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "files": [{"name": name, "size": size} for name, size in report.files],
         "failed": [{"path": path, "error": str(error)} for path, error in report.failed],
         "written": report.written,
+        "changed": report.changed,
         "seconds": round(report.seconds, 6),
         "devices": [
             {"old": old, "new": new, "tensors": tensors, "nbytes": nbytes}

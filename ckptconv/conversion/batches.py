@@ -21,9 +21,9 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import Others, processes
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
-from ckptconv.conversion.options import JobOptions, OutputOptions
+from ckptconv.conversion.options import JobOptions, OutputOptions, takes
 from ckptconv.conversion.targets import Item, list_in_place, list_items
-from ckptconv.errors import CkptconvError, InputError, OutputError, RefusedError, UsageError
+from ckptconv.errors import CkptconvError, MissingInputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
@@ -73,10 +73,11 @@ def convert_many(
 
 
 @for_python
+@takes(JobOptions)
 def jobs_in(
     src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
-    **edits: Unpack[JobOptions],
+    **options: Unpack[JobOptions],
 ) -> list[Job]:
     """The jobs that convert the checkpoints in a folder, and in all folders below it, into another folder.
 
@@ -85,7 +86,7 @@ def jobs_in(
     Args:
         src: The folder; or several files and folders, which go to `dst` under their own names.
         dst: The folder of the outputs; with ``in_place`` the folder `src` itself.
-        **edits: Keywords of :func:`ckptconv.convert`, and ``skip_existing``, which is one of a :class:`Job`.
+        **options: The keys of :class:`~ckptconv.conversion.options.JobOptions`.
 
     Returns:
         A job for each checkpoint, and with ``copy_others`` one for each other file.
@@ -94,14 +95,14 @@ def jobs_in(
         UsageError: Something makes no sense.
         RefusedError: Two outputs would have one name.
         InputError: There is no checkpoint.
-        TypeError: A keyword has a wrong type, or there is none of that name.
+        ArgumentTypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    output = OutputOptions.of(edits)
+    output = OutputOptions.of(options)
     if output.in_place and not any(Path(src) == Path(dst) for src in srcs):
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     listing = list_in_place(srcs) if output.in_place else list_items(srcs, dst, output)
-    return [job_of(item, edits) for item in listing.items]
+    return [job_of(item, options) for item in listing.items]
 
 
 @for_python
@@ -115,12 +116,13 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
         The path of the index.
 
     Raises:
-        InputError: There is no such folder.
+        MissingInputError: There is no such folder.
         MalformedError: A shard is missing, or a name stands in two of them.
         RefusedError: There are no shards, or there is an index.
     """
+    folder = os.fspath(folder)
     if not os.path.isdir(folder):
-        raise InputError("there is no such folder", where=folder, expected="a folder with shards")
+        raise MissingInputError("there is no such folder", where=folder, expected="a folder with shards")
     with SourceFolder(folder, open_file=opening.open_file) as source, gc_paused():
         found = find_set(source.path)
         if found is None or found.index is not None:

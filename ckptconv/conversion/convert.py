@@ -18,7 +18,7 @@ from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, ta
 from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import RefusedError, UsageError
+from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.opening import open_input
@@ -53,7 +53,7 @@ def convert(
 
     Raises:
         CkptconvError: One of its subclasses; `dst` is then as it was.
-        TypeError: An option has a wrong type, or there is none of that name.
+        ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     output = OutputOptions.of(options)
     edits = edits_from(**options)
@@ -62,7 +62,7 @@ def convert(
             raise UsageError("an in-place change has no output", got=os.fspath(dst))
         return in_python(change_in_place(src, edits, output))
     if dst is None:
-        raise TypeError("convert() needs dst, the output, unless in_place is True")
+        raise ArgumentTypeError("convert() needs dst, the output, unless in_place is True")
     return in_python(run(src, dst, edits, output))
 
 

@@ -23,7 +23,7 @@ from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import is_wrapped
-from ckptconv.errors import InputError, NoMatchError, OutputError, RefusedError, UsageError
+from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.in_place import patches_of
@@ -242,7 +242,7 @@ def open_locked(path: Path) -> Iterator[int]:
             raise InputError("no regular file", where=path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise InputError("no such file", where=path) from error
+        raise MissingInputError("no such file", where=path) from error
     except OSError as error:
         raise OutputError(f"cannot be changed: {error.strerror}", where=path, hint=_remedy(error, path)) from error
     try:

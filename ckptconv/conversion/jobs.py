@@ -27,7 +27,7 @@ from ckptconv.conversion.targets import Item, find_item, is_there
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError
-from ckptconv.hints import joined, option
+from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside
 
@@ -49,9 +49,10 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raise TypeError or UsageError for keywords that nobody knows, or that make no sense."""
-        unknown = sorted(self.edits.keys() - JobOptions.__annotations__.keys())
-        if unknown:
-            raise TypeError(f"no keyword of convert is called {', '.join(unknown)}")
+        known = JobOptions.__annotations__
+        for name in self.edits:
+            if name not in known:
+                raise unknown_keyword("convert", name, self.edits[name], [*known])
         object.__setattr__(self, "edits", dict(self.edits))  # a view of somebody's dict, which no process could get
         self.as_edits()
         if self.as_output().in_place and Path(self.dst) != Path(self.src):

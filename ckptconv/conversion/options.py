@@ -105,8 +105,9 @@ USUAL = OutputOptions()
 
 
 def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """For a function with ``**options: Unpack[...]`` of this TypedDict: it refuses other keywords as Python does, and
-    shows each option in its signature, and in its docstring in place of the entry ``**options``.
+    """For a function with ``**options: Unpack[...]`` of this TypedDict: it
+    shows each option in its signature, and in its docstring in place of the entry ``**options``. That it has no others
+    is what :func:`~ckptconv.hints.for_python` looks at.
 
     Args:
         options: What declares the keywords.
@@ -126,13 +127,9 @@ def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Call
             )
             for name, (type_, _) in declared.items()
         ]
-        known = {each.name for each in (*own, *keywords)}
 
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
             return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
 
         called.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]

@@ -76,7 +76,8 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run.
+    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run, ``changed`` where
+    the output says what the source says.
 
     ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it
     with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted.
@@ -100,6 +101,13 @@ class Report:
     files: tuple[tuple[str, int], ...] = ()
     failed: tuple[tuple[str, CkptconvError], ...] = ()
     in_place: InPlace | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the output says anything else than the source, or in another format."""
+        changes = self.changes
+        edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
+        return bool(edited or self.left_behind or self.formats[0] != self.formats[1])
 
     @property
     def nbytes(self) -> int:

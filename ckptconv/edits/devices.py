@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptconv.errors import UsageError
+from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.hints import option
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
     try:
         inspect.signature(function).bind("cpu")
     except TypeError:
-        raise TypeError(
+        raise ArgumentTypeError(
             "map_location must be a function of one argument, from tag to tag, such as "
             "lambda tag: 'cpu'; no storage is loaded here, so there is none to pass"
         ) from None

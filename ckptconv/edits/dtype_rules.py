@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import UsageError
+from ckptconv.errors import ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
         return ()
     if isinstance(dtype, Mapping):
         if not all(isinstance(glob, str) for glob in dtype):
-            raise TypeError(f"dtype must map globs to dtypes, not {dtype!r}")
+            raise ArgumentTypeError(f"dtype must map globs to dtypes, not {dtype!r}")
         said: list[tuple[str | None, str]] = [(glob, _word(word)) for glob, word in dtype.items()]
     elif isinstance(dtype, str) or not isinstance(dtype, Iterable):
         said = [_split(_word(dtype))]
@@ -90,7 +90,7 @@ def _word(said: object) -> str:
     """What somebody `said`, without what torch puts before the names of its dtypes."""
     text = said if isinstance(said, str) else str(said) if type(said).__name__ == "dtype" else None
     if text is None:
-        raise TypeError(f"dtype must be a dtype, its name, or a mapping from globs to such, not {said!r}")
+        raise ArgumentTypeError(f"dtype must be a dtype, its name, or a mapping from globs to such, not {said!r}")
     return text.removeprefix("torch.")
 
 

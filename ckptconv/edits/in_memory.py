@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
 from ckptconv.edits.no_match import no_match
-from ckptconv.errors import CollisionError, NoMatchError
+from ckptconv.errors import ArgumentTypeError, CollisionError, NoMatchError
 from ckptconv.hints import for_python
 
 __all__ = ["add_prefix", "strip_prefix"]
@@ -99,7 +99,9 @@ def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
 
 def _check_type(state_dict: object) -> None:
     if not isinstance(state_dict, MutableMapping):
-        raise TypeError(f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()")
+        raise ArgumentTypeError(
+            f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()"
+        )
 
 
 def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from ckptconv.errors import UsageError
+from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.hints import Placeholder, option
 
 __all__ = ["ancestors", "modules_without", "normal_prefix", "prefixes_of", "strings"]
@@ -31,7 +31,7 @@ def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
     """`words`, the argument `name`, which may be one string. Raises TypeError for anything else."""
     found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
     if not all(isinstance(word, str) for word in found):
-        raise TypeError(f"{name} must be a string or strings, not {words!r}")
+        raise ArgumentTypeError(f"{name} must be a string or strings, not {words!r}")
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict
 from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
+from ckptconv.errors import ArgumentTypeError
 from ckptconv.hints import Message, option
 
 __all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from", "option_of"]
@@ -119,12 +120,18 @@ def option_of(field: str, what: object) -> Message:
 
 
 def check_flags(options: Any) -> None:
-    """Raise TypeError where a field of the dataclass `options` that is declared as a bool holds something else."""
+    """Raise ArgumentTypeError where a field of the dataclass `options` that is declared as a bool, a number or a text
+    holds something else.
+    """
     for each in fields(options):
-        flag = getattr(options, each.name)
-        if each.type is bool and not isinstance(flag, bool):
+        flag, wanted = getattr(options, each.name), _WANTED.get(each.type)
+        if wanted and not isinstance(flag, each.type):  # type: ignore[arg-type]
             part = "; a part is taken with select=PATH" if each.name == "state_dict" else ""
-            raise TypeError(f"{each.name} must be True or False, not {flag!r}{part}")
+            raise ArgumentTypeError(f"{each.name} must be {wanted}, not {flag!r}{part}")
+
+
+#: The types of fields that are checked, in words.
+_WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", str | None: "a text"}
 
 
 def _as_it_is(value: Any) -> Any:
@@ -134,7 +141,7 @@ def _as_it_is(value: Any) -> Any:
 def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     found = tuple(rename) if isinstance(rename, Iterable) else (rename,)
     if not all(isinstance(pair, (tuple, list)) and [type(word) for word in pair] == [str, str] for pair in found):
-        raise TypeError(f"rename must be pairs like [('^module[.]', '')], not {rename!r}")
+        raise ArgumentTypeError(f"rename must be pairs like [('^module[.]', '')], not {rename!r}")
     return tuple((old, new) for old, new in found)
 
 

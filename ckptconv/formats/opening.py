@@ -14,7 +14,7 @@ from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.errors import InputError, UnsupportedError
+from ckptconv.errors import InputError, MissingInputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.foreign.files import foreign_file_error
@@ -80,7 +80,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
             raise folder_error(Path(name)) from error
-        is_missing = isinstance(error.__cause__, FileNotFoundError)
+        is_missing = isinstance(error, MissingInputError)
         if is_missing and (no_path := no_path_error(name, is_output=False)):
             raise no_path from None
         near = name_like(Path(name)) if is_missing else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of, target_of
-from ckptconv.errors import OutputError, RefusedError, TargetExistsError, UsageError
+from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
@@ -147,6 +147,8 @@ def as_output_error(path: Path) -> Iterator[None]:
     """Let an OSError inside be an OutputError about `path`."""
     try:
         yield
+    except CkptconvError:  # some are OSErrors too
+        raise
     except OSError as error:
         raise OutputError(
             f"could not be written: {error.strerror}", where=path, got=error.errno and errno.errorcode.get(error.errno)

@@ -24,7 +24,7 @@ from ckptconv.conversion.plan import Report, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import NoMatchError, UsageError, count, require_torch
+from ckptconv.errors import ArgumentTypeError, NoMatchError, UsageError, count, require_torch
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
@@ -114,7 +114,7 @@ class CheckpointFile:
     def _part(self, path: str) -> Checkpoint:
         """The tensor at `path` as a checkpoint of its own, on the same nodes."""
         if not isinstance(path, str):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
             )
         if path not in self._places:

@@ -4,7 +4,11 @@ and the tree is what its docstring draws.
 
 from __future__ import annotations
 
+import errno
+import pickle
 import re
+
+import pytest
 
 from ckptconv import errors
 from ckptconv.errors import CkptconvError, printable
@@ -42,3 +46,20 @@ def test_facts_are_short() -> None:
     """A long name loses its middle, and an integer of more digits than Python prints is described."""
     assert len(str(CkptconvError("it broke", got="x" * 70_000))) < 500
     assert str(CkptconvError("it broke", got=1 << 30_000)) == "it broke (got an integer of 30,001 bits)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "python", "number"),
+    [
+        (errors.MissingInputError, FileNotFoundError, errno.ENOENT),
+        (errors.TargetExistsError, FileExistsError, errno.EEXIST),
+        (errors.ArgumentTypeError, TypeError, None),
+        (errors.UsageError, ValueError, None),
+    ],
+)
+def test_errors_that_python_has_are_those_too(kind: type[CkptconvError], python: type, number: int | None) -> None:
+    """With its number and path, and from another process as well."""
+    error = pickle.loads(pickle.dumps(kind("it broke", where="a.pt", hint="try b.pt")))
+    assert type(error) is kind and isinstance(error, python)
+    assert str(error) == "a.pt: it broke; try b.pt"
+    assert (getattr(error, "errno", None), getattr(error, "filename", None)) == (number, number and "a.pt")

@@ -54,8 +54,7 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
         )
     yield from _left_behind_lines(report.left_behind, every_name, style)
     yield from _tie_lines(report, style)
-    changed = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
-    if not (changed or report.left_behind or old_format != new_format):
+    if not report.changed:
         yield from fact(style, "changes", "none")
     if report.in_place:
         yield from fact(style, "in place", _IN_PLACE[report.in_place.way])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import is_word
-from ckptconv.errors import UsageError
+from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.formats.sharded.index import index_name
 from ckptconv.hints import option
 from ckptconv.limits import LIMITS
@@ -52,7 +52,7 @@ def parse_size(size: int | str) -> int:
     Raises UsageError, TypeError.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
+        raise ArgumentTypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
     found = _SIZE.fullmatch(str(size))
     unit = found["unit"] if found else None
     if found is None or (unit is None and "." in found["number"]):

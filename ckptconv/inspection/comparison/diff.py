@@ -18,7 +18,7 @@ from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import Edits, NameOptions, PartOptions, edits_from
 from ckptconv.edits.selection import select
-from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, UsageError, count, some
+from ckptconv.errors import ArgumentTypeError, CkptconvError, NoMatchError, RefusedError, UsageError, count, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import Option, Placeholder, command, for_python, in_python, option, options_in
@@ -78,14 +78,14 @@ def diff(
 
     Raises:
         CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
-        TypeError: An option has a wrong type, or there is none of that name.
+        ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     edits = edits_from(**options)
     if not isinstance(names_only, bool):
-        raise TypeError(f"names_only must be True or False, not {names_only!r}")
+        raise ArgumentTypeError(f"names_only must be True or False, not {names_only!r}")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
-            raise TypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
+            raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
     return in_python(compare(a, b, edits, rtol=rtol, atol=atol, names_only=names_only))
 
 

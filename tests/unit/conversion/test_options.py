@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptconv
 from ckptconv.conversion.options import ConvertOptions, JobOptions, OutputOptions, takes
 from ckptconv.edits.options import EditOptions
+from ckptconv.errors import ArgumentTypeError
 
 
 def test_each_keyword_is_an_edit_or_about_the_output() -> None:
@@ -58,12 +62,49 @@ def test_the_docstring_has_each_keyword_once() -> None:
     assert silent.__doc__ is None
 
 
-@pytest.mark.parametrize("function", [ckptconv.convert, ckptconv.save, ckptconv.diff])
-def test_an_unknown_keyword_is_refused(function: Any) -> None:
-    """In Python's words, before anything is opened."""
+MEANT = {
+    ("convert", "to", "cpu"): "is this meant: map_location='cpu'",
+    ("convert", "map", "cuda=cpu"): "is this meant: map_location='cuda=cpu'",
+    ("convert", "cuda", True): "is this meant: map_location='cuda'",
+    ("convert", "half", True): "is this meant: dtype='fp16'",
+    ("convert", "half", False): "is this meant: dtype",
+    ("convert", "strip", True): "is this meant: strip_prefix='module.'",
+    ("convert", "strip", "a."): "is this meant: strip_prefix='a.'",
+    ("convert", "overwrite", False): "is this meant: force=False",
+    ("convert", "weights_only", True): "is this meant: state_dict=True",
+    ("convert", "output", "o.pt"): "is this meant: dst='o.pt'",
+    ("convert", "mao_location", "cpu"): "is this meant: map_location='cpu'",
+    ("convert", "dtype_", "x" * 100): "is this meant: dtype",
+    ("jobs_in", "to", "cpu"): "is this meant: map_location='cpu'",
+    ("load", "device", "cpu"): "is this meant: map_location='cpu'",
+    ("load", "weights_only", True): "leave it out: it is always as with weights_only=True",
+    ("load", "f", "m.pt"): "is this meant: path='m.pt'",
+    ("save", "model", 1): "is this meant: obj=1",
+    ("save", "out", "m.pt"): "is this meant: path='m.pt'",
+    ("inspect", "file", "m.pt"): "is this meant: path='m.pt'",
+    ("verify", "sha256", "0"): "is this meant: expect_sha256='0'",
+    ("diff", "tol", 1.0): "is this meant: rtol=1.0",
+    ("remap", "device", "cpu"): "is this meant: map_location='cpu'",
+}
+
+
+@pytest.mark.parametrize(("name", "guess", "value"), MEANT)
+def test_an_unknown_keyword_is_refused_with_what_is_meant(name: str, guess: str, value: Any) -> None:
+    """In Python's words, before anything is opened; what is meant is a keyword of that function."""
+    function = getattr(ckptconv, name)
+    with pytest.raises(ArgumentTypeError) as caught:
+        function("a.pt", "b.pt", **{guess: value})
+    meant = MEANT[name, guess, value]
+    assert str(caught.value) == f"{name}() got an unexpected keyword argument {guess!r}; {meant}"
+    if meant.startswith("is"):
+        assert meant.removeprefix("is this meant: ").partition("=")[0] in inspect.signature(function).parameters
+
+
+def test_what_nobody_knows_is_refused_without_advice() -> None:
+    """No keyword is made up."""
     with pytest.raises(TypeError) as caught:
-        function("a.pt", "b.pt", mao_location="cpu")
-    assert str(caught.value) == f"{function.__name__}() got an unexpected keyword argument 'mao_location'"
+        ckptconv.convert("a.pt", "b.pt", frobnicate=1)  # type: ignore[call-arg]
+    assert str(caught.value) == "convert() got an unexpected keyword argument 'frobnicate'"
 
 
 @pytest.mark.parametrize("flag", [each.name for each in fields(OutputOptions) if each.type is bool] + ["unwrap"])
@@ -75,3 +116,60 @@ def test_flags_are_true_or_false(flag: str) -> None:
     for function in functions:
         with pytest.raises(TypeError, match=f"^{flag} must be True or False, not 'no'$"):
             function("a.pt", "b.pt", **{flag: "no"})
+
+
+@pytest.mark.parametrize(("option", "words"), [({"jobs": "x"}, "a whole number, not 'x'"), ({"select": 3}, "a text")])
+def test_numbers_and_texts_are_such(option: dict[str, Any], words: str) -> None:
+    """Nothing is opened for others."""
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(option))} must be {words}"):
+        ckptconv.convert("a.pt", "b.pt", **option)
+
+
+class AnyPath:
+    """A path that is no text, and none of pathlib's."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each public function."""
+    monkeypatch.chdir(tmp_path)
+    src, dst = AnyPath("m.pt"), AnyPath("o.pt")
+    assert ckptconv.save({"module.w": torch.ones(300), "module.b": torch.zeros(300)}, src).written
+    assert ckptconv.convert(src, dst, strip_prefix="module.").dst == "o.pt"
+    assert ckptconv.convert(src, AnyPath("sh"), max_shard_size=1500).files
+    assert ckptconv.diff(src, dst, strip_prefix="module.").same
+    assert ckptconv.convert(dst, in_place=True, map_location="cuda").changed
+    assert ckptconv.undo(dst) > 0
+    assert ckptconv.load(AnyPath("sh")).keys() == {"module.w", "module.b"}
+    assert ckptconv.inspect(src)["path"] == "m.pt" and ckptconv.verify(src).ok
+    with ckptconv.open(src) as file:
+        assert len(file.tensors) == 2
+    (job,) = ckptconv.jobs_in([src], AnyPath("many"))
+    for each in (job, ckptconv.Job(src, AnyPath("p.pt"))):
+        (outcome,) = ckptconv.convert_many([each], ThreadPoolExecutor(1))
+        assert outcome.report and outcome.report.written
+    (tmp_path / "sh" / "pytorch_model.bin.index.json").unlink()
+    assert ckptconv.write_index(AnyPath("sh")).name == "pytorch_model.bin.index.json"
+    with pytest.raises(FileNotFoundError, match="^no: "):
+        ckptconv.write_index(AnyPath("no"))
+
+
+def test_a_report_says_whether_anything_changed(tmp_path: Path) -> None:
+    """What is as it was asked for is no change, in another file or in place; a note of it is none."""
+    src = tmp_path / "m.pt"
+    torch.save({"module.w": torch.ones(3)}, src)
+
+    def changed(dst: str, **options: Any) -> bool:
+        return ckptconv.convert(src, tmp_path / dst, **options).changed
+
+    assert not changed("a.pt") and not changed("b.pt", map_location="cpu")
+    assert changed("c.pt", map_location="cuda") and changed("d.pt", strip_prefix="module.")
+    assert changed("e.pt", dtype="fp16") and changed("f.safetensors") and changed("g.pt", format="legacy")
+    assert changed("h.pt", map_location="cuda", dry_run=True)
+    assert not ckptconv.convert(src, in_place=True, map_location="cpu").changed
+    assert ckptconv.convert(src, in_place=True, map_location="cuda").changed

@@ -1,0 +1,87 @@
+"""What people type in place of options and keywords of ours, and what they mean by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+__all__ = ["OPTIONS", "PATHS", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
+
+#: Keywords, their values (None: what is given), and what they are taken for. Of several with one guess, that is meant
+#: which the command or function has.
+OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
+    ("map_location", None, "device target to-device dev"),
+    ("map_location", "cpu", "cpu to-cpu no-cuda no-gpu"),
+    ("map_location", "cuda", "gpu cuda to-cuda to-gpu"),
+    ("strip_prefix", None, "strip remove-prefix no-prefix drop-prefix prefix strip-module"),
+    ("dtype", None, "precision type cast"),
+    ("dtype", "fp16", "half fp16 float16"),
+    ("dtype", "bf16", "bf16 bfloat16"),
+    ("dtype", "fp32", "float fp32 float32 full"),
+    ("format", None, "out-format output-format to-format out-type save-format"),
+    ("format", "safetensors", "safetensors safe to-safetensors"),
+    ("max_shard_size", None, "shard-size shards split"),
+    ("select", None, "key subkey root"),
+    ("include", None, "only keep filter grep"),
+    ("exclude", None, "ignore without skip"),
+    ("drop", None, "remove delete del omit drop-key no-optimizer"),
+    ("state_dict", True, "weights-only model-only weights"),
+    ("unwrap", True, "unwrap-ddp ddp"),
+    ("force", True, "overwrite yes y clobber replace"),
+    ("jobs", None, "workers num-workers threads n-jobs nproc parallel"),
+    ("dry_run", True, "plan noop simulate"),
+    ("allow_unsafe", True, "unsafe trust"),
+    ("quiet", True, "silent s"),
+    ("all", True, "verbose v full a"),
+    ("rtol", None, "tolerance tol eps"),
+    ("names_only", True, "keys keys-only"),
+    ("expect_sha256", None, "sha256 sha hash checksum"),
+)
+#: Options that others have for what stands here first or last, as a path.
+PATHS = {
+    guess: place
+    for place, guesses in (
+        (0, "src source input in infile in-file file path ckpt checkpoint model"),
+        (-1, "o out output outfile out-file dst dest destination to-file save"),
+    )
+    for guess in guesses.split()
+}
+#: The value where none is given.
+USUAL_VALUES = {"strip_prefix": "module."}
+#: The same for keywords alone: what the command line calls them, and what torch does.
+_KEYWORDS = (
+    ("map_location", None, "to map maps"),
+    ("path", None, "f filename"),
+    ("obj", None, "model module object data"),
+)
+_PLACES = ("src", "dst", "a", "b", "path", "folder")  # keywords that are paths
+_UNNEEDED = {
+    "weights_only": "it is always as with weights_only=True",
+    "mmap": "files are never read whole",
+    "pickle_module": "nothing in a file is ever run",
+}
+
+
+def normal(guess: str) -> str:
+    """`guess`, an option or a keyword, as it is spelled here."""
+    return guess.lower().replace("_", "-")
+
+
+def unneeded(guess: str, known: Sequence[str]) -> str | None:
+    """Why a function with the keywords `known` needs no `guess`, which is one of torch's."""
+    return None if "dst" in known else _UNNEEDED.get(guess)
+
+
+def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, object] | None:
+    """Which of the keywords `known`, and which value, is meant by `guess` with `value`; a value None is not known."""
+    word = normal(guess)
+    for keyword, fixed, guesses in (*_KEYWORDS, *OPTIONS):
+        if word in guesses.split() and keyword in known:
+            if fixed is None:
+                return keyword, USUAL_VALUES.get(keyword) if isinstance(value, bool) else value
+            return keyword, fixed if value is not False else False if fixed is True else None
+    places = [each for each in _PLACES if each in known]
+    if word in PATHS and places and (PATHS[word] == 0 or len(places) > 1 or "obj" in known):
+        return places[PATHS[word]], value
+    near = get_close_matches(guess, known, n=1, cutoff=0.7)
+    return (near[0], value) if near else None
