@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptconv.conversion.batches import convert_many, jobs_in, write_index
     from ckptconv.conversion.convert import convert
     from ckptconv.conversion.jobs import Job, Outcome
-    from ckptconv.conversion.plan import InPlace, Report
+    from ckptconv.conversion.plan import InPlace, Report, Verified
     from ckptconv.conversion.undo import undo
     from ckptconv.edits.changes import Changes, NameChange
     from ckptconv.edits.devices import MapLocation
@@ -90,6 +90,7 @@ __all__ = [
     "UsageError",
     "ValueDifference",
     "Verdict",
+    "Verified",
     "add_prefix",
     "convert",
     "convert_many",
@@ -114,7 +115,7 @@ _HOMES = {
     "conversion.batches": "convert_many jobs_in write_index",
     "conversion.convert": "convert",
     "conversion.jobs": "Job Outcome",
-    "conversion.plan": "InPlace Report",
+    "conversion.plan": "InPlace Report Verified",
     "conversion.undo": "undo",
     "edits.changes": "Changes NameChange",
     "edits.devices": "MapLocation",

@@ -96,7 +96,11 @@ __all__ = ["convert_command"]
     help="Convert N checkpoints, or write N shards, at once.",
 )
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done.")
-@click.option("--verify", is_flag=True, help="Read the output back and compare it before it appears.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Compare SRC's records with their checksums, where it has some, and read DST back before it appears.",
+)
 @click.option(
     "--allow-unsafe",
     is_flag=True,

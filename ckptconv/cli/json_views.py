@@ -44,6 +44,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
         "in_place": report.in_place and asdict(report.in_place),
+        "verified": report.verified and asdict(report.verified),
     }
 
 

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptconv.byteranges.fault_sink import RAISED
+from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
-from ckptconv.conversion.plan import Plan, Report, make_plan, report_of
+from ckptconv.conversion.plan import Plan, Report, Verified, make_plan, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
@@ -99,7 +101,8 @@ def run(
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     with ExitStack() as opened:
-        source = open_input(src)
+        faults = CheckingSink()
+        source = open_input(src, faults if output.verify else RAISED)
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=output.force)
@@ -107,7 +110,11 @@ def run(
             whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
+        verified = None
         if not output.dry_run:
+            if output.verify:
+                faults.check()
+                verified = Verified(faults.checked, faults.nbytes, output=True)
             with progress(whole.plan.size) if progress else nullcontext() as tick:
                 overflowed = write(whole, source, output, tick)
         return report_of(
@@ -117,6 +124,7 @@ def run(
             written=not output.dry_run,
             overflowed=overflowed,
             failed=whole.failed,
+            verified=verified,
         )
 
 

@@ -136,7 +136,7 @@ def _place(found: Found, folder: Path, format: str | None) -> Path:
 def _plan(part: _Part, whole: SourceFolder, edits: Edits, plan_one: PlanOne, opened: ExitStack) -> None:
     """Plan `part`, without the edits that mean nothing in it; `part` gains the plan, or the error."""
     try:
-        source = open_input(part.found.path)
+        source = open_input(part.found.path, whole.faults)
         opened.enter_context(source)
         whole.add(source)
         while part.plan is None:

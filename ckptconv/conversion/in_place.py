@@ -15,10 +15,11 @@ from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.patches import Patch, Patches
+from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.plan import InPlace, Report, refuse_dangers
+from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits
@@ -64,7 +65,7 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
     Args:
         src: A file, of which a link is followed; or a sharded set, by its folder or its index.
         edits: Of devices and names alone.
-        output: Of it ``dry_run``, ``no_undo``, ``allow_unsafe``, and ``force``: hard links are no obstacle.
+        output: Of it ``dry_run``, ``verify``, ``no_undo``, ``allow_unsafe``, and ``force``: hard links are no obstacle.
 
     Raises:
         UsageError: An edit would move tensor bytes.
@@ -83,7 +84,8 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
             notes += about
             files.append(_File(target, opened.enter_context(open_locked(target))))
             _check_file(files[-1], force=output.force)
-        changes, format_ = _plan(files, index, edits, allow_unsafe=output.allow_unsafe)
+        faults = CheckingSink()
+        changes, format_ = _plan(files, index, edits, output, faults)
         changed = [file for file in files if file.changes]
         if not output.dry_run:
             written = _write(changed, keep_journal=not output.no_undo)
@@ -106,6 +108,9 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
         time.monotonic() - started,
         not output.dry_run,
         in_place=done,
+        verified=Verified(faults.checked, faults.nbytes, output=False)
+        if output.verify and not output.dry_run
+        else None,
     )
 
 
@@ -126,7 +131,9 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
         return index, [*(folder / name for name in read_index(source).shards()), index]
 
 
-def _plan(files: list[_File], index: Path | None, edits: Edits, *, allow_unsafe: bool) -> tuple[Changes, str]:
+def _plan(
+    files: list[_File], index: Path | None, edits: Edits, output: OutputOptions, faults: CheckingSink
+) -> tuple[Changes, str]:
     """What changes in each of `files`, all decided before the first is written; all changes, and the format."""
     shards = files[:-1] if index else files
     total = Changes()
@@ -135,7 +142,7 @@ def _plan(files: list[_File], index: Path | None, edits: Edits, *, allow_unsafe:
     wrapped: set[bool] = set()
     for file in shards:
         try:
-            format_ = _plan_file(file, edits, total, wrapped, allow_unsafe=allow_unsafe)
+            format_ = _plan_file(file, edits, total, wrapped, output, faults)
         except NoMatchError as error:  # it may match in another shard
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
@@ -153,13 +160,15 @@ def _plan(files: list[_File], index: Path | None, edits: Edits, *, allow_unsafe:
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
 
 
-def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool], *, allow_unsafe: bool) -> str:
+def _plan_file(
+    file: _File, edits: Edits, total: Changes, wrapped: set[bool], output: OutputOptions, faults: CheckingSink
+) -> str:
     """What changes in one `file` that is a checkpoint, added to `total`, and to `wrapped` whether its names all have
     the prefix of a wrapper; its format.
     """
     of_folder = file.path.name == dcp.METADATA
     # Neither is locked: this process has the lock already.
-    with SourceFolder(file.path.parent) if of_folder else Source(file.path) as source:
+    with SourceFolder(file.path.parent, faults) if of_folder else Source(file.path, faults) as source:
         checkpoint = opening.read(source)
         if not source.is_same_file(os.fstat(file.fd)):
             raise RefusedError("another file took its place", where=file.path, hint="try again")
@@ -167,11 +176,13 @@ def _plan_file(file: _File, edits: Edits, total: Changes, wrapped: set[bool], *,
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         changes = apply(checkpoint, edits)
         writer = writer_of(format_)
-        if not allow_unsafe and (writer is None or writer.objects):
+        if not output.allow_unsafe and (writer is None or writer.objects):
             refuse_dangers(checkpoint, as_archive=bool(writer and writer.records))
         file.patches = patches_of(checkpoint)
         if file.patches is None:
             raise _does_not_fit(file.path)
+        if output.verify and not output.dry_run:
+            faults.check()
         source.check_unchanged()
     for key, (tensors, nbytes) in changes.devices.items():
         before = total.devices.get(key, (0, 0))

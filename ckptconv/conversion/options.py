@@ -32,7 +32,11 @@ class SaveOptions(EditOptions, total=False):
     ]
     copy_tied: Annotated[bool, "Write tied tensors to safetensors under each name."]
     force: Annotated[bool, "The output may exist, and may be the input."]
-    verify: Annotated[bool, "Read the output back before it appears."]
+    verify: Annotated[
+        bool,
+        "Compare the input's records with their checksums, where it has some, and read the output back before it"
+        " appears; the report says what was compared.",
+    ]
     allow_unsafe: Annotated[
         bool, "Carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here."
     ]

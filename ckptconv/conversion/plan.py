@@ -27,7 +27,7 @@ from ckptconv.output.other_files import OtherFile
 from ckptconv.pickles.graph import Global
 from ckptconv.safety.scan import dangers_carried
 
-__all__ = ["InPlace", "Plan", "Report", "make_plan", "report_of"]
+__all__ = ["InPlace", "Plan", "Report", "Verified", "make_plan", "report_of"]
 
 _SHOWN = 5  # dangers in an error
 #: What is done to numbers, by the pieces that stand for it.
@@ -75,6 +75,21 @@ class InPlace:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """What ``verify=True`` compared, and found to be right.
+
+    Attributes:
+        records: How many records of the input have a checksum of their own; each is what that says.
+        nbytes: Their bytes.
+        output: Whether the output was read back; a change in place has none.
+    """
+
+    records: int
+    nbytes: int
+    output: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run, ``changed`` where
     the output says what the source says.
@@ -84,7 +99,8 @@ class Report:
     ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts alone (name →
     the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to
     know, ``overflowed`` how many numbers were too large for their new dtype, by the paths of the tensors that share
-    their storage (which only writing can tell), ``in_place`` how the source itself was changed, where it was.
+    their storage (which only writing can tell), ``in_place`` how the source itself was changed, where it was,
+    ``verified`` what was compared, where that was asked for.
     """
 
     src: str
@@ -101,6 +117,7 @@ class Report:
     files: tuple[tuple[str, int], ...] = ()
     failed: tuple[tuple[str, CkptconvError], ...] = ()
     in_place: InPlace | None = None
+    verified: Verified | None = None
 
     @property
     def changed(self) -> bool:
@@ -171,10 +188,11 @@ def report_of(
     written: bool,
     overflowed: Overflow,
     failed: tuple[tuple[Path, CkptconvError], ...] = (),
+    verified: Verified | None = None,
 ) -> Report:
     """What was done, or would be, by `plan` on `source`.
 
-    Writing found out what `overflowed`, planning what `failed`.
+    Writing found out what `overflowed` and was `verified`, planning what `failed`.
     """
     others = [other for other in plan.others if other.kind == "file"]
     inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
@@ -193,6 +211,7 @@ def report_of(
         overflowed,
         files,
         tuple((str(path), error) for path, error in failed),
+        verified=verified,
     )
 
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
-from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
-from ckptconv.byteranges.reading import inflated, read
-from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
-from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
+from ckptconv.byteranges.reading import read
+from ckptconv.byteranges.record_checks import check_records, length_of
+from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
@@ -42,8 +40,6 @@ from ckptconv.safety.torch_load import Loading, torch_loading
 
 __all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verdict_on", "verify"]
 
-_PIECE = 16 << 20  # bytes that a thread sums at once
-_BATCH = 64  # pieces between two words about progress
 _SHA256_DIGITS = 64
 
 #: ``unknown``: sound or not, this version cannot say. None of ``needs code``, ``warning`` and ``note`` is damage.
@@ -144,8 +140,8 @@ def verdict_on(
             found = concerns(checkpoint)
             loading = torch_loading(checkpoint, is_sound=not faults.errors)
         records = faults.records
-        with progress(_length_of(records)) if progress else nullcontext() as tick:
-            _check_records(records, faults, tick or _unheard)
+        with progress(length_of(records)) if progress else nullcontext() as tick:
+            check_records(records, faults, tick)
         if expected and isinstance(source, Source):
             _check_sha256(source, expected, faults)
         with faults:
@@ -157,7 +153,7 @@ def verdict_on(
         checkpoint.format if checkpoint else None,
         safety,
         len(records),
-        _length_of(records),
+        length_of(records),
         tuple(findings),
         faults.more,
         strict,
@@ -242,72 +238,6 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
         yield Finding("warning" if note in checkpoint.warnings else "note", note, str(path))
     for each in checkpoint.unused:
         yield Finding("note", f"{each.path}, {each.nbytes:,} bytes: {each.why}", str(path))
-
-
-# Checksums
-
-
-def _unheard(nbytes: int) -> None:
-    """Nobody asks how far it is."""
-
-
-def _length_of(records: Iterable[UnreadRecord]) -> int:
-    return sum(record.data.length for record in records)
-
-
-def _check_records(records: list[UnreadRecord], faults: CollectingSink, counted: Callable[[int], None]) -> None:
-    """Compare `records` with their checksums, and say of each piece that it is done."""
-    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
-    alone = {id(record) for record in apart}
-    for record in apart:
-        with faults:
-            _check_here(record)
-        counted(record.data.length)
-    plain = [record for record in records if id(record) not in alone]
-    sums = _sums(plain, counted)
-    for record in plain:
-        crc32, unreadable = 0, None
-        for i, piece in enumerate(_pieces(record.data)):
-            found, wrong = next(sums)
-            crc32 = combined(crc32, found, piece.length) if i else found
-            unreadable = unreadable or wrong
-        with faults:
-            if unreadable:
-                raise unreadable
-            check_crc32(record.data.crc32, crc32, record.name)
-
-
-def _is_in_file(source: ByteSource) -> bool:
-    """Whether threads may read `source` at once: the kernel does, what stands in for a file may not."""
-    while isinstance(source, SliceSource):
-        source = source.of
-    return isinstance(source, (Source, SourceFolder))
-
-
-def _check_here(record: UnreadRecord) -> None:
-    """Compare `record` with its checksum, here and now. Raises InputError."""
-    if isinstance(record.data, Inflate):
-        for _ in inflated(record.data):
-            pass
-        return
-    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
-
-
-def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
-    """`data`, which is a range, in pieces for several threads."""
-    for span in data.ranges():
-        for at in range(0, span.length, _PIECE):
-            yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
-
-
-def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
-    """The checksum of each piece of `records`, or why there is none."""
-    pieces = (piece for record in records for piece in _pieces(record.data))
-    while batch := [*islice(pieces, _BATCH)]:
-        with Sums(batch, keep_going=True) as sums:
-            results = sums.results()
-        counted(sum(piece.length for piece in batch))
-        yield from ((crc32, sums.errors.get(i)) for i, crc32 in enumerate(results))
 
 
 def _check_sha256(source: Source, expected: str, faults: CollectingSink) -> None:

@@ -20,7 +20,7 @@ from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
-from ckptconv.conversion.plan import Report, make_plan, report_of
+from ckptconv.conversion.plan import Report, Verified, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
 from ckptconv.edits.options import edits_from
@@ -242,4 +242,7 @@ def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOption
         plan = make_plan(checkpoint, target, edits, replace(output, format=format_))
     overflowed = write(FolderPlan(plan), checkpoint.source, output)
     seconds = time.monotonic() - started
-    return in_python(report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed))
+    verified = Verified(0, 0, output=True) if output.verify else None
+    return in_python(
+        report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
+    )

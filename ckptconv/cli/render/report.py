@@ -12,7 +12,7 @@ from ckptconv.hints import command, option
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
-    from ckptconv.conversion.plan import Report
+    from ckptconv.conversion.plan import Report, Verified
     from ckptconv.edits.changes import NameChange
 
 __all__ = ["report_lines"]
@@ -60,8 +60,20 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
         yield from fact(style, "in place", _IN_PLACE[report.in_place.way])
         if report.in_place.journal and report.written:
             yield from fact(style, "undo", command("undo", report.dst) + " gives the old bytes back")
+    if report.verified:
+        yield from fact(style, "verified", _verified(report.verified))
     for note in report.notes:
         yield from fact(style, "note", note)
+
+
+def _verified(found: Verified) -> list[str]:
+    """What was compared, the input's own checksums first."""
+    records, nbytes = count(found.records, "record"), size(found.nbytes)
+    right = (
+        f"{records} of the input ({nbytes}) compared with {'its checksum' if found.records == 1 else 'their checksums'}"
+    )
+    about = right if found.records else "the input has no checksums, so damage to it cannot be seen"
+    return [about, *(["the output read back"] if found.output else [])]
 
 
 def _holds(container: str, quality: str) -> bool:

@@ -155,7 +155,7 @@ def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert outcome.report and outcome.report.written
     (tmp_path / "sh" / "pytorch_model.bin.index.json").unlink()
     assert ckptconv.write_index(AnyPath("sh")).name == "pytorch_model.bin.index.json"
-    with pytest.raises(FileNotFoundError, match="^no: "):
+    with pytest.raises(FileNotFoundError, match=r"^no: "):
         ckptconv.write_index(AnyPath("no"))
 
 

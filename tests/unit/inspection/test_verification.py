@@ -25,7 +25,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 from ckptconv import InputError, UsageError, Verdict, convert, verify
-from ckptconv.byteranges import checksums, fault_sink
+from ckptconv.byteranges import checksums, fault_sink, record_checks
 from ckptconv.inspection import verification
 from ckptconv.limits import LIMITS
 from tests.support.archives import rezipped
@@ -329,7 +329,7 @@ def test_large_records_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.
     """Several pieces give the checksum of the whole, with zlib and with what is faster."""
     checksum = pytest.importorskip("zlib_ng.zlib_ng").crc32 if fast else zlib.crc32
     monkeypatch.setattr(checksums, "checksum", checksum)
-    monkeypatch.setattr(verification, "_PIECE", 1000)
+    monkeypatch.setattr(record_checks, "_PIECE", 1000)
     data = saved({"w": torch.randn(5000)})
     assert verify(written(tmp_path / "m.pt", data)).ok
     bad = flipped(data, data_of(data, "archive/data/0") + 12_345)
@@ -366,7 +366,7 @@ def test_a_file_that_changes_meanwhile(sound: Path, monkeypatch: pytest.MonkeyPa
         with sound.open("ab") as file:
             file.write(b"more")
 
-    monkeypatch.setattr(verification, "_check_records", check)
+    monkeypatch.setattr(verification, "check_records", check)
     assert "changed while it was read" in lines_of(verify(sound))[0]
 
 

@@ -1,0 +1,108 @@
+"""Compare records, which readers have no need to look at, with the checksums that their files have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
+from ckptconv.byteranges.crc32 import combined
+from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
+from ckptconv.byteranges.reading import inflated
+from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
+from ckptconv.errors import InputError
+
+__all__ = ["CheckingSink", "check_records", "length_of"]
+
+_PIECE = 16 << 20  # bytes that a thread sums at once
+_BATCH = 64  # pieces between two words about progress
+
+
+class CheckingSink(FaultSink):
+    """For those who want a sound checkpoint or none, and its records compared with their checksums, if they have any.
+
+    ``checked`` is the number of records that were compared, ``nbytes`` their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.checked = self.nbytes = 0
+        self._records: list[UnreadRecord] = []
+
+    def unread(self, records: Iterable[UnreadRecord]) -> None:
+        """Keep `records`."""
+        self._records += records
+
+    def check(self) -> None:
+        """Compare what was read since the last time. Raises InputError."""
+        records, self._records = self._records, []
+        check_records(records, self)
+        self.checked += len(records)
+        self.nbytes += length_of(records)
+
+
+def length_of(records: Iterable[UnreadRecord]) -> int:
+    """The bytes of `records`, as they stand in the file."""
+    return sum(record.data.length for record in records)
+
+
+def check_records(records: list[UnreadRecord], faults: FaultSink, counted: Progress | None = None) -> None:
+    """Compare `records` with their checksums. `faults` takes what is wrong; `counted` is called with the bytes of each
+    piece that is done.
+    """
+    counted = counted or _unheard
+    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
+    alone = {id(record) for record in apart}
+    for record in apart:
+        with faults:
+            _check_here(record)
+        counted(record.data.length)
+    plain = [record for record in records if id(record) not in alone]
+    sums = _sums(plain, counted)
+    for record in plain:
+        crc32, unreadable = 0, None
+        for i, piece in enumerate(_pieces(record.data)):
+            found, wrong = next(sums)
+            crc32 = combined(crc32, found, piece.length) if i else found
+            unreadable = unreadable or wrong
+        with faults:
+            if unreadable:
+                raise unreadable
+            check_crc32(record.data.crc32, crc32, record.name)
+
+
+def _unheard(nbytes: int) -> None:
+    """Nobody asks how far it is."""
+
+
+def _is_in_file(source: ByteSource) -> bool:
+    """Whether threads may read `source` at once: the kernel does, what stands in for a file may not."""
+    while isinstance(source, SliceSource):
+        source = source.of
+    return isinstance(source, (Source, SourceFolder))
+
+
+def _check_here(record: UnreadRecord) -> None:
+    """Compare `record` with its checksum, here and now. Raises InputError."""
+    if isinstance(record.data, Inflate):
+        for _ in inflated(record.data):
+            pass
+        return
+    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
+
+
+def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
+    """`data`, which is a range, in pieces for several threads."""
+    for span in data.ranges():
+        for at in range(0, span.length, _PIECE):
+            yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
+
+
+def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
+    """The checksum of each piece of `records`, or why there is none."""
+    pieces = (piece for record in records for piece in _pieces(record.data))
+    while batch := [*islice(pieces, _BATCH)]:
+        with Sums(batch, keep_going=True) as sums:
+            results = sums.results()
+        counted(sum(piece.length for piece in batch))
+        yield from ((crc32, sums.errors.get(i)) for i, crc32 in enumerate(results))
