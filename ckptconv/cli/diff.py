@@ -15,7 +15,7 @@ from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.render.difference import difference_lines
 from ckptconv.cli.terminal import progress_bar, style_of
 from ckptconv.edits.options import edits_from
-from ckptconv.inspection.comparison.diff import compare
+from ckptconv.inspection.comparison.diff import Compared, compare
 
 __all__ = ["diff_command"]
 
@@ -37,6 +37,7 @@ __all__ = ["diff_command"]
 )
 @click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X.")
 @click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else.")
+@click.option("--full", is_flag=True, help="Read what has one checksum in A and B too; else that is taken for equal.")
 @edit_options
 @click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
 @click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
@@ -65,9 +66,7 @@ def diff_command(
         a,
         b,
         edits_from(**flags),
-        rtol=flags["rtol"],
-        atol=flags["atol"],
-        names_only=names_only,
+        Compared(flags["rtol"], flags["atol"], names_only, flags["full"]),
         brief=brief,
         progress=partial(progress_bar, quiet=quiet),
     )

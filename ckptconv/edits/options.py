@@ -124,14 +124,19 @@ def check_flags(options: Any) -> None:
     holds something else.
     """
     for each in fields(options):
-        flag, wanted = getattr(options, each.name), _WANTED.get(each.type)
-        if wanted and not isinstance(flag, each.type):  # type: ignore[arg-type]
+        type_ = each.type.__name__ if isinstance(each.type, type) else str(each.type)  # a text already, where postponed
+        flag, (wanted, said) = getattr(options, each.name), _WANTED.get(type_, (object, ""))
+        if not isinstance(flag, wanted):
             part = "; a part is taken with select=PATH" if each.name == "state_dict" else ""
-            raise ArgumentTypeError(f"{each.name} must be {wanted}, not {flag!r}{part}")
+            raise ArgumentTypeError(f"{each.name} must be {said}, not {flag!r}{part}")
 
 
 #: The types of fields that are checked, in words.
-_WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", str | None: "a text"}
+_WANTED: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (int, "a whole number"),
+    "str | None": (str | None, "a text"),
+}
 
 
 def _as_it_is(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -16,7 +16,7 @@ from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
-from ckptconv.edits.options import Edits, NameOptions, PartOptions, edits_from
+from ckptconv.edits.options import Edits, NameOptions, PartOptions, check_flags, edits_from
 from ckptconv.edits.selection import select
 from ckptconv.errors import ArgumentTypeError, CkptconvError, NoMatchError, RefusedError, UsageError, count, some
 from ckptconv.formats import opening
@@ -37,7 +37,7 @@ from ckptconv.pickles.paths import Place
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DiffOptions", "compare", "diff"]
+__all__ = ["Compared", "DiffOptions", "compare", "diff"]
 
 _T = TypeVar("_T")
 
@@ -45,8 +45,35 @@ _SHOWN = 3  # paths in a brief note
 _ASKED = "left out as asked"
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What is compared, and how exactly: keywords of :func:`diff`."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    names_only: bool = False
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentTypeError or UsageError for what makes no sense."""
+        check_flags(self)
+        for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
+            if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
+                raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
+            if not (isfinite(tolerance) and tolerance >= 0):
+                raise UsageError(
+                    option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
+                )
+        if self.names_only and self.full:
+            raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
+
+
 class DiffOptions(PartOptions, NameOptions, total=False):
     """The keywords of :func:`diff` that edit, as those of :func:`ckptconv.convert` do."""
+
+
+#: Everything, and to the last bit, but for what has one checksum on both sides.
+ALL = Compared()
 
 
 @for_python
@@ -58,6 +85,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     names_only: bool = False,
+    full: bool = False,
     **options: Unpack[DiffOptions],
 ) -> Difference:
     """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
@@ -71,6 +99,7 @@ def diff(
         rtol: Numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``.
         atol: See `rtol`.
         names_only: Compare the names of tensors and nothing else.
+        full: Read what has one checksum in both files too, which is taken for equal else.
         **options: The keys of :class:`DiffOptions`.
 
     Returns:
@@ -81,39 +110,27 @@ def diff(
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     edits = edits_from(**options)
-    if not isinstance(names_only, bool):
-        raise ArgumentTypeError(f"names_only must be True or False, not {names_only!r}")
-    for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
-            raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
-    return in_python(compare(a, b, edits, rtol=rtol, atol=atol, names_only=names_only))
+    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full)))
 
 
 def compare(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     edits: Edits,
+    compared: Compared = ALL,
     *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    names_only: bool = False,
     brief: bool = False,
     progress: Meter | None = None,
 ) -> Difference:
-    """:func:`diff` with the edits as data.
+    """:func:`diff` with its options as data.
 
     `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
     number of bytes compared.
     """
-    for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not (isfinite(tolerance) and tolerance >= 0):
-            raise UsageError(
-                option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
-            )
     with open_input(a) as source_a, open_input(b) as source_b:
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
-            comparison = _Comparison(*checkpoints, edits, (rtol, atol), names_only=names_only, brief=brief)
+            comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
             comparison.pair()
             comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
         comparison.values.run(progress)
@@ -130,13 +147,12 @@ class _Comparison:
         a: Checkpoint,
         b: Checkpoint,
         edits: Edits,
-        tolerance: tuple[float, float],
+        compared: Compared,
         *,
-        names_only: bool,
         brief: bool,
     ) -> None:
-        self.a, self.b, self.edits, self.tolerance = a, b, edits, tolerance
-        self.names_only, self.brief = names_only, brief
+        self.a, self.b, self.edits, self.compared = a, b, edits, compared
+        self.brief = brief
         self.formats = a.format, b.format
         self.paths = str(a.source.path), str(b.source.path)
         self.weights_alone = [_why_alone(each) for each in (a, b) if _holds_weights_alone(each)]
@@ -144,7 +160,7 @@ class _Comparison:
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
         self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
-        self.values = Values(a, b, *tolerance)
+        self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full)
         self.found: list[tuple[TensorDifference, list[Key]]] = []
         self.others: list[tuple[OtherDifference, Key | None]] = []
 
@@ -224,7 +240,7 @@ class _Comparison:
         unless names are all that is asked for.
         """
         self.pairing.run()
-        if self.names_only:
+        if self.compared.names_only:
             return
         for place_a, place_b in self.pairing.tensors:
             self.compare_tensors(place_a, place_b)
@@ -300,7 +316,7 @@ class _Comparison:
             tuple(pairing.a.only),
             tuple(pairing.b.only),
             tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
-            () if self.names_only else (*pairing.others, *others),
+            () if self.compared.names_only else (*pairing.others, *others),
             (*self.notes, *self.more_notes(near)),
             self.suggestion(),
             len(near),
@@ -322,9 +338,8 @@ class _Comparison:
 
     def other_options(self) -> list[Option]:
         """The options beside those that edit, for a command that is to be typed."""
-        tolerances = zip(("rtol", "atol"), map(float, self.tolerance), strict=True)
-        options = [Option(name, value) for name, value in tolerances if value]
-        return [*options, Option("names_only")] if self.names_only else options
+        said = (Option(each.name, getattr(self.compared, each.name)) for each in fields(self.compared))
+        return [each for each in said if each.value]
 
     # Notes
 
@@ -340,9 +355,11 @@ class _Comparison:
         if unread:
             yield (
                 f"{count(unread, 'storage')} {'has' if unread == 1 else 'have'} equal checksums in both files and"
-                f" {'was' if unread == 1 else 'were'} not read"
+                f" {'was' if unread == 1 else 'were'} not read; "
+                + option("full")
+                + f" reads {'it' if unread == 1 else 'them'}"
             )
-        if not self.names_only:
+        if not self.compared.names_only:
             yield from self.notes_of_rest()
             yield from self.notes_of_ties()
             for each, checkpoint in (("A", self.a), ("B", self.b)):

@@ -41,6 +41,7 @@ from ckptconv.limits import LIMITS
 from tests.support import zoo
 from tests.support.archives import big_endian, rezip, without_crc32
 from tests.support.command import Command
+from tests.support.hostile_bytes import data_of, flipped
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
 from tests.support.reduced import Reduced
@@ -503,8 +504,12 @@ def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int
     a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
     found = ckptconv.diff(a, b)
     assert len(found.others) == 1
-    assert found.notes == ("2 storages have equal checksums in both files and were not read",)
+    assert found.notes == ("2 storages have equal checksums in both files and were not read; full=True reads them",)
     assert sum(length for _, length in reads) < 300_000
+    reads.clear()
+    assert not ckptconv.diff(a, b, full=True).notes
+    for name in ("a.pt", "b.pt"):
+        assert sum(length for file, length in reads if file == name) > 3_070_000
     other = bare(tmp_path / "bare.pt", obj)
     reads.clear()
     found = ckptconv.diff(a, other)
@@ -1076,6 +1081,17 @@ def test_text(name: str, look: Style, tmp_path: Path) -> None:
     assert look.width is None or max(map(len, lines)) <= look.width
 
 
+def test_full_finds_what_a_checksum_hides(tmp_path: Path, command: Command) -> None:
+    """A record that was damaged has the checksum of the sound one; names alone have no record."""
+    path = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)})
+    data = path.read_bytes()
+    (tmp_path / "b.pt").write_bytes(flipped(data, data_of(data, "a/data/0") + 100))
+    command("diff", path, tmp_path / "b.pt", out="--full reads it\n")
+    command("diff", path, tmp_path / "b.pt", "--full", status=1, out="values of 1 tensor")
+    command("diff", path, path, "--full", out="the same")
+    command("diff", path, path, "--full", "--names-only", status=2, err="--names-only reads no tensor")
+
+
 def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
     """One line, and what is only believed; a pipe and -v list everything where there is something; -q nothing."""
     a, b = (
@@ -1083,7 +1099,8 @@ def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
         saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)}),
     )
     assert command("diff", a, a).out == (
-        "the same: 1 tensor, 4 kB\n  note          1 storage has equal checksums in both files and was not read\n"
+        "the same: 1 tensor, 4 kB\n"
+        "  note          1 storage has equal checksums in both files and was not read; --full reads it\n"
     )
     assert command("diff", bare(tmp_path / "c.pt", {"w": torch.zeros(1000)}), a).out == "the same: 1 tensor, 4 kB\n"
     assert command("diff", a, a, "--names-only").out == "the same: 1 name\n"
