@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,14 @@ from ckptconv.cli.commands import Command
 from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
 from ckptconv.cli.render.difference import difference_lines
-from ckptconv.cli.terminal import progress_bar, style_of
+from ckptconv.cli.render.text import Style
+from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
+from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.inspection.comparison.diff import Compared, compare
+from ckptconv.inspection.comparison.differences import Difference
+from ckptconv.inspection.comparison.folders import Pair, pairs_of
+from ckptconv.inspection.summary import SCHEMA_VERSION
 
 __all__ = ["diff_command"]
 
@@ -49,7 +56,7 @@ def diff_command(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    debug: bool,  # noqa: ARG001 - main reads it
+    debug: bool,
     **flags: Any,
 ) -> int:
     """Say whether two checkpoints are the same, and where not.
@@ -58,21 +65,64 @@ def diff_command(
     where one is safetensors, the state dict of the other is taken. NaN equals NaN, and -0.0 equals 0.0. --state-dict,
     --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of
     names are for A. They apply in the order that convert has.
+
+    Of two folders, the checkpoints in them are compared by their names, each with its own lines; of a folder and a
+    file, the one of that name.
     """
-    names_only = flags["names_only"]
     style = style_of(sys.stdout)
+    shown = _Shown(style, as_json=as_json, quiet=quiet, verbose=verbose)
+    compared = Compared(**{each.name: flags[each.name] for each in fields(Compared)})
     brief = style.width is not None and not (verbose or as_json)
-    found = compare(
-        a,
-        b,
-        edits_from(**flags),
-        Compared(flags["rtol"], flags["atol"], names_only, flags["full"]),
-        brief=brief,
-        progress=partial(progress_bar, quiet=quiet),
+    run = partial(
+        compare, edits=edits_from(**flags), compared=compared, brief=brief, progress=partial(progress_bar, quiet=quiet)
     )
-    if as_json:
-        click.echo(json.dumps(difference_as_dict(found)))
-    elif not quiet:
-        for line in difference_lines(found, style, everything=verbose, names_only=names_only):
-            click.echo(line, color=style.colour)
-    return 0 if found.same else 1
+    pairs = pairs_of(a, b)
+    if pairs is None:
+        return shown.difference(run(a, b), compared)
+    answers: Counter[str] = Counter()
+    for pair in pairs:
+        if pair.a is None or pair.b is None:
+            shown.alone(pair)
+            answers["only in A" if pair.a else "only in B"] += 1
+            continue
+        try:
+            status = shown.difference(run(pair.a, pair.b), compared, pair.name if len(pairs) > 1 else "")
+            answers["different" if status else "the same"] += 1
+        except UsageError:
+            raise
+        except CkptconvError as error:
+            if debug:
+                raise
+            show_error(error)
+            answers["not compared"] += 1
+    if len(pairs) > 1 and not (as_json or quiet):
+        said = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
+        click.echo(f"{count(len(pairs), 'checkpoint')}: {said}")
+    return 2 if answers["not compared"] else 0 if answers["the same"] == len(pairs) else 1
+
+
+class _Shown:
+    """What is found, on standard output."""
+
+    def __init__(self, style: Style, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+        self.style, self.as_json, self.quiet, self.verbose = style, as_json, quiet, verbose
+
+    def difference(self, found: Difference, compared: Compared, name: str = "") -> int:
+        """Show `found`, of the checkpoints of this `name`; the exit status."""
+        if self.as_json:
+            click.echo(json.dumps(difference_as_dict(found)))
+        elif not self.quiet:
+            before = self.style.text(f"{name}: ") if name else ""
+            lines = difference_lines(found, self.style, everything=self.verbose, names_only=compared.names_only)
+            for line in lines:
+                click.echo(before + line, color=self.style.colour)
+                before = ""
+        return 0 if found.same else 1
+
+    def alone(self, pair: Pair) -> None:
+        """Show `pair`, of which one side has nothing."""
+        if self.as_json:
+            sides = {"a": pair.a and str(pair.a), "b": pair.b and str(pair.b)}
+            click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **sides, "same": False}))
+        elif not self.quiet:
+            click.echo(self.style.text(f"{pair.name}: only in {'A' if pair.a else 'B'}"))

@@ -1,0 +1,71 @@
+"""Pair the checkpoints of two folders by their names."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptconv.conversion.discovery import Found, find
+from ckptconv.conversion.targets import name_in_folder
+
+__all__ = ["Pair", "pairs_of"]
+
+_ANY = "safetensors"  # a format that every checkpoint could become: its name there is one for all containers
+
+
+class Pair(NamedTuple):
+    """Two checkpoints of one name; None where one side has none."""
+
+    name: str
+    a: Path | None
+    b: Path | None
+
+
+def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair] | None:
+    """The checkpoints to compare, where `a` or `b` is a folder of checkpoints, sorted by name. Of a folder and a file
+    it is the one of the file's name alone, unless that is the file itself.
+
+    A name is the path in the folder; of those that only one side has, ``model.pt`` and ``model.safetensors`` are one,
+    as a conversion of the folder has it. None: `a` and `b` are to be compared as they are. Raises InputError.
+    """
+    folders = [_named_in(Path(each)) if os.path.isdir(each) else {} for each in (a, b)]
+    if all(folders):
+        return _paired(*folders)
+    if not any(folders) or os.path.isdir(a) == os.path.isdir(b):
+        return None
+    file = Path(b if folders[0] else a)
+    if not file.is_file():
+        return None
+    alone = {file.name: Found(file, "file", (file,))}
+    found = _paired(*(each or alone for each in folders))
+    return [pair for pair in found if pair.a and pair.b and not os.path.samefile(pair.a, pair.b)] or None
+
+
+def _named_in(folder: Path) -> dict[str, Found]:
+    """The checkpoints in `folder` by their paths there; none where it is one itself, by what stands directly in it."""
+    every = [each for each in find(folder) if each.kind in ("file", "shards", "dcp")]
+    if any(each.kind != "file" and each.parts[0].parent == folder for each in every):
+        return {}
+    return {str(each.path.relative_to(folder)): each for each in every}
+
+
+def _paired(a: dict[str, Found], b: dict[str, Found]) -> list[Pair]:
+    pairs = [Pair(name, a[name].path, b[name].path) for name in a.keys() & b.keys()]
+    rest = [{name: each for name, each in side.items() if name not in other} for side, other in ((a, b), (b, a))]
+    keys = [{name: _key(name, each) for name, each in side.items()} for side in rest]
+    unique = [{key for key, n in Counter(side.values()).items() if n == 1} for side in keys]
+    meant = {key: name for name, key in keys[1].items() if key in unique[0] & unique[1]}
+    for name, key in keys[0].items():
+        other = meant.get(key)
+        pairs.append(Pair(name, rest[0][name].path, rest[1].pop(other).path if other is not None else None))
+    pairs += [Pair(name, None, each.path) for name, each in rest[1].items()]
+    return sorted(pairs)
+
+
+def _key(name: str, found: Found) -> str:
+    """What `found`, called `name` in its folder, has in common with the same in another container."""
+    if found.kind == "shards":
+        return name if found.path.is_dir() else os.path.dirname(name)
+    return os.path.join(os.path.dirname(name), name_in_folder(found, _ANY))
