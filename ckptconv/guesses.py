@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-__all__ = ["OPTIONS", "PATHS", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
+__all__ = ["OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
 
 #: Keywords, their values (None: what is given), and what they are taken for. Of several with one guess, that is meant
 #: which the command or function has.
@@ -54,7 +54,8 @@ _KEYWORDS = (
     ("path", None, "f filename"),
     ("obj", None, "model module object data"),
 )
-_PLACES = ("src", "dst", "a", "b", "path", "folder")  # keywords that are paths
+#: Keywords that are paths.
+PLACES = ("src", "dst", "a", "b", "path", "folder")
 _UNNEEDED = {
     "weights_only": "it is always as with weights_only=True",
     "mmap": "files are never read whole",
@@ -80,7 +81,7 @@ def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, o
             if fixed is None:
                 return keyword, USUAL_VALUES.get(keyword) if isinstance(value, bool) else value
             return keyword, fixed if value is not False else False if fixed is True else None
-    places = [each for each in _PLACES if each in known]
+    places = [each for each in PLACES if each in known]
     if word in PATHS and places and (PATHS[word] == 0 or len(places) > 1 or "obj" in known):
         return places[PATHS[word]], value
     near = get_close_matches(guess, known, n=1, cutoff=0.7)

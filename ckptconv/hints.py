@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
-from ckptconv.guesses import keyword_for, unneeded
+from ckptconv.guesses import PLACES, keyword_for, unneeded
 
 __all__ = [
     "Command",
@@ -203,6 +203,9 @@ def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except CkptconvError as error:
             in_python(error)
             raise
+        except TypeError:  # of Python, which does not say the argument
+            _check_paths(function, *args, **kwargs)
+            raise
 
     return called
 
@@ -212,6 +215,13 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
     import inspect  # which costs those who need it not some milliseconds
 
     return [*inspect.signature(function).parameters]
+
+
+def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) -> None:
+    """Raise ArgumentTypeError where an argument of `function` that is to be a path is none."""
+    for name, value in (*zip(_keywords(function), args, strict=False), *kwargs.items()):
+        if name in PLACES and not isinstance(value, (str, bytes, os.PathLike)):
+            raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
 
 
 def unknown_keyword(function: str, guess: str, value: object, known: Sequence[str]) -> ArgumentTypeError:

@@ -125,6 +125,37 @@ def test_numbers_and_texts_are_such(option: dict[str, Any], words: str) -> None:
         ckptconv.convert("a.pt", "b.pt", **option)
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "wrong"),
+    [
+        ("convert", (None, "o.pt"), "src"),
+        ("convert", ("m.pt", 3), "dst"),
+        *((name, (None,), "path") for name in ("inspect", "load", "open", "undo", "verify")),
+        ("save", ({}, None), "path"),
+        ("diff", ("m.pt", None), "b"),
+        ("jobs_in", (3, "o"), "src"),
+        ("write_index", (3.5,), "folder"),
+    ],
+)
+def test_what_is_no_path(name: str, args: tuple[object, ...], wrong: str, tmp_path: Path) -> None:
+    """The argument is named; an error of Python's about something else comes through."""
+    with pytest.raises(ArgumentTypeError, match=f"^{wrong} must be a path, not "):
+        getattr(ckptconv, name)(*[torch_file(tmp_path) if each == "m.pt" else each for each in args])
+    with pytest.raises(TypeError, match="of mine"):
+        ckptconv.convert(torch_file(tmp_path), tmp_path / "o.pt", map_location=of_mine)
+
+
+def of_mine(tag: str) -> str:
+    """A user's function, with a mistake in it."""
+    raise TypeError("of mine")
+
+
+def torch_file(folder: Path) -> Path:
+    """A checkpoint of torch in this `folder`."""
+    torch.save({"w": torch.ones(1)}, folder / "m.pt")
+    return folder / "m.pt"
+
+
 class AnyPath:
     """A path that is no text, and none of pathlib's."""
 
