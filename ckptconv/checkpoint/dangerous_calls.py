@@ -23,6 +23,7 @@ __all__ = ["dangerous_globals", "reaches", "undecided"]
 
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
 _LONGEST_SHOWN = 40  # characters of an attribute's name
+_LONGEST_NAME = 1000  # characters of names of attributes that are looked at; a call can have the same ones as thousands
 _DEEPEST = 20  # results of calls of results of calls
 _MOST_MEANINGS = 50  # of one value: a partial function has one more with each state that it gets
 
@@ -138,7 +139,7 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
     classes = {id(node): entry for node in named if (entry := _class_entry(node))}
     if not look_ups and not classes and not any(map(_is_odd, named)) and not _calls_results(graph):
         return
-    nodes = [*walk([graph.root, *graph.discarded])]
+    nodes = [*walk(_roots(graph))]
     yield from _fetched(nodes, look_ups)
     yield from _used(nodes)
     yield from _handed_on(nodes, look_ups, classes)
@@ -149,7 +150,7 @@ def undecided(graph: Graph) -> Iterator[tuple[str, Node]]:
     if not _calls_results(graph):
         return
     meanings = _Meanings()
-    for node in walk([graph.root, *graph.discarded]):
+    for node in walk(_roots(graph)):
         if isinstance(node, Call) and not isinstance(node.callable, Global):
             for meaning in meanings.of(node.callable):
                 if isinstance(meaning, _Made) and _is_known(meaning) and not leads_to_danger(*meaning.by):
@@ -167,8 +168,13 @@ def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
                 yield f"{call.kind} on {imported_name(call.callable, 2)}", call
 
 
+def _roots(graph: Graph) -> list[Value]:
+    """What leads to all that loading `graph`, or the parts that it was put together of, makes."""
+    return [graph.root, *graph.discarded, *graph.left_out]
+
+
 def _calls_results(graph: Graph) -> bool:
-    return any(not isinstance(call.callable, Global) for call in graph.calls)
+    return bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.calls)
 
 
 def _class_entry(node: Global) -> str | None:
@@ -199,6 +205,22 @@ class _Meanings:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[_Meaning, ...]] = {}
+        self._without_text: set[int] = set()
+
+    def has_text(self, args: Value) -> bool:
+        """Whether a text stands in `args` or in containers there, or may: of what calls give, nobody knows what it is.
+
+        What was looked through once is not again: thousands of calls can have it.
+        """
+        todo = [args]
+        while todo:
+            each = todo.pop()
+            if isinstance(each, (str, Blob)) or (isinstance(each, Call) and not isinstance(each.callable, Global)):
+                return True
+            if isinstance(each, Node) and not isinstance(each, Call) and id(each) not in self._without_text:
+                self._without_text.add(id(each))
+                todo += children(each)
+        return False
 
     def of(self, value: Value, depth: int = 0) -> tuple[_Meaning, ...]:
         """All that `value` can be."""
@@ -234,15 +256,14 @@ class _Meanings:
         if call.kind not in ("REDUCE", "OBJ"):
             yield _Made(called, of_class=True)
         elif name in _GETATTRS:
-            text = text_of(args[1]) if len(args) > 1 else None
+            text = _name_in(args[1]) if len(args) > 1 else None
             for of in self.of(args[0], depth + 1) if args else ():
                 yield _attribute(of, text) if text is not None else _Other(True)
         elif name in _GETTERS or name in _CALLERS:
-            texts = [text_of(each) for each in (args if name in _GETTERS else args[:1])]
-            names = [text for text in texts if text is not None]
-            yield _Getter(tuple(names[:_MOST_MEANINGS]), name in _CALLERS)
+            texts = [_name_in(each) for each in (args[:_MOST_MEANINGS] if name in _GETTERS else args[:1])]
+            yield _Getter(tuple(text for text in texts if text is not None), name in _CALLERS)
         elif name in _BY_NAME:
-            texts = [text_of(each) for each in args]
+            texts = [_name_in(each) for each in args[:_MOST_MEANINGS]]
             yield _Ref(*_module_and_name(".".join(text or "" for text in texts)))
         elif name in _PARTIALS:
             states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
@@ -254,6 +275,12 @@ class _Meanings:
         else:
             made_by = _MADE_BY.get(name)
             yield _Made(_Ref(*made_by) if made_by else called, made_by is not None or _is_class(called.name))
+
+
+def _name_in(value: Value) -> str | None:
+    """The text that `value` is, if it can be the name of an attribute."""
+    text = text_of(value)
+    return text if text is not None and len(text) <= _LONGEST_NAME else None
 
 
 def _is_class(name: str) -> bool:
@@ -341,7 +368,7 @@ def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_u
         name = imported_name(called, 2)
         if id(called) in look_ups and call.kind not in _WITHOUT_INIT:
             yield from (f"{name} of {what}" for what in _names_looked_up(call, name, meanings, is_used=is_used))
-        elif name.partition(".")[0] in _EVALUATORS and _evaluates(call, called):
+        elif name.partition(".")[0] in _EVALUATORS and _evaluates(call, called, meanings):
             yield f"{name} of a text"
 
 
@@ -406,21 +433,9 @@ def _has(ref: _Ref, method: str) -> bool:
     return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
 
 
-def _evaluates(call: Call, called: Global) -> bool:
+def _evaluates(call: Call, called: Global, meanings: _Meanings) -> bool:
     """Whether `call` gives `called`, of a package that evaluates texts, a text that only names nothing."""
-    if called.name in _NAMING:
-        return False
-    return any(isinstance(each, (str, Blob)) for each in _all_in(args_of(call), call))
-
-
-def _all_in(args: list[Value], call: Call) -> Iterator[Value]:
-    """`args`, and what stands in containers among them."""
-    if not isinstance(call.args, Tuple):
-        yield ""
-    for each in args:
-        yield "" if isinstance(each, Call) and not isinstance(each.callable, Global) else each
-        if isinstance(each, Tuple):
-            yield from each.items
+    return called.name not in _NAMING and (not isinstance(call.args, Tuple) or meanings.has_text(call.args))
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
@@ -435,8 +450,8 @@ def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used:
         yield "what is computed"
     elif len(names) > _MOST_MEANINGS:
         yield "more names than are looked at"
-    for each in names:
-        text = text_of(each)
+    for each in names[: _MOST_MEANINGS + 1]:
+        text = _name_in(each)
         words = text.split(".") if text is not None else []
         if text is None:
             yield "what is computed"

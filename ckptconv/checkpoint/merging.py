@@ -100,6 +100,8 @@ class Merger:
         graph = subgraph(self._graph, root)
         reached = set(graph.globals)
         graph.globals += [node for node in self._graph.globals if node not in reached]  # what parts name and throw away
+        for part in self._parts:
+            graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
         source, known = self.source, self.source.faults.again()
         checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
         checkpoint.is_byteorder_said = any(part.is_byteorder_said for part in self._parts)

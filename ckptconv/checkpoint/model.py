@@ -80,7 +80,7 @@ class Checkpoint:
     def restrict(self, root: Place) -> None:
         """Make what stands at `root` the whole. Paths, and the order of effects, stay those of the source."""
         graph = self.graph
-        graph.root, self.root = root.node, root
+        graph.root, self.root, graph.left_out = root.node, root, []
         nodes = list(walk([*graph.discarded, graph.root]))
         reached = set(map(id, nodes))
         graph.globals = [node for node in graph.globals if id(node) in reached]

@@ -273,7 +273,7 @@ class _Reader:
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
         window = SliceSource(file, start, end - start)
         window.faults = self.source.faults.about(f"storage {key}")
-        inner = torch_zip.read(window)
+        inner = torch_zip.read_inner(window)
         if inner.byteorder != "little":
             self.refuse(key, "its numbers are big-endian")
         spans = {}

@@ -44,7 +44,7 @@ from ckptconv.byteranges.spans import (
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.reading import checkpoint_of
-from ckptconv.errors import LimitError, MalformedError
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import Layout, Writer, joined
 from ckptconv.formats.pickle_writing import (
@@ -83,6 +83,7 @@ __all__ = [
     "layout",
     "looks_like",
     "read",
+    "read_inner",
     "read_pickle",
     "record_bytes",
 ]
@@ -151,6 +152,26 @@ def read(source: Readable) -> Checkpoint:
     _check_version(source, _note(source, names, version, checked))
     order = _note(source, names, "byteorder", checked)
     checkpoint.byteorder, checkpoint.is_byteorder_said = _byteorder(source, order), order is not None
+    return checkpoint
+
+
+def read_inner(source: Readable) -> Checkpoint:
+    """The checkpoint in `source`, an archive inside another file, of which nothing is kept but what the pickle says.
+
+    Raises as :func:`read` does, and UnsupportedError where it holds more than torch.save writes: with ``constants.pkl``
+    it is a program, which torch.load runs, by whatever names its code has.
+    """
+    checkpoint = read(source)
+    archive = checkpoint.container
+    names = archive.names() if isinstance(archive, Archive) else {}
+    others = [name for name in names if not (name in (*_RECORDS, ".data/version") or _is_storage(name))]
+    if others:
+        raise UnsupportedError(
+            "an archive inside another file holds more than torch.save writes",
+            where=source.path,
+            got=some(others),
+            hint="do not load it unless you trust who made it",
+        )
     return checkpoint
 
 

@@ -251,8 +251,9 @@ class Graph:
     has to walk the graph for them; edits do not keep them up to date. ``discarded`` holds what the pickle made and
     threw away again, where it had effects (a call whose result is popped is still a call). ``shared`` are the nodes
     that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has,
-    those that it throws away too. ``changed`` are the objects to which the source does something after making them, and
-    ``written`` the calls, as the source has them, that a reader put into today's words.
+    those that it throws away too. ``changed`` are the objects to which the source does something after making them,
+    ``written`` the calls, as the source has them, that a reader put into today's words. ``left_out`` leads to what the
+    parts of a graph that was put together have, and it has not.
     """
 
     root: Value
@@ -268,6 +269,7 @@ class Graph:
     extensions: list[Extension] = field(default_factory=list)
     changed: list[Object] = field(default_factory=list)
     written: dict[Call, Call] = field(default_factory=dict)
+    left_out: list[Value] = field(default_factory=list)
 
 
 @contextmanager
@@ -326,6 +328,7 @@ def subgraph(graph: Graph, root: Value) -> Graph:
         calls=[node for node in reached if isinstance(node, Call)],
         references=[node for node in reached if isinstance(node, PersistentId)],
         discarded=[],
+        left_out=[],
     )
 
 

@@ -97,9 +97,9 @@ def concerns(checkpoint: Checkpoint) -> list[Concern]:
     """What is to be known of `checkpoint` before it is loaded, the worst first."""
     search = _Search()
     search.checkpoint(checkpoint, "")
-    for name, other in checkpoint.beside.items():
-        search.checkpoint(other, f"{name}: ")
     for part in _parts(checkpoint):
+        for name, other in part.beside.items():
+            search.checkpoint(other, f"{name}: ")
         search.members(part)
     for graph in _around(checkpoint):
         search.left = _left_for(graph)

@@ -82,7 +82,7 @@ class ChunkFiles:
             if records is not None:
                 window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
                 return ChunkFile(each.file.info, records[0], each.file.is_little_endian)
-        checkpoint = torch_zip.read(window)
+        checkpoint = torch_zip.read_inner(window)
         _refuse_unknown(checkpoint, window)
         file = _file(checkpoint, window)
         if len(known) < _MOST and (found := _remembered(checkpoint, file, window)):

@@ -246,7 +246,7 @@ class _Reader:
         """What is no tensor: whatever ``torch.save`` takes."""
         window = self.window(name, None)
         with _about(name, window):
-            part = torch_zip.read(window)
+            part = torch_zip.read_inner(window)
         for storage in part.storages.values():
             storage.data = in_file(storage.data, window)
         return self.merger.take(part, in_order=True)
