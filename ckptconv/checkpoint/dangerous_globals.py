@@ -79,6 +79,7 @@ DANGEROUS_NAMES = frozenset(
                 "write_bytes", "write_text",
             )
         ),
+        *(f"readline.{name}_history_file" for name in ("append", "read", "write")), "readline.read_init_file",
         "profile.Profile", "profile.run", "profile.runctx", "signal.pthread_kill", "signal.raise_signal",
         "signal.signal",
         "site.addsitedir", "site.main", "tempfile.TemporaryDirectory", "test.support", "tokenize._builtin_open",
@@ -215,7 +216,7 @@ def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) 
 
 def _is_file(package: list[str], attributes: list[str]) -> bool:
     """Whether they name a storage of torch's that is made of a file, or written to one."""
-    return package[0] == "torch" and attributes[-1].lstrip("_") in ("from_file", "write_file")
+    return package[0] == "torch" and any(word.lstrip("_") in ("from_file", "write_file") for word in attributes)
 
 
 def _is_listed(words: list[str], package: int) -> bool:

@@ -140,3 +140,14 @@ def test_a_text_in_a_list(tmp_path: Path) -> None:
     assert verify(path).safety == "dangerous"
     path.write_bytes(ways.checkpoint(call("sympy:Matrix", sequence(b"K\x01"))))
     assert verify(path).ok
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch._ops:ops.aten.from_file.default", "torch._ops:ops.aten.from_file._op", "readline:write_history_file"],
+)
+def test_writers_of_files(tmp_path: Path, name: str) -> None:
+    """Overloads of operators, and what is written in C, write files too."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(ways.checkpoint(call(name, text("marker"))))
+    assert verify(path).safety == "dangerous"
