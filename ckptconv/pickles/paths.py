@@ -136,18 +136,19 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
             )
         entered.add(id(node))
-        todo += child_places(place, leaf)[::-1]
+        todo += child_places(place, leaf, entered)[::-1]
 
 
-def child_places(place: Place, leaf: Leaf) -> list[Place]:
+def child_places(place: Place, leaf: Leaf, entered: set[int] | None = None) -> list[Place]:
     """The places right below `place`, in the order in which the pickle says what stands there.
 
-    Below what `leaf` says is a leaf, its attributes.
+    Below what `leaf` says is a leaf, its attributes. What is in `entered`, the ids of nodes, is not entered again: a
+    tuple of arguments is put there, of which a pickle can make thousands of calls.
     """
     node = place.node
     states = leaf(node) if isinstance(node, Node) else []
     if states is None:
-        found = _inside(place)
+        found = _inside(place, entered)
     else:
         found = [attribute for state in states for attribute in _attributes(place, state)]
     if isinstance(node, (Call, Dict)):
@@ -163,7 +164,7 @@ def is_item(place: Place) -> bool:
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
 
-def _inside(place: Place) -> list[Place]:
+def _inside(place: Place, entered: set[int] | None) -> list[Place]:
     node = place.node
     if isinstance(node, Tuple):
         return _numbered(place, "[%d]", node.items)
@@ -175,7 +176,7 @@ def _inside(place: Place) -> list[Place]:
         return [_below(place, "/(0)", node.id)] if isinstance(node.id, Node) and not isinstance(node.id, Tuple) else []
     found: list[Place] = []
     if isinstance(node, Call):
-        found += _arguments(place, node)
+        found += _arguments(place, node, set() if entered is None else entered)
     if isinstance(node, Object):
         found += _effects(place, node)
     return found
@@ -218,11 +219,12 @@ def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> li
     return [Place(place, form % i, item, depth) for i, item in enumerate(items, start)]
 
 
-def _arguments(place: Place, call: Call) -> list[Place]:
+def _arguments(place: Place, call: Call, entered: set[int]) -> list[Place]:
     found: list[Place] = []
     if isinstance(call.callable, Call):
         found.append(_below(place, "/(call)", call.callable))
-    if isinstance(call.args, Tuple):
+    if isinstance(call.args, Tuple) and id(call.args) not in entered:
+        entered.add(id(call.args))
         found += _numbered(place, "/(%d)", call.args.items)
     elif isinstance(call.args, Call):
         found.append(_below(place, "/(*)", call.args))

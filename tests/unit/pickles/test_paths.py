@@ -131,6 +131,15 @@ def test_doubling_costs_nothing() -> None:
     assert len(paths_of(node)) == 121
 
 
+def test_arguments_that_calls_share_stand_in_the_first() -> None:
+    """A thousand calls with one tuple of a thousand arguments have two thousand places below them, not a million."""
+    arguments = b"(" + b"K\1" * 1000 + b"tq\1"
+    calls = b"](" + b"cm\nf\n" + arguments + b"R" + b"cm\nf\nh\1R" * 999 + b"e."
+    places = places_of(b"\x80\x02" + calls)
+    assert len(places) == 1 + 1000 + 1000
+    assert [place.path for place in places[1:4]] == ["[0]", "[0]/(0)", "[0]/(1)"]
+
+
 def test_nesting_is_limited() -> None:
     """As deep as the limit goes and no deeper, without recursion."""
 
