@@ -423,7 +423,7 @@ _NO_EDITS = (
     "debug",
 )
 #: What a report says that is another in each run.
-_OF_A_RUN = ("dst", "seconds", "written")
+_OF_A_RUN = ("dst", "seconds", "written", "verified")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import ckptconv
 
 LINES, PARAMETERS = 60, 8
 #: Their keywords are what a user can ask for, declared in ``conversion.options``.
-PUBLIC = {"convert", "diff", "save"}
+PUBLIC = {"convert", "diff", "jobs_in", "save"}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
