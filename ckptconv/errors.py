@@ -141,6 +141,11 @@ class _OfPath(OSError):
         """The path, as Python calls it."""
         return self.where
 
+    @filename.setter
+    def filename(self, path: object) -> None:
+        """Packages that pickle errors with their tracebacks (tblib) set it again."""
+        self.where = path
+
 
 class UsageError(CkptconvError, ValueError):
     """The request contradicts itself or cannot be understood; nothing was read."""

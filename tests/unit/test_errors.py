@@ -63,3 +63,6 @@ def test_errors_that_python_has_are_those_too(kind: type[CkptconvError], python:
     assert type(error) is kind and isinstance(error, python)
     assert str(error) == "a.pt: it broke; try b.pt"
     assert (getattr(error, "errno", None), getattr(error, "filename", None)) == (number, number and "a.pt")
+    if number:
+        setattr(error, "filename", "b.pt")  # noqa: B010 - as what pickles errors with their tracebacks does
+        assert str(error) == "b.pt: it broke; try b.pt"
