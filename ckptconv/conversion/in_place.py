@@ -18,6 +18,7 @@ from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Source, SourceFolder
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
+from ckptconv.conversion.discovery import is_hub_blob
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
 from ckptconv.edits.apply import apply
@@ -234,7 +235,7 @@ def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
     """The file that `path` means, and a note where that is another. Raises RefusedError in the Hub's cache."""
     named = Path(os.fsdecode(path))
     target = Path(os.path.realpath(named))
-    if target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir():
+    if is_hub_blob(target):
         raise RefusedError(
             "the file is in the Hub's cache, where its name is its checksum",
             where=named,

@@ -34,7 +34,7 @@ from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2Stri
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["refuse_two_readings"]
+__all__ = ["is_tar", "refuse_two_readings"]
 
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 _HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -56,14 +56,19 @@ def refuse_two_readings(source: Readable, name: str) -> None:
             )
 
 
-def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+def is_tar(source: Readable) -> bool:
+    """Whether Python's tarfile takes the first 512 bytes for a header, as torch.load asks it first."""
     import tarfile  # here, because what has been refused before does without
 
     try:
         tarfile.TarInfo.frombuf(source.read(0, min(_BLOCK, source.size)), "utf-8", "surrogateescape")
     except tarfile.HeaderError:
-        return None
-    return "a tar archive, which torch.load looks for first"
+        return False
+    return True
+
+
+def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    return "a tar archive, which torch.load looks for first" if is_tar(source) else None
 
 
 def _zip(source: Readable, name: str) -> str | None:

@@ -142,13 +142,13 @@ class _Lenient(PickleMachine):
             self.protocol,
             opcodes,
             frozenset(),
-            self.globals,
+            [*self.named.values()],
             self.calls,
             self.references,
             [*self.popped, *left, *self.calls],
             self.shared,
             self.byte_strings,
-            self.extensions,
+            [*self.codes.values()],
         )
 
     def line(self) -> bytes:

@@ -59,13 +59,11 @@ class PickleMachine:
         self.metastack: list[list[Value]] = []
         self.memo: dict[int, Value] = {}
         self.shared: set[Node] = set()
-        self.globals: list[Global] = []
         self.named: dict[tuple[str, str], Global] = {}
         self.codes: dict[int, Extension] = {}
         self.calls: list[Call] = []
         self.references: list[PersistentId] = []
         self.byte_strings: list[Value] = []
-        self.extensions: list[Extension] = []
         self.changed: list[Object] = []
         self.popped: list[Value] = []
         self.order = 0
@@ -114,13 +112,13 @@ class PickleMachine:
             self.protocol,
             opcodes,
             used,
-            self.globals,
+            [*self.named.values()],
             self.calls,
             self.references,
             discarded,
             self.shared,
             self.byte_strings,
-            self.extensions,
+            [*self.codes.values()],
             self.changed,
         )
 
@@ -290,7 +288,6 @@ class PickleMachine:
         found = self.named.get((module, name))
         if found is None:
             found = self.named[module, name] = Global(module, name)
-            self.globals.append(found)
             self.check_named()
         else:
             self.shared.add(found)
@@ -301,14 +298,13 @@ class PickleMachine:
         found = self.codes.get(code)
         if found is None:
             found = self.codes[code] = Extension(code)
-            self.extensions.append(found)
             self.check_named()
         else:
             self.shared.add(found)
         return found
 
     def check_named(self) -> None:
-        if len(self.globals) + len(self.extensions) > LIMITS.globals:
+        if len(self.named) + len(self.codes) > LIMITS.globals:
             raise LimitError(
                 "the pickle names too many classes and functions",
                 where=f"{self.where} at byte {self.tell()}",

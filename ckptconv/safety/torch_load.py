@@ -10,7 +10,6 @@ it has memory for what the file holds.
 from __future__ import annotations
 
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip,
 from ckptconv.formats.distributed import dcp, safetensors_parts
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.torch_zip import record_bytes
+from ckptconv.formats.two_readings import is_tar
 from ckptconv.formats.zip_archive import Archive, Member
 from ckptconv.limits import LIMITS
 
@@ -43,7 +43,6 @@ _SERIALIZATION_ID = ".data/serialization_id"
 _OTHER_VERSION = ".data/version"
 #: What torch reads beside the pickle and the storages; it looks for all of them without regard to case.
 _RECORDS = ("version", _OTHER_VERSION, _ALIGNMENT, _SERIALIZATION_ID, ".format_version", "byteorder")
-_TAR_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def _of_program(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
 def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     container = checkpoint.container
     assert isinstance(container, torch_legacy.LegacyFile)
-    if _is_tar(checkpoint):
+    if is_tar(checkpoint.source):
         yield _refused("torch takes it for a tar archive, which Python's tarfile does")
     for graph in container.around:
         yield from reasons(graph)
@@ -206,17 +205,6 @@ def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
         if storage_id(each.node).dtype is UNTYPED:
             yield _refused("torch cannot read a storage without a dtype from this format", is_spelling=True)
     yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
-
-
-def _is_tar(checkpoint: Checkpoint) -> bool:
-    source = checkpoint.source
-    if source.size < _TAR_BLOCK:
-        return False
-    try:
-        tarfile.TarInfo.frombuf(source.read(0, _TAR_BLOCK), "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
 
 
 # What torch.load reads in no case, or hands on

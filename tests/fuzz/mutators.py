@@ -24,10 +24,23 @@ from tests.fuzz.json_changes import Pairs
 from tests.fuzz.odd_pickles import made, mutated
 from tests.fuzz.opcodes import Change
 
-__all__ = ["MUTATORS", "Mutator", "fitting", "pickles_of", "storages_of"]
+__all__ = ["MUTATORS", "Mutator", "fitting", "noise", "pickles_of", "storages_of"]
 
 #: Changes DATA; the last argument is for what has no structure.
 Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
+
+
+def noise(data: bytes, random: Random) -> bytes:
+    """`data` with a few bytes deleted, doubled, or others."""
+    at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
+    end = min(end, at + 8)
+    what = random.randrange(4)
+    if what == 0:
+        return data[:at] + data[end:]
+    if what == 1:
+        return data[:at] + data[at:end] + data[at:]
+    return data[:at] + random.randbytes(1 if what == 2 else end - at) + data[at + 1 if what == 2 else end :]
+
 
 _MOST = 1024  # bytes of a storage or tensor that are made to fit
 _NAMES = (

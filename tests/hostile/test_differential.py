@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import settings
 
 from ckptconv import Summary, convert, inspect
 from ckptconv.errors import CkptconvError
-from tests.fuzz.mutators import MUTATORS
+from tests.fuzz.mutators import MUTATORS, noise
 from tests.fuzz.seeds import seeds_of
 from tests.support.torch_process import TorchProcess
 
@@ -54,22 +53,6 @@ ONLY_WE = {
 #: Seeds in which tensors stand on parts of storages, which we say as offsets in whole ones;
 #: tests/unit/formats/test_torch_legacy.py compares those.
 BEFORE_0_4 = ("view", "python2")
-
-
-def _change(random: Random) -> Callable[[bytes], bytes]:
-    """Changes bytes in any way."""
-
-    def change(data: bytes) -> bytes:
-        at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
-        end = min(end, at + 8)
-        what = random.randrange(4)
-        if what == 0:
-            return data[:at] + data[end:]
-        if what == 1:
-            return data[:at] + data[at:end] + data[at:]
-        return data[:at] + random.randbytes(1 if what == 2 else end - at) + data[at + 1 if what == 2 else end :]
-
-    return change
 
 
 def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
@@ -112,7 +95,7 @@ def test_changed_files(target: str, tmp_path: Path) -> None:
     wrong: dict[str, bytes] = {}
     with TorchProcess() as torch:
         for _ in range(CHANGES):
-            data = MUTATORS[target](random.choice(seeds), random, _change(random))
+            data = MUTATORS[target](random.choice(seeds), random, lambda part: noise(part, random))
             path.write_bytes(data)
             summary, error = _ours(path, out)
             found = torch.compare(path, out, _tensors(summary)) if summary else torch.compare(path, None, None)

@@ -6,7 +6,6 @@ wherever the journal is hot.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ import torch
 
 import ckptconv
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
+from tests.support.torn_writes import loads
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="there is no strace")
 
@@ -166,15 +166,3 @@ def judged(change: Change, path: Path, status: int, old: dict[str, bytes], new: 
         if any(os.path.lexists(journal_path(file)) for file in files):
             return "undo left a journal"
     return None
-
-
-def loads(file: Path) -> bool:
-    """Whether torch, pickle or we take `file` for whole."""
-    loads_it = pickle.loads if file.suffix == ".pkl" else lambda data: torch.load(io.BytesIO(data), weights_only=True)
-    for load in (lambda: loads_it(file.read_bytes()), lambda: ckptconv.inspect(file)):
-        try:
-            load()
-        except Exception:
-            continue
-        return True
-    return False

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckptconv
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
 from ckptconv.output.files import is_own_file
 from tests.long.test_power_loss import CUTS, FILESYSTEMS, filesystem, memory, recorded, through_a_loop
 from tests.support.recorded_disk import History
+from tests.support.torn_writes import loads
 
 __all__ = ["filesystem", "memory"]  # fixtures
 
@@ -121,17 +121,6 @@ def what_is_wrong(at: Path, end: int, first: bytes, done: Sequence[Step]) -> str
         if journal_path(path).exists():
             return "undo left a journal"
     return None
-
-
-def loads(path: Path) -> bool:
-    """Whether torch or we take the file for whole."""
-    for load in (lambda: torch.load(path, weights_only=True), lambda: ckptconv.inspect(path)):
-        try:
-            load()
-        except Exception:
-            continue
-        return True
-    return False
 
 
 def judged(

@@ -45,7 +45,7 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.parser import parse
 from tests.fuzz import mutators, opcodes
 from tests.fuzz.archives import Record, archive, records_of
-from tests.fuzz.mutators import MUTATORS
+from tests.fuzz.mutators import MUTATORS, noise
 from tests.support import zoo
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.paths import ROOT
@@ -181,38 +181,26 @@ def mutant(data: bytes, level: str, random: Random) -> bytes:
     return LEVELS[level](data, random)
 
 
-def _noise(data: bytes, random: Random) -> bytes:
-    """`data` with a few bytes deleted, doubled, or others."""
-    at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
-    end = min(end, at + 8)
-    what = random.randrange(4)
-    if what == 0:
-        return data[:at] + data[end:]
-    if what == 1:
-        return data[:at] + data[at:end] + data[at:]
-    return data[:at] + random.randbytes(1 if what == 2 else end - at) + data[at + 1 if what == 2 else end :]
-
-
 def _bytes(data: bytes, random: Random) -> bytes:
     if random.random() < 0.3:
-        return _noise(data, random)
-    return _with_pickle(data, random, lambda pickled: _noise(pickled, random))
+        return noise(data, random)
+    return _with_pickle(data, random, lambda pickled: noise(pickled, random))
 
 
 def _opcodes(data: bytes, random: Random) -> bytes:
-    return _with_pickle(data, random, lambda p: opcodes.changed(p, random, lambda part: _noise(part, random)))
+    return _with_pickle(data, random, lambda p: opcodes.changed(p, random, lambda part: noise(part, random)))
 
 
 def _container(data: bytes, random: Random) -> bytes:
     if data[:2] == b"PK":
         records = records_of(data)
         if records is None:
-            return _noise(data, random)
+            return noise(data, random)
         for _ in range(random.choice((1, 1, 2))):
             records = _other_records(records, random)
         return archive(records, zip64=random.random() < 0.3, comment=random.choice((b"", b"", b"", b"comment")))
     target = "safetensors" if data[8:9] == b"{" else "legacy"
-    return MUTATORS[target](data, random, lambda part: _noise(part, random))
+    return MUTATORS[target](data, random, lambda part: noise(part, random))
 
 
 _NOTES = (
@@ -255,7 +243,7 @@ def _other_records(records: list[Record], random: Random) -> list[Record]:
         ]
         return [*records[:i], random.choice(turned), *records[i + 1 :]]
     if what == 7:
-        return [*records[:i], replace(record, data=_noise(record.data, random)), *records[i + 1 :]]
+        return [*records[:i], replace(record, data=noise(record.data, random)), *records[i + 1 :]]
     return [*records[:i], record.lying(random), *records[i + 1 :]]
 
 
@@ -265,7 +253,7 @@ def _with_pickle(data: bytes, random: Random, change: Callable[[bytes], bytes]) 
         records = records_of(data)
         main = next((i for i, r in enumerate(records or ()) if r.name.endswith(b"/data.pkl")), None)
         if records is None or main is None:
-            return _noise(data, random)
+            return noise(data, random)
         records[main] = replace(records[main], data=change(records[main].data))
         return archive(mutators.fitting(records, random) if random.random() < 0.9 else records)
     pickles, rest = mutators.pickles_of(data)
@@ -276,7 +264,7 @@ def _with_pickle(data: bytes, random: Random, change: Callable[[bytes], bytes]) 
             pickles[4] = pickle.dumps([*storages], 2)
             rest = b"".join(struct.pack("<q", numel) + random.randbytes(size) for numel, size in storages.values())
         return b"".join(pickles) + rest
-    return change(data) if pickles else _noise(data, random)
+    return change(data) if pickles else noise(data, random)
 
 
 # Arguments

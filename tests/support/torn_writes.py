@@ -6,7 +6,9 @@ order, or none.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import ckptconv
 from ckptconv.byteranges.patches import SECTOR
 
 #: What was done: ("write", offset, bytes), ("size", bytes) or ("sync",).
@@ -90,3 +94,15 @@ def _done(content: bytes, operations: list[Operation]) -> bytes:
             room += bytes(max(0, offset + len(data) - len(room)))
             room[offset : offset + len(data)] = data
     return bytes(room)
+
+
+def loads(file: Path) -> bool:
+    """Whether torch, pickle or we take `file` for whole."""
+    loads_it = pickle.loads if file.suffix == ".pkl" else lambda data: torch.load(io.BytesIO(data), weights_only=True)
+    for load in (lambda: loads_it(file.read_bytes()), lambda: ckptconv.inspect(file)):
+        try:
+            load()
+        except Exception:
+            continue
+        return True
+    return False
