@@ -313,6 +313,9 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
     leader = files[0]
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
+    if names:  # a journal of an earlier change beside one of this would take back too much
+        with as_output_error(leader.path):
+            journals.discard(*(file.path for file in files))
     for file, journal in zip(files, journals_, strict=True):
         try:
             journals.write(file.path, journal)

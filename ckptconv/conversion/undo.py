@@ -40,7 +40,8 @@ def undo(path: str | os.PathLike[str]) -> int:
         RefusedError: A journal is not to be trusted, or a file was written anew since; nothing was changed.
         OutputError: Writing failed; this can be done again.
     """
-    changed = [target for target, _ in journals_of(Path(os.fsdecode(path)))] if os.path.isdir(path) else [path]
+    found = journals_of(Path(os.fsdecode(path))) if os.path.isdir(path) else [(Path(os.fsdecode(path)), HOT)]
+    changed = [target for target, state in found if state == HOT] or [target for target, _ in found]
     if not changed:
         raise InputError(NO_JOURNAL, where=path)
     target, _ = resolved(changed[0])
@@ -74,7 +75,7 @@ _Opened = tuple[Path, int, Journal, bytes]
 def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitStack) -> list[_Opened]:
     """The files of the set that `target` belongs to, the leader first. Raises as :func:`undo` does.
 
-    A member without a journal was given its old bytes before, by an undo that was interrupted.
+    In a set that is hot, a member without a journal is as it was: its change had not begun, or its undo was done.
     """
     known = {target.name: (target, fd, journal, state)}
 
@@ -86,12 +87,15 @@ def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitS
         return known[name]
 
     leader = open_member(journal.leader or target.name)
-    names = leader[2].members
+    names = dict.fromkeys(leader[2].members)
     if leader[0].name not in names or target.name not in names:
         raise RefusedError("the undo journals of a set contradict each other", where=target, got=leader[0].name)
     others = [
         name for name in names if name != leader[0].name and os.path.lexists(journal_path(target.with_name(name)))
     ]
+    if leader[3] == DONE and len(others) + 1 < len(names):
+        lost = [name for name in names if name not in (leader[0].name, *others)]
+        raise RefusedError("files of the set were changed or undone by themselves since", where=target, got=some(lost))
     files = [leader, *map(open_member, others)]
     for path, _, member, _ in files[1:]:
         if member.leader != leader[0].name:

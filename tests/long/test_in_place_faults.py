@@ -7,7 +7,6 @@ wherever the journal is hot.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -17,24 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptconv
-from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of
-from tests.support.torn_writes import loads
+from tests.support.in_place_kinds import LONG, Contents, contents, hot_file, journals, make, torn
 
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="there is no strace")
 
 FAULTS = ("error=EIO", "error=ENOSPC", "error=EINTR", "signal=SIGKILL", "signal=SIGTERM")
 CALLS = ("openat", "write", "pwrite64", "fsync", "rename", "ftruncate", "unlink", "close", "flock")
-LONG = "a.name.that.is.much.longer.than.it.was."
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a file of some format: the arguments of the command line before the file."""
+    """A change of a checkpoint of some kind: the arguments of the command line before the file."""
 
-    format: str
+    kind: str
     arguments: tuple[str, ...]
     undoes: bool = False
 
@@ -46,35 +42,17 @@ CHANGES = {
     "legacy": Change("legacy", ("convert", "-q", "--in-place", "--add-prefix", "module.")),
     "pickle": Change("pickle", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
     "shards": Change("shards", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
+    "safetensors": Change("safetensors", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
+    "dcp": Change("dcp", ("convert", "-q", "--in-place", "--rename", "layer", "LAYER")),
     "undo": Change("zip", ("undo", "-q"), undoes=True),
     "undo, shards": Change("shards", ("undo", "-q"), undoes=True),
+    "undo, dcp": Change("dcp", ("undo", "-q"), undoes=True),
 }
 
 
-def make(folder: Path, format_: str) -> Path:
-    """A checkpoint of twenty tensors in a new folder, or a set of three shards; what the command line is given."""
-    folder.mkdir(parents=True)
-    state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
-    if format_ == "pickle":
-        (folder / "model.pkl").write_bytes(pickle.dumps(state, 4))
-        return folder / "model.pkl"
-    path = folder / "model.pt"
-    torch.save(state, path, _use_new_zipfile_serialization=format_ != "legacy")
-    if format_ != "shards":
-        return path
-    ckptconv.convert(path, folder / "set", max_shard_size=150, format="pt")
-    path.unlink()
-    return folder / "set"
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """The checkpoint's own files, without journals and temporaries."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    return {file.name: file.read_bytes() for file in files if not file.name.startswith(".")}
-
-
 def command(change: Change, path: Path) -> list[str]:
-    target = path if path.is_file() or not change.undoes else path / next(iter(contents(path)))
+    of_set = change.undoes and change.kind == "shards"  # by one of them; a folder of DCP by its name
+    target = path / next(iter(contents(path))) if of_set else path
     return [sys.executable, "-m", "ckptconv", *change.arguments, str(target)]
 
 
@@ -107,10 +85,10 @@ def compiled() -> None:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_faults(change: Change, tmp_path: Path) -> None:
-    sample = make(tmp_path / "sample", change.format)
+    sample = make(tmp_path / "sample", change.kind, tensors=20)
     shutil.copytree(sample.parent, tmp_path / "kept")  # torch's older format says addresses: each file is another
     old = contents(sample)
-    first = next(each for each in CHANGES.values() if each.format == change.format and not each.undoes)
+    first = next(each for each in CHANGES.values() if each.kind == change.kind and not each.undoes)
     subprocess.run(command(first if change.undoes else change, sample), check=True)
     new = contents(sample)
     assert new.keys() == old.keys()
@@ -143,26 +121,20 @@ def test_faults(change: Change, tmp_path: Path) -> None:
     assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong[:10])
 
 
-def judged(change: Change, path: Path, status: int, old: dict[str, bytes], new: dict[str, bytes]) -> str | None:
+def judged(change: Change, path: Path, status: int, old: Contents, new: Contents) -> str | None:
     """What must not be so after a fault."""
-    found = contents(path)
-    files = [path] if path.is_file() else [path / name for name in found]
-    if status == 0 and found != (old if change.undoes else new):
+    if status == 0 and contents(path) != (old if change.undoes else new):
         return "success without the new bytes"
-    hot = [file for file in files if state_of(file) == HOT]
-    if found not in (old, new):
-        torn = [file for file in files if found[file.name] not in (old[file.name], new[file.name])]
-        if not hot:
-            return "a mixture without a hot journal"
-        for file in torn:
-            if loads(file):
-                return f"{file.name} is torn and loads"
+    wrong = torn(path, old, new)
+    if wrong:
+        return wrong
+    hot = hot_file(path)
     if hot:
-        done = subprocess.run([sys.executable, "-m", "ckptconv", "undo", "-q", str(hot[0])], capture_output=True)
+        done = subprocess.run([sys.executable, "-m", "ckptconv", "undo", "-q", str(hot)], capture_output=True)
         if done.returncode:
             return f"undo failed: {done.stderr.decode()}"
         if contents(path) != old:
             return "undo did not give the old bytes back"
-        if any(os.path.lexists(journal_path(file)) for file in files):
+        if journals(path):
             return "undo left a journal"
     return None

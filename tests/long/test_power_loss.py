@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,24 +159,20 @@ def what_is_wrong(at: Path, target: str, end: int, done: Sequence[Done]) -> str 
 
 
 def judged(
-    folder: Path, history: History, done: Sequence[Done], filesystem: str, target: str
-) -> tuple[Counter[str], list[str]]:
-    """How many cuts there were of each kind, and what was wrong after which."""
+    folder: Path, history: History, ends: Sequence[int], filesystem: str, problem_at: Callable[[Path, int], str | None]
+) -> Iterator[tuple[str, str | None]]:
+    """For each of `ends` of the log at which the power goes: how it was cut, and what `problem_at` says of the disk,
+    given where that is mounted and the end.
+    """
     choice = random.Random(2147)
-    ends = [end for end in history.ends if end >= done[0].began]
     disk, at = folder / "after", folder / "mounted"
-    kinds: Counter[str] = Counter()
-    wrong = []
-    for end in sorted(choice.sample(ends, min(CUTS, len(ends)))):
+    for end in sorted(ends):
         history.go_to(end)
         subprocess.run(["cp", "--sparse=always", history.image, disk], check=True)
         how = history.cut(disk, choice)
-        kinds[how] += 1
         with through_a_loop(disk, at, FILESYSTEMS[filesystem][1]):
-            problem = what_is_wrong(at, target, end, done)
-        if problem:
-            wrong.append(f"{problem}, at {end} of the log, of what was not flushed: {how}")
-    return kinds, wrong
+            problem = problem_at(at, end)
+        yield how, problem and f"{problem}, at {end} of the log, of what was not flushed: {how}"
 
 
 @pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
@@ -188,9 +184,13 @@ def test_a_loss_of_power(filesystem: str, in_shards: bool, command: list[str], t
     srcs = inputs(tmp_path, in_shards=in_shards)
     words = [sys.executable, *command]
     history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=words)
-    kinds, wrong = judged(memory, history, done, filesystem, "dst" if in_shards else "dst.pt")
+    target = "dst" if in_shards else "dst.pt"
+    moments = [end for end in history.ends if end >= done[0].began]
+    ends = random.Random(2147).sample(moments, min(CUTS, len(moments)))
+    cuts = list(judged(memory, history, ends, filesystem, lambda at, end: what_is_wrong(at, target, end, done)))
+    wrong = [problem for _, problem in cuts if problem]
     seen = Counter(each.split(",")[0] for each in wrong)
-    print(f"\n{filesystem}: {dict(kinds)} of {len(history.ends)} moments, {seen}")
+    print(f"\n{filesystem}: {Counter(how for how, _ in cuts)} of {len(history.ends)} moments, {seen}")
     assert (wrong == []) == (command[0] == "-m"), wrong
-    assert sum(kinds.values()) == CUTS
+    assert len(cuts) == CUTS
     assert len({str(each.new) for each in done}) == 2

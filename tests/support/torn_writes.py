@@ -7,6 +7,7 @@ order, or none.
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import ckptconv
@@ -97,9 +99,15 @@ def _done(content: bytes, operations: list[Operation]) -> bytes:
 
 
 def loads(file: Path) -> bool:
-    """Whether torch, pickle or we take `file` for whole."""
-    loads_it = pickle.loads if file.suffix == ".pkl" else lambda data: torch.load(io.BytesIO(data), weights_only=True)
-    for load in (lambda: loads_it(file.read_bytes()), lambda: ckptconv.inspect(file)):
+    """Whether torch, safetensors, pickle, json or we take `file` for whole."""
+    read = {
+        ".pkl": pickle.loads,
+        ".metadata": pickle.loads,
+        ".safetensors": safetensors.torch.load,
+        ".json": json.loads,
+    }
+    other = read.get(file.suffix or file.name, lambda data: torch.load(io.BytesIO(data), weights_only=True))
+    for load in (lambda: other(file.read_bytes()), lambda: ckptconv.inspect(file)):
         try:
             load()
         except Exception:

@@ -31,7 +31,7 @@ from ckptconv.byteranges.sources import Readable, Source, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.layout import HubName
 from ckptconv.formats.safetensors_header import is_text
-from ckptconv.formats.writers import WRITERS
+from ckptconv.formats.writers import WRITERS, split_suffix
 from ckptconv.hints import shell
 from ckptconv.limits import LIMITS
 
@@ -140,7 +140,7 @@ def stem_for(name: str, suffix: str) -> str:
     One of those that the Hub's tools look for.
     """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
-    stem = _family(found)[0] if found else re.sub(rf"({_SUFFIXES})$", "", name)
+    stem = _family(found)[0] if found else split_suffix(name)[0]
     return _stem_like(stem if _HUB.fullmatch(stem) else "model", suffix)
 
 
@@ -160,7 +160,7 @@ def of_other_suffix(name: str, suffix: str) -> str:
     """
     found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     if found is None:
-        return name if name.endswith(".json") else re.sub(rf"({_SUFFIXES})$", "", name) + suffix
+        return name if name.endswith(".json") else split_suffix(name)[0] + suffix
     if found["suffix"] == suffix:
         return name
     stem, start, end = found.end("stem"), found.start("suffix"), found.end("suffix")

@@ -47,9 +47,12 @@ def mark(target: Path, state: bytes) -> None:
         os.close(fd)
 
 
-def discard(target: Path) -> None:
-    """Remove the journal of `target`, if there is one. Raises OSError."""
-    path = journal_path(target)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-        sync_folder(path.parent)
+def discard(*targets: Path) -> None:
+    """Remove the journals of `targets`, which stand in one folder, if they have any. Raises OSError."""
+    gone = []
+    for path in map(journal_path, targets):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+            gone.append(path)
+    if gone:
+        sync_folder(gone[0].parent)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import os
 import pickle
@@ -673,14 +674,58 @@ def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
 
 def test_journals_of_a_set_that_contradict_each_other(sharded: Path) -> None:
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
-    now = {name: data for name, data in contents(sharded).items() if not name.startswith(".")}
+    now = checkpoint_files(sharded)
     names = [*now]
     journal, _ = read_journal(sharded / names[1], os.getuid())
     for leader in (names[2], names[1]):
         journals.write(sharded / names[1], dataclasses.replace(journal, leader=leader, members=()))
         with pytest.raises(ckptconv.RefusedError, match="contradict each other"):
             ckptconv.undo(sharded / names[1])
-    assert {name: data for name, data in contents(sharded).items() if not name.startswith(".")} == now
+    assert checkpoint_files(sharded) == now
+
+
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if not name.startswith(".")}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_journal_of_an_earlier_change_does_not_count(
+    sharded: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set that was changed is changed again, and killed before the journal of that number of it is written."""
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    before = checkpoint_files(sharded)
+    write, count = journals.write, itertools.count()
+
+    def killed(target: Path, journal: Journal) -> None:
+        if next(count) == number:
+            raise KeyboardInterrupt
+        write(target, journal)
+
+    monkeypatch.setattr(journals, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(sharded, in_place=True, rename=[("layer", "LAYER")])
+    monkeypatch.undo()
+    with contextlib.nullcontext() if number else pytest.raises(ckptconv.InputError, match="no undo journal"):
+        ckptconv.undo(sharded)
+    assert contents(sharded) == before
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["removed", "undone by itself"])
+def test_a_set_of_which_a_journal_is_gone(sharded: Path, *, undone: bool) -> None:
+    """The others are not taken back alone: that would be half of each."""
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    (shard,) = sharded.glob("[!.]*-00002-of-*")
+    if undone:
+        ckptconv.convert(shard, in_place=True, rename=[("layer", "LAYER")])
+        ckptconv.undo(shard)
+    else:
+        journal_path(shard).unlink()
+    before = contents(sharded)
+    with pytest.raises(ckptconv.RefusedError, match="by themselves since") as caught:
+        ckptconv.undo(sharded)
+    assert shard.name in str(caught.value)
+    assert contents(sharded) == before
 
 
 def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:

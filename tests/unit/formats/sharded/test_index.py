@@ -209,6 +209,7 @@ def test_names_of_every_family() -> None:
         ("diffusion_pytorch_model-00001-of-00002.bin", ".safetensors", "diffusion_pytorch_model"),
         ("adapter_model.safetensors", ".bin", "adapter_model"),
         ("llama.pt", ".safetensors", "model"),
+        ("model.pt", ".bin", "pytorch_model"),
         ("epoch=3-step=100.ckpt", ".bin", "pytorch_model"),
     ],
 )

@@ -1,0 +1,87 @@
+"""Checkpoints of every kind that is changed in place, and what must hold of one at any moment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import ckptconv
+from ckptconv.byteranges.undo_journal import HOT, state_of, target_of
+from ckptconv.output.files import is_own_file
+from tests.support.torn_writes import loads
+
+#: The files of a checkpoint and what is in them.
+Contents = dict[str, bytes]
+KINDS = ("zip", "legacy", "pickle", "safetensors", "shards", "dcp")
+#: Longer than any name: what is renamed to it does not fit where the old names stood.
+LONG = "a.name.that.is.much.longer.than.it.was."
+
+
+def make(folder: Path, kind: str, tensors: int) -> Path:
+    """A checkpoint of so many `tensors` in `folder`, a file or a folder of its own; its path.
+
+    A zip has no checksums, so that none of them finds what is torn.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(tensors)}
+    path = folder / {"pickle": "model.pkl", "safetensors": "model.safetensors"}.get(kind, "model.pt")
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(state, 4))
+    elif kind == "safetensors":
+        save_file(state, path)
+    elif kind == "dcp":
+        path = folder / "run"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no other processes
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
+        finally:
+            torch.serialization.set_crc32_options(True)
+    if kind == "shards":
+        ckptconv.convert(path, folder / "set", max_shard_size=16 * tensors // 3 + 16, format="pt")
+        path.unlink()
+        path = folder / "set"
+    return path
+
+
+def contents(path: Path) -> Contents:
+    """The checkpoint's own files, without journals and temporaries."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name: file.read_bytes() for file in files if not is_own_file(file.name)}
+
+
+def files_of(path: Path) -> list[Path]:
+    """The paths of these."""
+    return [path] if path.is_file() else [path / name for name in contents(path)]
+
+
+def torn(path: Path, *wholes: Contents) -> str | None:
+    """What must not be so of the checkpoint at `path`, where it is none of `wholes`."""
+    found = contents(path)
+    if found in wholes:
+        return None
+    if not any(state_of(file) == HOT for file in files_of(path)):
+        return "a mixture without a hot journal"
+    for file in files_of(path):
+        if all(found[file.name] != whole[file.name] for whole in wholes) and loads(file):
+            return f"{file.name} is torn and loads"
+    return None
+
+
+def hot_file(path: Path) -> Path | None:
+    """A file of the checkpoint whose journal is hot, so that it can be undone."""
+    return next((file for file in files_of(path) if state_of(file) == HOT), None)
+
+
+def journals(path: Path) -> list[str]:
+    """The names of the journals beside the checkpoint's files."""
+    return [name for name in os.listdir(path.parent if path.is_file() else path) if target_of(name)]
