@@ -6,7 +6,6 @@ order, or none.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -98,16 +97,23 @@ def _done(content: bytes, operations: list[Operation]) -> bytes:
     return bytes(room)
 
 
+#: How others read a file, by its suffix or name; torch's safe loader reads what is not here.
+_READERS: dict[str, Callable[[bytes], object]] = {
+    ".pkl": pickle.loads,
+    ".metadata": pickle.loads,
+    ".safetensors": safetensors.torch.load,
+    ".json": json.loads,
+}
+
+
 def loads(file: Path) -> bool:
     """Whether torch, safetensors, pickle, json or we take `file` for whole."""
-    read = {
-        ".pkl": pickle.loads,
-        ".metadata": pickle.loads,
-        ".safetensors": safetensors.torch.load,
-        ".json": json.loads,
-    }
-    other = read.get(file.suffix or file.name, lambda data: torch.load(io.BytesIO(data), weights_only=True))
-    for load in (lambda: other(file.read_bytes()), lambda: ckptconv.inspect(file)):
+
+    def other() -> object:
+        read = _READERS.get(file.suffix or file.name)
+        return read(file.read_bytes()) if read else torch.load(file, weights_only=True)
+
+    for load in (other, lambda: ckptconv.inspect(file)):
         try:
             load()
         except Exception:
