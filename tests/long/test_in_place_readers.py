@@ -1,4 +1,6 @@
-"""Fifty processes read one checkpoint, or change it in place, all at once: no reader gets a mixture, and none waits."""
+"""Fifty processes read one checkpoint, or change it in place, all at once: no reader of ours gets a mixture, and none
+waits. torch, which knows of no locks, gets a file that is whole, or none.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from ckptconv.byteranges.undo_journal import HOT, state_of
 
 LONG = "a.name.that.is.much.longer.than.it.was"
 NAMES = ("a", "b", LONG)
-READERS = ("inspect", "verify", "convert") * 10
+READERS = ("inspect", "verify", "convert") * 8 + ("torch_load",) * 6
 WRITERS = ("write",) * 20
 TENSORS = 60
 
 #: Forks a process for each of its arguments but the first two (the checkpoint and the names), all ready before one
 #: goes on; a line of JSON for each of them: how often what happened.
 _CROWD = """
-import json, os, random, sys, tempfile, time
+import glob, json, os, random, sys, tempfile, time
 from collections import Counter
 import ckptconv
 from ckptconv import CkptconvError
@@ -47,6 +49,19 @@ def convert(choice):
         ckptconv.convert(path, folder + "/out.pt")
         return sorted(prefixes(folder + "/out.pt"))
 
+def torch_load(choice):  # takes no notice of locks
+    import torch
+    seen = Counter()
+    for file in [path] if os.path.isfile(path) else glob.glob(path + "/*.bin"):
+        for _ in range(20):
+            try:
+                names = torch.load(file, weights_only=True)
+            except Exception:
+                seen["refused"] += 1
+            else:
+                seen[str(sorted({name.rpartition(".")[0] for name in names}))] += 1
+    return seen
+
 def write(choice):
     to = choice.choice([*names, None])
     if to is None:
@@ -61,7 +76,8 @@ def tried(role, seed):
     for _ in range(30 if role != "write" else 200):
         time.sleep(choice.random() * (2 if role != "write" else 0.3))
         try:
-            seen[str(globals()[role](choice))] += 1
+            got = globals()[role](choice)
+            seen.update(got if isinstance(got, Counter) else [str(got)])
         except CkptconvError as error:
             seen[f"{type(error).__name__}: {error.what}"] += 1
     return seen
@@ -118,6 +134,7 @@ def test_fifty_readers_and_writers(checkpoint: Path) -> None:
     for role in ("inspect", "convert"):
         assert seen[role].keys() <= {*whole, *_TOLD}
         assert len(seen[role].keys() & whole) > 1
+    assert seen["torch_load"].keys() <= {*whole, "refused"} and seen["torch_load"].total() > 1000
     assert seen["verify"].keys() <= {"True", *_TOLD, _TOLD[0].partition(": ")[2]}  # of a shard it is a finding
     assert seen["write"].keys() <= {"done", _UNDONE, *_TOLD}
     assert seen["write"]["done"] > len(NAMES)
