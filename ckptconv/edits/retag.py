@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Iterable
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
+from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.checkpoint.storage_ids import changed_id
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device
 from ckptconv.edits.no_match import no_match
-from ckptconv.errors import NoMatchError, UnknownDeviceError
+from ckptconv.errors import NoMatchError, UnknownDeviceError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
+from ckptconv.pickles.paths import Place
 
-__all__ = ["retag", "tags_of", "unmatched_rules"]
+__all__ = ["retag", "tags_of", "unmatched_rules", "user_devices"]
+
+_DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
@@ -42,6 +47,10 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             _count(changes, argument.device, new, 1, 0)
     checkpoint.changed(same_tensors=True)
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
+    data = user_devices(checkpoint.index.every_place)
+    stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
+    if stay:
+        changes.notes.append(f"devices that are data, and stay: {some(stay)}")
     if devices.to and not changes.devices:
         there = (
             f"every tensor is on {devices.to} already" if seen_tags == {devices.to.tag("")} else "nothing goes there"
@@ -84,6 +93,18 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
         )
         no_match("map WORD=NEW", error)
     return notes
+
+
+def user_devices(places: Iterable[Place]) -> dict[str, str]:
+    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``,
+    by path.
+    """
+    found = {}
+    for place in places:
+        device = torch_device(place.node)
+        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
+            found[place.path] = device
+    return found
 
 
 def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:

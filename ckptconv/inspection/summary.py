@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
@@ -14,11 +13,10 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.weights_only.answers import Answer
-from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import prefixes_of
+from ckptconv.edits.retag import user_devices
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
@@ -35,7 +33,6 @@ from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 __all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
 
 SCHEMA_VERSION = 1
-_DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
 
 class Share(TypedDict):
@@ -267,7 +264,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         ],
         dangerous=sorted(concern.name for concern in concerned if concern.dangerous),
         globals=dict(globals_.most_common()),
-        user_devices=_user_devices(places),
+        user_devices=user_devices(places),
         others=others,
         metadata=checkpoint.metadata,
         journals=_journals(checkpoint.source),
@@ -412,15 +409,3 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
 
 def _is_ordered_dict(node: Call) -> bool:
     return is_global(node.callable, "collections.OrderedDict")
-
-
-def _user_devices(places: list[Place]) -> dict[str, str]:
-    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings
-    like ``'cuda:0'``.
-    """
-    found = {}
-    for place in places:
-        device = torch_device(place.node)
-        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
-            found[place.path] = device
-    return found

@@ -20,7 +20,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.hints import command, option
+from ckptconv.hints import command, option, shell
 from ckptconv.output import linux
 from ckptconv.output.transfer import Transfer
 
@@ -80,7 +80,7 @@ def mode_at(path: Path) -> int | None:
         if path.parent.is_dir():
             return None
         raise UsageError(
-            "the output's folder does not exist", where=path.parent, hint=f"mkdir -p {path.parent}"
+            "the output's folder does not exist", where=path.parent, hint=shell("mkdir", "-p", path.parent)
         ) from None
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error

@@ -26,8 +26,16 @@ from ckptconv.inspection.diagnosis.findings import (
     with_names_apart,
 )
 from ckptconv.inspection.diagnosis.host import Host
-from ckptconv.inspection.diagnosis.prefixes import inner_prefixes, prefixes
-from ckptconv.inspection.diagnosis.refusals import LoadablePart, around, containers, opcodes, refusals, what_is_refused
+from ckptconv.inspection.diagnosis.prefixes import averages, inner_models, inner_prefixes, prefixes
+from ckptconv.inspection.diagnosis.refusals import (
+    LoadablePart,
+    around,
+    containers,
+    opcodes,
+    partial_tensors,
+    refusals,
+    what_is_refused,
+)
 from ckptconv.inspection.diagnosis.storages import shared, unused_bytes
 from ckptconv.pickles.graph import walk
 from ckptconv.safety.scan import Concern
@@ -54,7 +62,7 @@ def diagnose(
     whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
         unread = containers(checkpoint) or around(checkpoint, loading)
-        issues = [*unread, *prefixes(whole), *inner_prefixes(whole)]
+        issues = [*unread, *prefixes(whole), *averages(whole), *inner_prefixes(whole)]
         return Diagnosis([advice(checkpoint, each) for each in issues], None)
     is_script = checkpoint.script_classes is not None
     refused = what_is_refused(checkpoint, loading)
@@ -64,7 +72,8 @@ def diagnose(
     module = part.module if part else None
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
-    issues = [*combined, *_of_module(names, inner_prefixes(names), code), *unused_bytes(whole), *shared(whole)]
+    issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
+    issues += [*partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]
     issues.sort(key=lambda issue: not issue.blocks)
@@ -75,7 +84,7 @@ def diagnose(
     fixes = [issue.fix for issue in combined if issue.fix]
     all_at_once = together(fixes)
     needed = len(fixes) > 1 and all_at_once.options != fixes[0].options
-    curable = not refused or part is not None
+    curable = not refused or any(issue.fix for issue in code)
     remedy = fix_command(checkpoint, all_at_once) if needed and curable else None
     needful = [each.fix for each in combined if each.blocks and each.fix] + ([all_at_once] if remedy else [])
     if any(fix.options and not fix.part for fix in needful):  # typed anyway, it mends that too

@@ -6,14 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from ckptconv.checkpoint.globs import glob_of
+from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.wrappers import WRAPPERS, unwrapped
 from ckptconv.errors import count
-from ckptconv.hints import Option
+from ckptconv.hints import Option, literal, option
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
+from ckptconv.pickles.graph import Dict, strings_of
 
-__all__ = ["inner_prefixes", "prefixes"]
+__all__ = ["averages", "inner_models", "inner_prefixes", "prefixes"]
 
 _MODULE, *_UNMISTAKABLE = WRAPPERS
+_LIGHTNING = "pytorch-lightning_version"
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
 _WRAPPED_INSIDE = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
 _LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
@@ -45,18 +49,80 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
         _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
     )
-    facts = [f"{wrapper} is in {count(n, 'name')} ({WRAPPERS[wrapper]})" for wrapper, n in inside.items()]
+    averaged = [_is_average(names) for names in every]
+    plain = [[name for name in names if name != _AVERAGES] for names in after]
+    if any(averaged):  # the model has no such name
+        options.insert(0, Option("exclude", (_AVERAGES,)))
+        safe = safe and not any(
+            _AVERAGES in names and not is_one for names, is_one in zip(every, averaged, strict=True)
+        )
+    is_average_alone = all(is_one for is_one, chain in zip(averaged, chains, strict=True) if _MODULE in chain)
+    who = {**WRAPPERS, _MODULE: "torch's AveragedModel"} if any(averaged) and is_average_alone else WRAPPERS
+    facts = [f"{wrapper} is in {count(n, 'name')} ({who[wrapper]})" for wrapper, n in inside.items()]
     if stripped:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
         facts.insert(
             0,
             f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')}"
-            f" ({first_few([WRAPPERS[w] for w in stripped])})",
+            f" ({first_few([who[w] for w in stripped])})",
         )
-    text = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
-    if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in after if names):
-        text += "; below it they all start with module. again, which may be the model's own"
+    text: str = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
+    if any(averaged):
+        text += f"; {_AVERAGES}, the average's counter, is left out"
+    if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in plain if names):
+        text += "; below it they all start with module. again, which may be the model's own; " + option(
+            "strip_prefix", _MODULE + _MODULE
+        )
+        text += " takes both off"
     yield Issue("prefix", text, Fix("-plain", names=tuple(options)) if safe else None)
+
+
+def averages(scope: Scope) -> Iterator[Issue]:
+    """What torch's AveragedModel saved, and what goes on with it; :func:`prefixes` has what the model itself takes."""
+    source = scope.checkpoint.source
+    for found in scope.named():
+        if isinstance(found, StateDict) and _is_average(found.names()):
+            part = "" if found.path == "." else f", select={literal(found.path)}"
+            path = literal(source.path)
+            at = "" if found.path == "." else f" at {found.path}"
+            text = (
+                f"the average of torch's AveragedModel{at}, with its counter {_AVERAGES}; AveragedModel(model)"
+                f' around the same model goes on with it: averaged.load_state_dict(ckptconv.load({path}, "cpu"{part}))'
+            )
+            yield Issue("average", text)
+
+
+def inner_models(scope: Scope) -> Iterator[Issue]:
+    """The model inside a module of Lightning's, whose attribute starts its names."""
+    root, main = scope.checkpoint.graph.root, scope.checkpoint.detected.main()
+    if (
+        not isinstance(root, Dict)
+        or _LIGHTNING not in strings_of(root)
+        or len(main) != 1
+        or not isinstance(main[0], StateDict)
+    ):
+        return
+    names = main[0].names()
+    plain = unwrapped(names)
+    parts = Counter(new.partition(".")[0] for new in plain.values() if "." in new)
+    inner = next((part for part, n in parts.most_common(1) if 2 * n > len(names)), None)
+    if inner is None:
+        return
+    prefix = f"{inner}."
+    taken = [Option("state_dict")]
+    others = [name for name in names if not plain[name].startswith(prefix)]
+    if others:
+        taken.append(Option("include", (glob_of(prefix, prefix) + "*",)))
+    wrapped = any(old != new for old, new in plain.items())
+    if wrapped and not all(name.startswith(prefix) for name in names):
+        return  # the glob would not say which
+    edits = (*([Option("unwrap")] if wrapped else []), Option("strip_prefix", (prefix,)))
+    text = (
+        f"Lightning saved its module, which has the model as {inner}: {prefix} starts"
+        f" {len(names) - len(others):,} of {count(len(names), 'name')}, and the plain model has no such names; the"
+        " command takes its weights and leaves the rest behind"
+    )
+    yield Issue("inner-model", text, Fix("-model", part=tuple(taken), names=edits))
 
 
 def inner_prefixes(scope: Scope) -> Iterator[Issue]:
@@ -99,6 +165,11 @@ def _all_start(names: list[str], wrapper: str) -> bool:
     return len(names) > (_AVERAGES in names) and all(
         name.startswith(wrapper) or (wrapper == _MODULE and name == _AVERAGES) for name in names
     )
+
+
+def _is_average(names: list[str]) -> bool:
+    """Whether `names` are those of an AveragedModel's state dict."""
+    return _AVERAGES in names and _all_start(names, _MODULE)
 
 
 def _inner(name: str) -> re.Match[str] | None:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.errors import count
+from ckptconv.errors import count, some
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, safetensors_parts
-from ckptconv.hints import Option
+from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
-from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, walk
-from ckptconv.pickles.paths import is_item
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, is_global, walk
+from ckptconv.pickles.paths import Place, is_item
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.safety.torch_load import Loading
 
-__all__ = ["LoadablePart", "Refused", "around", "containers", "opcodes", "refusals", "what_is_refused"]
+__all__ = [
+    "LoadablePart",
+    "Refused",
+    "around",
+    "containers",
+    "opcodes",
+    "partial_tensors",
+    "refusals",
+    "what_is_refused",
+]
+
+_MOST_DROPPED = 8  # items that one command leaves out
+_LOCAL = "/.__state__[1]/_local_tensor"  # where a DTensor has this process's part
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,12 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[I
         texts.append(f"and {len(found.where) - SHOWN:,} more like that: {first_few(list(found.where)[SHOWN:])}")
     if scope.checkpoint.script_classes is not None:
         texts = ["it is a TorchScript archive, which torch.jit.load loads and torch.load does not"]
-    fix, last = _fix(scope.checkpoint, part)
+    unwanted = found.droppable() if scope.checkpoint.storages and scope.checkpoint.script_classes is None else []
+    if unwanted and (part is None or part.nbytes < _total(scope.checkpoint)):
+        part = None  # the whole file but for what is refused
+    fix, last = _fix(found, part, unwanted)
     issues = [Issue("code", text, blocks=True) for text in texts]
-    issues[-1] = Issue("code", f"{texts[-1]}; {last}", fix, blocks=True)
+    issues[-1] = Issue("code", texts[-1] + "; " + last, fix, blocks=True)
     return [*issues, *containers(scope.checkpoint)], part
 
 
@@ -64,24 +79,34 @@ def _to_import(found: Refused) -> Issue:
     return Issue("import", text, blocks=True)
 
 
-def _fix(checkpoint: Checkpoint, part: LoadablePart | None) -> tuple[Fix | None, str]:
+def _total(checkpoint: Checkpoint) -> int:
+    return sum(storage.nbytes for storage in checkpoint.storages.values())
+
+
+def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> tuple[Fix | None, str]:
+    """The fix that takes `part`, or what leaves the `unwanted` out, and what to say of it."""
+    checkpoint = found.checkpoint
     is_script = checkpoint.script_classes is not None
+    drop = Option("drop", tuple(unwanted))
+    if part is None and unwanted:
+        return Fix("-loadable", part=(drop,)), f"without {some(unwanted)} all of it loads, every tensor in it"
     if part is None:
         if is_script:
             return None, "it has no state dict"
         return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
-    total = sum(storage.nbytes for storage in checkpoint.storages.values())
-    share = f"{part.nbytes:,} of {total:,} bytes"
+    share = f"{part.nbytes:,} of {_total(checkpoint):,} bytes"
+    left = found.left_out(part)
+    lost = f", without {some(left, SHOWN)}" if left else ""
     if part.module:
         select = () if part.path is None else (Option("select", part.path),)
         what = "it" if part.module.path == "." else part.module.path
-        text = f"{what} is a whole pickled model, whose state dict alone loads ({share})"
+        text = f"{what} is a whole pickled model, whose state dict alone loads ({share}{lost})"
         if is_script:
             text = f"its state dict alone loads ({share})"
         return Fix("-weights", part=(*select, Option("state_dict"))), text
     if part.path is None:
-        return Fix("-weights", part=(Option("state_dict"),)), f"the state dict alone loads ({share})"
-    return Fix("-part", part=(Option("select", part.path),)), f"{part.path} alone loads ({share})"
+        return Fix("-weights", part=(Option("state_dict"),)), f"the state dict alone loads ({share}{lost})"
+    return Fix("-part", part=(Option("select", part.path),)), f"{part.path} alone loads ({share}{lost})"
 
 
 def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
@@ -154,6 +179,78 @@ class Refused:
         largest = max(map(sized, others), key=lambda part: part.nbytes, default=None)
         enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
         return largest if largest and largest.nbytes > enough else None
+
+    def left_out(self, part: LoadablePart) -> list[str]:
+        """The items of the root that the `part` leaves out."""
+        kept = self.uses.above([part.module.place.node] if part.module else part.nodes)
+        places = self.checkpoint.index.places_in_root()
+        return [place.path for place in places if is_item(place) and id(place.node) not in kept]
+
+    def droppable(self) -> list[str]:
+        """Paths of items, a few, without which nothing is refused and no tensor is lost; none if there are no such."""
+        refused, index = {id(node) for node in self.nodes}, self.checkpoint.index
+        tainted, opened = self.uses.above(self.nodes), {0}
+        unwanted: list[Place] = []
+        for place in index.places:
+            parent = id(place.parent.node) if place.parent else 0
+            if id(place.node) not in tainted or parent not in opened:
+                continue
+            if _holds_items(place.node) and id(place.node) not in refused:
+                opened.add(id(place.node))
+            elif place.key is None:  # without an element the others of a list would move up
+                return []
+            else:
+                unwanted.append(place)
+        nodes = [place.node for place in unwanted]
+        gone = {id(node) for node in nodes}
+        kept = [*walk([index.root.node, *self.checkpoint.graph.discarded], set(gone))]
+        lost = set(index.storages_below(*nodes)) - set(index.storages_below(index.root.node, seen=gone))
+        if lost or len(unwanted) > _MOST_DROPPED or not refused.isdisjoint(map(id, kept)):
+            return []
+        return [place.path for place in unwanted]
+
+
+def _holds_items(node: Value) -> bool:
+    """Whether `node` is a mapping of Python's, out of which items can be left."""
+    return isinstance(node, Dict) or (isinstance(node, Call) and is_global(node.callable, "collections.OrderedDict"))
+
+
+def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Issue]:
+    """DTensors and their like, which a plain model refuses; where each part is the whole, the command that says so."""
+    tensors = scope.checkpoint.tensors
+    parts = {path: info for path, info in tensors.items() if info.kind == "partial"}
+    if not parts:
+        return
+    text = f"{first_few([*parts])}: the file has one process's part, and no plain model takes a tensor of that kind; "
+    local = [tensors.get(path + _LOCAL) for path in parts]
+    needs = [needed_import(imported_name(node, 2)) if isinstance(node, Global) else None for _, node in refused]
+    state_dict = _subscripts(scope.checkpoint)
+    is_whole = all(part and part.shape == info.shape for part, info in zip(local, parts.values(), strict=True))
+    if is_whole and state_dict is not None and None not in needs:
+        loaded = f'torch.load({literal(scope.checkpoint.source.path)}, map_location="cpu"){state_dict}'
+        each = 'getattr(tensor, "to_local", lambda tensor=tensor: tensor)()'
+        text += "here each part is the whole: "
+        text += saved_by_torch(f"{{name: {each} for name, tensor in {loaded}.items()}}", *sorted({*map(str, needs)}))
+    else:
+        text += (
+            "in the run that has all parts, type on every rank `from torch.distributed.checkpoint.state_dict import"
+            " StateDictOptions, get_model_state_dict; whole = get_model_state_dict(model,"
+            " options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, and on rank 0"
+            ' `torch.save(whole, "whole.pt")`'
+        )
+    yield Issue("partial", text)
+
+
+def _subscripts(checkpoint: Checkpoint) -> str | None:
+    """What Python writes behind the whole to get at its state dict; None where that is not clear."""
+    main = checkpoint.detected.main()
+    if len(main) != 1 or not isinstance(main[0], StateDict):
+        return None
+    place = next(place for place in checkpoint.places if place.node is main[0].node)
+    steps = [*place.upwards()][-2::-1]
+    if not all(step.key is not None or step.segment.startswith("[") for step in steps):
+        return None
+    return "".join(step.segment if step.key is None else f"[{literal(step.key)}]" for step in steps)
 
 
 def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart]:
