@@ -250,7 +250,7 @@ def shell(*words: str | os.PathLike[str]) -> str:
 def saved_by_torch(expression: str, *modules: str) -> str:
     """A command that saves what the Python `expression` gives, which needs `modules` beside torch."""
     program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
-    return f"python -c {shlex.quote(program)}"
+    return shell("python", "-c", program)
 
 
 def literal(path: str | os.PathLike[str]) -> str:

@@ -122,7 +122,10 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     output = OutputOptions.of(flags)
     if output.in_place:
         if not paths:
-            raise UsageError("no input given", expected=command("convert", Placeholder("SRC..."), Option("in_place")))
+            raise UsageError(
+                "no input given",
+                expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
+            )
         check_edits(edits := edits_from(**flags), output)
         listing = list_in_place(paths)
         if listing.is_batch:

@@ -9,7 +9,7 @@ import click
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.terminal import show_error
-from ckptconv.conversion.undo import undo
+from ckptconv.conversion.undo import take_back
 from ckptconv.errors import CkptconvError, count
 
 __all__ = ["undo_command"]
@@ -32,7 +32,7 @@ def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
     failed = 0
     for path in paths:
         try:
-            nbytes = undo(path)
+            nbytes = take_back(path)
         except CkptconvError as error:
             if len(paths) == 1:
                 raise

@@ -21,7 +21,7 @@ from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import check_restorable, restore
 from ckptconv.pickles.graph import gc_paused
 
-__all__ = ["undo"]
+__all__ = ["take_back", "undo"]
 
 
 @for_python
@@ -40,6 +40,11 @@ def undo(path: str | os.PathLike[str]) -> int:
         RefusedError: A journal is not to be trusted, or a file was written anew since; nothing was changed.
         OutputError: Writing failed; this can be done again.
     """
+    return take_back(path)
+
+
+def take_back(path: str | os.PathLike[str]) -> int:
+    """:func:`undo` in the words of the command line."""
     found = journals_of(Path(os.fsdecode(path))) if os.path.isdir(path) else [(Path(os.fsdecode(path)), HOT)]
     changed = [target for target, state in found if state == HOT] or [target for target, _ in found]
     if not changed:

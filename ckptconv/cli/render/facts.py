@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.cli.render.text import Style, command_lines, count, fact, first_of, headline, size
@@ -56,7 +57,7 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
     journals = [f"{each['path']} ({size(each['nbytes'])})" for each in summary["journals"] if not each["hot"]]
     if journals:
         what = f"{', '.join(first_of(journals, _SHOWN_LONG))}: "
-        yield from fact(style, "journal", what + command("undo", summary["path"]) + " takes the last change back")
+        yield from fact(style, "journal", what + command("undo", Path(summary["path"])) + " takes the last change back")
     replaced = [f"{each['name']} ({size(each['nbytes'])})" for each in summary["superseded"]]
     if replaced:
         listed = ", ".join(first_of(replaced, _SHOWN))

@@ -78,7 +78,7 @@ def layout(
         raise UsageError(
             "what is to be written is not in shards, and a folder is the output",
             where=folder,
-            hint=option("max_shard_size", "5GB") + " makes shards of it; a path with a suffix, one file",
+            hint="a path with a suffix, such as out.pt, is one file",
         )
     return _SetWriter(checkpoint, folder, writer, copy_tied).layout(planned)
 
@@ -106,7 +106,6 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writ
         raise RefusedError(
             f"two shards would have one name: {some(names, _SHOWN)}",
             where=checkpoint.source.path,
-            hint=option("max_shard_size", "5GB") + " makes new ones",
         )
     left = _uncounted(checkpoint, container, metadata)
     files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]

@@ -6,12 +6,24 @@ from pathlib import Path
 
 import torch
 
+import ckptconv
 from ckptconv.byteranges.sources import Source
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.edits.apply import apply
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 from ckptconv.formats import opening
+
+
+def test_devices_that_are_data_stay_and_are_named(tmp_path: Path) -> None:
+    """Those that the edit would have changed in a tensor; whoever asks for the device of a tensor gets no note."""
+    obj = {"w": torch.ones(1), "device": torch.device("cuda"), "run": {"on": "cuda:1", "name": "cuda", "and": "cpu"}}
+    torch.save(obj, tmp_path / "x.pt")
+    report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location={"gpu": "cpu"})
+    assert report.notes[-1] == "devices that are data, and stay: device = cuda, run/on = cuda:1, run/name = cuda"
+    assert torch.load(tmp_path / "y.pt")["device"] == torch.device("cuda")
+    report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "z.pt", map_location={"mps": "cpu"})
+    assert not any("are data" in note for note in report.notes)
 
 
 def test_graph_storages_and_tensors_agree_on_where_they_are(tmp_path: Path) -> None:

@@ -640,8 +640,8 @@ def test_a_part_without_a_state_dict(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_size(whole: Path, no: Path) -> None:
-    """One file is no shards, nor is a part of some: how large they may be is asked."""
-    assert "--max-shard-size" in (refused(UsageError, "not in shards", whole, no).hint or "")
+    """One file is no shards, nor is a part of some."""
+    assert "a path with a suffix" in (refused(UsageError, "not in shards", whole, no).hint or "")
 
 
 @pytest.mark.parametrize(("format", "name"), [("legacy", "out.bin"), ("pickle", "out.pkl")])

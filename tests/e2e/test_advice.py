@@ -1,0 +1,1082 @@
+"""Every piece of advice that the package prints is typed as it stands, and what it promises is judged.
+
+``sites()`` is the list of all places in the package that say something to type. Each is in one of three tables here: a
+case that provokes it, types what is printed and judges the result; a test of another module that types it; or a reason
+why there is nothing to type. A new place that is in none of them fails. ``pytest -s -k the_table`` prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import pickle
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.tensor  # DTensors are loaded here
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import ckptconv
+from ckptconv.byteranges.undo_journal import HOT
+from ckptconv.cli.main import main
+from ckptconv.output.in_place import journal as journals
+from tests.support import zoo
+from tests.support.advice import Site, come_by, sites
+from tests.support.archives import rezip
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("here")]
+
+
+class Unknown:
+    """What torch's safe loader does not know."""
+
+
+class Parts(nn.Module):
+    """A model of which one part can be wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Sequential(nn.Linear(2, 3)), nn.Linear(3, 2)
+
+
+class Holder(nn.Module):
+    """A model whose part goes through a module called module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def trained() -> dict[str, Any]:
+    """A training file without its model."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    return {"optimizer": optimizer.state_dict(), "epoch": 3, "args": argparse.Namespace(lr=1)}
+
+
+def lightning(model: nn.Module, **others: Any) -> dict[str, Any]:
+    """What Lightning saves of a module with `model` in it."""
+    module = nn.ModuleDict({"model": model, **others})
+    return {"pytorch-lightning_version": "2.6", "epoch": 1, "state_dict": module.state_dict(), "optimizer_states": []}
+
+
+def distributed(shard: bool = False) -> dict[str, Any]:
+    """The state dict of `net` as DTensors of one process, whole, or of more of which one is here."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [0, 1])
+        place = torch.distributed.tensor.Shard(0) if shard else Replicate()
+        state = {
+            name: DTensor.from_local(value, mesh, [place], run_check=False) if value.dim() else value
+            for name, value in net().state_dict().items()
+        }
+        torch.save({"model": state}, "parts.tmp")
+    finally:
+        torch.distributed.destroy_process_group()
+    return {}
+
+
+# What is promised
+
+
+def loads(made: Path) -> Any:
+    return torch.load(made, weights_only=True)
+
+
+def fits(model: Callable[[], nn.Module] = net, *keys: str) -> Callable[[Path], None]:
+    """The file, or what is under `keys` in it, goes into a fresh model, every name of it."""
+
+    def judge(made: Path) -> None:
+        found = load_file(made) if made.suffix == ".safetensors" else loads(made)
+        for key in keys:
+            found = found[key]
+        model().load_state_dict(found, strict=True)
+
+    return judge
+
+
+def resumes(made: Path) -> None:
+    """Model and optimizer go on."""
+    found, model = loads(made), net()
+    model.load_state_dict(found["model"], strict=True)
+    torch.optim.AdamW(model.parameters()).load_state_dict(found["optimizer"])
+    assert found["epoch"] == 3 and "args" not in found
+
+
+def has(*names: str) -> Callable[[Path], None]:
+    """The names of the state dict are these."""
+    return lambda made: _equal(list(load_file(made) if made.suffix == ".safetensors" else loads(made)), list(names))
+
+
+def _equal(a: object, b: object) -> None:
+    assert a == b
+
+
+def same(obj: Callable[[], Any]) -> Callable[[Path], None]:
+    def judge(made: Path) -> None:
+        expected, got = obj(), loads(made)
+        assert list(got) == list(expected)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+    return judge
+
+
+def same_as(name: str) -> Callable[[Path], None]:
+    return lambda made: _equal(made.read_bytes(), Path(name).read_bytes())
+
+
+def is_there(name: str) -> Callable[[Path], None]:
+    return lambda _: _equal(Path(name).exists(), True)
+
+
+def nothing(made: Path) -> None:
+    """That it ends well is all that is promised."""
+
+
+# What is typed
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make` writes the files of the stem that it is given, `words` provokes the advice, `says` finds what to type (its
+    group), and `judge` looks at the file that this made, if it makes one. `instead` is typed for a word in capitals.
+    """
+
+    make: Callable[[str], Any]
+    words: str
+    says: str
+    promise: str
+    judge: Callable[[Path], Any]
+    sites: str
+    instead: dict[str, str] = field(default_factory=dict)
+    made: str | None = None
+    plain: bool = False  # for what takes no odd names
+
+
+def saved(obj: Callable[[], Any], tags: tuple[str, ...] = ("cpu",), suffix: str = ".pt", **options: Any) -> Any:
+    return lambda m: zoo.save(obj(), m + suffix, tags, **options)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"a.w": torch.arange(3.0), "b.w": torch.ones(2, dtype=torch.float64)}
+
+
+def two() -> dict[str, Any]:
+    return {"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(2)}}
+
+
+def exists(m: str) -> None:
+    torch.save(weights(), m + ".pt")
+    torch.save({}, "out.pt")
+
+
+LINE = r"(ckptconv \w+ .*)"
+FINDING = r"(?:{}.*\n)\s+(ckptconv convert .*)"
+DIAGNOSIS = "inspection/diagnosis/"
+CONVERT = f"{DIAGNOSIS}findings.py:fix_command:command convert"
+
+CASES: dict[str, Case] = {
+    # what inspect finds
+    "a GPU that is not here": Case(
+        saved(lambda: net().state_dict(), ("cuda:1",)), "inspect {m}.pt", FINDING.format("are on cuda:1"),
+        "loads, strict", fits(), f"{DIAGNOSIS}devices.py:missing_devices:issue device {CONVERT}",
+    ),
+    "DataParallel": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "inspect {m}.pt", FINDING.format("module. starts"),
+        "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:issue prefix {DIAGNOSIS}prefixes.py:prefixes:option strip_prefix {CONVERT}",
+    ),
+    "torch.compile": Case(
+        saved(lambda: torch.compile(net()).state_dict()), "inspect {m}.pt", FINDING.format("_orig_mod. starts"),
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix",
+    ),
+    "DataParallel of torch.compile": Case(
+        saved(lambda: nn.DataParallel(torch.compile(net())).state_dict()), "inspect {m}.pt",
+        FINDING.format("module._orig_mod. starts"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option unwrap",
+    ),
+    "FSDP's names inside": Case(
+        saved(lambda: {f"0._fsdp_wrapped_module.{n}": t for n, t in net().state_dict().items()}), "inspect {m}.pt",
+        FINDING.format("_fsdp_wrapped_module. is in"), "loads, strict, no prefix", fits(lambda: nn.Sequential(net())),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option rename {DIAGNOSIS}prefixes.py:prefixes:option unwrap",
+    ),
+    "DataParallel around a part": Case(
+        saved(lambda: _features().state_dict()), "inspect {m}.pt", FINDING.format("go through module. there"),
+        "loads, strict, no prefix", fits(Parts),
+        f"{DIAGNOSIS}prefixes.py:inner_prefixes:issue inner-prefix {DIAGNOSIS}prefixes.py:inner_prefixes:option rename",
+    ),
+    "a module called module in DataParallel": Case(
+        saved(lambda: nn.DataParallel(nn.DataParallel(net())).state_dict()), "inspect {m}.pt",
+        r"own; (--strip-prefix module\.module\.)", "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix", made="convert {m}.pt out.pt",
+    ),
+    "AveragedModel, into the model": Case(
+        saved(lambda: AveragedModel(net()).state_dict()), "inspect {m}.pt", FINDING.format("AveragedModel"),
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+    ),
+    "AveragedModel, going on": Case(
+        saved(lambda: {"model": net().state_dict(), "ema": AveragedModel(net()).state_dict()}, ("cuda:0",)),
+        "inspect {m}.pt", r"goes on with it: (averaged\..*)", "the average resumes, strict", nothing,
+        f"{DIAGNOSIS}prefixes.py:averages:text {DIAGNOSIS}prefixes.py:averages:issue average",
+    ),
+    "a training file with an average": Case(
+        saved(lambda: {"model": net().state_dict(), "ema": AveragedModel(net()).state_dict(), "epoch": 1}),
+        "inspect {m}.pt", FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(net, "ema"),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+    ),
+    "AveragedModel of a compiled model": Case(
+        saved(lambda: AveragedModel(torch.compile(net())).state_dict()), "inspect {m}.pt",
+        FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude {DIAGNOSIS}prefixes.py:prefixes:option rename",
+    ),
+    "AveragedModel in safetensors": Case(
+        lambda m: save_file(AveragedModel(net()).state_dict(), m + ".safetensors"), "inspect {m}.safetensors",
+        FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+    ),
+    "AveragedModel in safetensors, going on": Case(
+        lambda m: save_file(AveragedModel(net()).state_dict(), m + ".safetensors"), "inspect {m}.safetensors",
+        r"goes on with it: (averaged\..*)", "the average resumes, strict", nothing,
+        f"{DIAGNOSIS}prefixes.py:averages:issue average",
+    ),
+    "AveragedModel, pickled whole": Case(
+        saved(lambda: AveragedModel(net())), "inspect {m}.pt", r"this mends it all.*\n\s+(ckptconv .*)",
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+    ),
+    "FSDP around everything": Case(
+        saved(lambda: {f"_fsdp_wrapped_module.{n}": t for n, t in net().state_dict().items()}), "inspect {m}.pt",
+        FINDING.format("_fsdp_wrapped_module. starts"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix",
+    ),
+    "Lightning": Case(
+        saved(lambda: lightning(net()), suffix=".ckpt"), "inspect {m}.ckpt", FINDING.format("Lightning"),
+        "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:inner_models:issue inner-model {DIAGNOSIS}prefixes.py:inner_models:option strip_prefix"
+        f" {DIAGNOSIS}prefixes.py:inner_models:option state_dict",
+    ),
+    "Lightning, with a metric beside the model": Case(
+        saved(lambda: lightning(net(), metric=nn.BatchNorm1d(1)), suffix=".ckpt"), "inspect {m}.ckpt",
+        FINDING.format("Lightning"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:inner_models:option include",
+    ),
+    "Lightning, of a compiled model": Case(
+        saved(lambda: lightning(torch.compile(net())), suffix=".ckpt"), "inspect {m}.ckpt",
+        FINDING.format("Lightning"), "loads, strict, no prefix", fits(),
+        f"{DIAGNOSIS}prefixes.py:inner_models:option unwrap",
+    ),
+    "a training file with its arguments": Case(
+        saved(lambda: {"model": net().state_dict(), **trained()}), "inspect {m}.pt", FINDING.format("without args"),
+        "loads; model, optimizer and epoch resume", resumes,
+        f"{DIAGNOSIS}refusals.py:refusals:issue code {DIAGNOSIS}refusals.py:_fix:option drop",
+    ),
+    "a training file on a GPU, all at once": Case(
+        saved(lambda: {"model": nn.DataParallel(net()).state_dict(), **trained()}, ("cuda:0",)), "inspect {m}.pt",
+        r"this mends it all:\n\s+(ckptconv .*)", "loads; model, optimizer and epoch resume", resumes,
+        f"{DIAGNOSIS}refusals.py:_fix:option drop",
+    ),
+    "weights beside code": Case(
+        saved(lambda: {"model": net().state_dict(), "log": [Unknown()]}), "inspect {m}.pt",
+        FINDING.format("state dict alone loads .*without log"), "loads, strict", fits(),
+        f"{DIAGNOSIS}refusals.py:_fix:option state_dict",
+    ),
+    "one of several models beside code": Case(
+        saved(lambda: {"x": net().state_dict(), "y": [Unknown(), torch.ones(1)]}), "inspect {m}.pt",
+        FINDING.format("alone loads"), "loads, strict", fits(), f"{DIAGNOSIS}refusals.py:_fix:option state_dict",
+    ),
+    "an unusual part": Case(
+        saved(lambda: {"a": [torch.ones(9)], "y": [Unknown(), torch.ones(1)]}), "inspect {m}.pt",
+        FINDING.format("a alone loads"), "loads", loads, f"{DIAGNOSIS}refusals.py:_fix:option select",
+    ),
+    "a whole module": Case(
+        saved(net), "inspect {m}.pt", FINDING.format("whole pickled model"), "loads, strict", fits(),
+        f"{DIAGNOSIS}refusals.py:_fix:option state_dict",
+    ),
+    "DTensors need an import": Case(
+        lambda m: (distributed(), os.rename("parts.tmp", m + ".pt")), "inspect {m}.pt",
+        r"only after `(import torch\.distributed\.tensor)`", "torch.load takes it behind that line", nothing,
+        f"{DIAGNOSIS}refusals.py:_to_import:issue import {DIAGNOSIS}refusals.py:_to_import:text",
+    ),
+    "DTensors that are whole": Case(
+        lambda m: (distributed(), os.rename("parts.tmp", m + ".pt")), "inspect {m}.pt", r"is the whole: (python .*)",
+        "loads, strict", fits(),
+        f"{DIAGNOSIS}refusals.py:partial_tensors:issue partial {DIAGNOSIS}refusals.py:partial_tensors:*",
+    ),
+    "DTensors of which the rest is elsewhere": Case(
+        lambda m: (distributed(shard=True), os.rename("parts.tmp", m + ".pt")), "inspect {m}.pt",
+        r"type on every rank `(from .*?)`, and on rank 0 `torch\.save", "loads, strict", nothing,
+        f"{DIAGNOSIS}refusals.py:partial_tensors:text",
+    ),
+    "protocol 4": Case(
+        saved(lambda: {"model": net().state_dict(), "s": {1}}, pickle_protocol=4), "inspect {m}.pt",
+        FINDING.format("pickle protocol 4"), "loads, strict", fits(net, "model"),
+        f"{DIAGNOSIS}refusals.py:opcodes:issue opcodes",
+    ),
+    "a plain pickle": Case(
+        lambda m: Path(m + ".pkl").write_bytes(pickle.dumps(net().state_dict())), "inspect {m}.pkl",
+        FINDING.format("plain pickle"), "loads, strict", fits(), f"{DIAGNOSIS}refusals.py:containers:issue pickle",
+    ),
+    "what torch's old format cannot hold": Case(
+        saved(lambda: {"a": torch.ones(2, dtype=torch.float8_e5m2)}, _use_new_zipfile_serialization=False),
+        "inspect {m}.pt", FINDING.format("before 1.6"), "loads", loads,
+        f"{DIAGNOSIS}refusals.py:containers:issue legacy",
+    ),
+    "large storages of small views": Case(
+        saved(lambda: {"a": torch.zeros(1_000_000)[:10]}), "inspect {m}.pt", FINDING.format("stored bytes"),
+        "loads, and is small", lambda made: _equal((list(loads(made)), made.stat().st_size < 5000), (["a"], True)),
+        f"{DIAGNOSIS}storages.py:unused_bytes:issue views",
+    ),
+    "tied weights": Case(
+        saved(lambda: dict.fromkeys("ab", torch.ones(4))), "inspect {m}.pt", FINDING.format("share memory"),
+        "safetensors loads it", has("a"), f"{DIAGNOSIS}storages.py:shared:issue ties",
+    ),
+    "an optimizer on one GPU": Case(
+        saved(lambda: {"model": net().state_dict(), **trained(), "args": 1}, ("cuda:0",)), "inspect {m}.pt",
+        FINDING.format("the state of optimizer"), "no tensor is on that GPU, the optimizer resumes",
+        lambda made: torch.optim.AdamW(net().parameters()).load_state_dict(loads(made)["optimizer"]),
+        f"{DIAGNOSIS}devices.py:optimizers:issue optimizer",
+    ),
+    "a generator's state on a GPU": Case(
+        saved(lambda: {"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, ("cuda:0",)), "inspect {m}.pt",
+        r"cuda:0.*\n\s+(ckptconv .*)", "torch.set_rng_state takes it",
+        lambda made: torch.set_rng_state(loads(made)["rng_state"]), f"{DIAGNOSIS}devices.py:rng_states:issue rng",
+    ),
+    # what conversions say
+    "no output": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt", r"(ckptconv convert \S.* OUT --to cpu)", "loads", same(weights),
+        "cli/convert.py:_sources_and_target:command convert", {"OUT": "out.pt"},
+    ),
+    "the output exists": Case(
+        exists, "convert {m}.pt out.pt", r"(--force) replaces it", "replaced, loads", same(weights),
+        "output/files.py:check_target:option force", made="convert {m}.pt out.pt",
+    ),
+    "the output is the input": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt {m}.pt --to cpu", r"(--force) converts it in place", "loads",
+        same(weights), "conversion/convert.py:_check_target:option force",
+    ),
+    "no such folder": Case(
+        saved(weights), "convert {m}.pt {m}/out.pt", r"(mkdir -p .*)", "the same command works now", nothing,
+        "output/files.py:mode_at:mkdir",
+    ),
+    "a near name": Case(
+        saved(weights), "inspect {m}.ptt", r"is it (.*)\?", "that is the file", nothing,
+        "formats/opening.py:open_file:*",
+    ),
+    "another prefix": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt out.pt --strip-prefix modul",
+        r"(--strip-prefix module\.) may be meant", "loads, strict, no prefix", fits(),
+        "edits/rename.py:_near:option strip_prefix", made="convert {m}.pt out.pt",
+    ),
+    "less than a segment": Case(
+        saved(lambda: {"model_a": torch.ones(1)}), "convert {m}.pt out.pt --strip-prefix model_",
+        r"for less: (--rename .*)", "the names have it no more", has("a"),
+        "edits/rename.py:_near:option rename", made="convert {m}.pt out.pt",
+    ),
+    "no prefix at all": Case(
+        saved(weights), "convert {m}.pt out.pt --strip-prefix .", r"for anything else: (--rename .*)",
+        "the names are others", has("x.w", "b.w"), "edits/names.py:normal_prefix:option rename",
+        {"REGEX": "^a", "REPLACEMENT": "x"}, made="convert {m}.pt out.pt",
+    ),
+    "a prefix for several state dicts": Case(
+        saved(two), "convert {m}.pt out.pt --add-prefix p", r"all of them: (--rename .*)", "all names have it",
+        lambda made: _equal({k: [*v] for k, v in loads(made).items()}, {"x": ["p.w"], "y": ["p.w"]}),
+        "edits/rename.py:add:option rename", made="convert {m}.pt out.pt",
+    ),
+    "names in a whole module": Case(
+        saved(lambda: nn.DataParallel(net())), "convert {m}.pt out.pt --strip-prefix module",
+        r"(--state-dict) takes its state dict out", "loads, strict, no prefix", fits(),
+        "checkpoint/state_dicts.py:hint_of_modules:option state_dict",
+    ),
+    "which state dict": Case(
+        saved(two), "convert {m}.pt out.pt --state-dict", r"for the first: (--select \w+)", "loads",
+        same(lambda: two()["x"]), "edits/selection.py:_state_dict:option select",
+    ),
+    "no path of that name": Case(
+        saved(two), "convert {m}.pt out.pt --select nope", r"see what there is: (ckptconv .*)", "it is shown", nothing,
+        "edits/selection.py:_look_for:command inspect edits/selection.py:_no_place:option tree",
+    ),
+    "nothing to drop": Case(
+        saved(two), "convert {m}.pt out.pt --drop qqqqq", r"see what there is: (ckptconv .*)", "it is shown", nothing,
+        "edits/selection.py:_places_at:option tree edits/selection.py:_look_for:command inspect",
+    ),
+    "a part of a tuple to drop": Case(
+        saved(lambda: {"t": (torch.ones(1), 2), "w": torch.ones(1)}), "convert {m}.pt out.pt --drop t[0]",
+        r"what it is in: (--drop t)", "loads without it", has("w"), "edits/selection.py:_drop:option drop",
+        made="convert {m}.pt out.pt",
+    ),
+    "a name inside a module": Case(
+        saved(lambda: {"m": Parts()}), "convert {m}.pt out.pt --select head.weight",
+        r"another path: (--select \S+)", "loads", loads, "edits/selection.py:_called:option select",
+        made="convert {m}.pt out.pt",
+    ),
+    "a module inside a module": Case(
+        saved(lambda: {"m": Parts()}), "convert {m}.pt out.pt --select head",
+        r"another path: (--select .* \(and --state-dict) for its weights", "loads, strict",
+        fits(lambda: nn.Linear(3, 2)), "edits/selection.py:_called:option state_dict", made="convert {m}.pt out.pt",
+    ),
+    "a device that is nearly one": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --map cuda0=cpu", r"(--map \S+) may be meant", "loads",
+        same(weights), "edits/retag.py:unmatched_rules:option map_location", made="convert {m}.pt out.pt",
+    ),
+    "a device that has no tensors": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --to meta", r"try: (--to cpu)", "loads", same(weights),
+        "edits/devices.py:parse_target:option map_location", made="convert {m}.pt out.pt",
+    ),
+    "a rule without a device": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --map cpu", r"for all tensors: (--to cpu)", "loads",
+        same(weights), "cli/convert.py:_devices:option to", made="convert {m}.pt out.pt",
+    ),
+    "a rule in --to": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --to cuda:0=cpu", r"hint.*|(--map cuda:0=cpu)", "loads",
+        same(weights), "cli/convert.py:_devices:option map", made="convert {m}.pt out.pt",
+    ),
+    "a dtype by a path": Case(
+        saved(two), "convert {m}.pt out.pt --dtype x.w=bf16", r"has a slash: (--dtype \S+)", "loads, cast",
+        lambda made: _equal(loads(made)["x"]["w"].dtype, torch.bfloat16),
+        "edits/dtype_casts.py:unmatched:option dtype", made="convert {m}.pt out.pt",
+    ),
+    "what safetensors cannot hold": Case(
+        saved(lambda: {"w": torch.ones(1), "s": torch.ones(2, 2).to_sparse()}), "convert {m}.pt out.safetensors",
+        r"to leave them out: (--exclude \S+)", "safetensors loads it", has("w"),
+        "formats/refusals.py:cannot_hold:option exclude",
+    ),
+    "a wrapper on the way to safetensors": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt out.safetensors",
+        r"(--strip-prefix module\.) takes it off", "safetensors loads it, strict, no prefix", fits(),
+        "formats/safetensors.py:_notes:option strip_prefix", made="convert {m}.pt out.safetensors -f",
+    ),
+    "ties in safetensors": Case(
+        saved(lambda: dict.fromkeys("ab", torch.ones(4))), "convert {m}.pt out.safetensors",
+        r"(--copy-tied) writes the tensors", "load_file has every name",
+        lambda made: _equal(sorted(load_file(made)), ["a", "b"]), "cli/render/report.py:_tie_lines:option copy_tied",
+        made="convert {m}.pt out.safetensors -f",
+    ),
+    "a call that no checkpoint needs": Case(
+        lambda m: _dangerous(m), "convert {m}.pt out.pt --to cpu", r"(--allow-unsafe) carries", "carried over, not run",
+        nothing, "conversion/plan.py:refuse_dangers:option allow_unsafe",
+    ),
+    "an odd suffix": Case(
+        saved(weights), "convert {m}.pt out.safetensor", r"\((--format pt) writes", "loads", same(weights),
+        "formats/foreign/paths.py:odd_suffix_error:option format",
+    ),
+    "old format, new dtype": Case(
+        saved(lambda: {"a": torch.ones(2, dtype=torch.float8_e5m2)}, _use_new_zipfile_serialization=False),
+        "convert {m}.pt out.pt --format legacy", r"(--format pt) writes (?:it|them)", "loads", loads,
+        "formats/pickle_writing.py:storage_classes:option format", made="convert {m}.pt out.pt",
+    ),
+    "old format, a nested tensor": Case(
+        saved(lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]),
+        "convert {m}.pt out.pt --format legacy", r"(--format pt) writes it", "loads", loads,
+        "formats/torch_legacy.py:_refuse_early_readers:option format", made="convert {m}.pt out.pt",
+    ),
+    "a program to another device": Case(
+        lambda m: torch.jit.script(net()).save(m + ".pt"), "convert {m}.pt out.pt --to cpu",
+        r"(--state-dict) takes its weights", "loads, strict", fits(), "formats/torchscript.py:refuse:option state_dict",
+        made="convert {m}.pt out.pt",
+    ),
+    "a program": Case(
+        lambda m: torch.jit.script(net()).save(m + ".pt"), "convert {m}.pt out.pt --to cpu",
+        r"load it there: (torch\.jit\.load\(.*\))", "torch.jit.load loads it there", nothing,
+        "formats/torchscript.py:refuse:text",
+    ),
+    "a program's weights": Case(
+        lambda m: torch.jit.script(net()).save(m + ".pt"), "inspect {m}.pt", FINDING.format("TorchScript"),
+        "loads, strict", fits(), f"{DIAGNOSIS}refusals.py:_fix:option state_dict",
+    ),
+    "no input": Case(
+        saved(weights, ("cuda:0",)), "convert --in-place", r"(ckptconv convert .*--in-place)", "loads", same(weights),
+        "cli/convert.py:convert_command:command convert", {r"SRC\.\.\.": "{m}.pt"},
+    ),
+    "--no-undo alone": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --no-undo", r"goes with (--in-place)", "loads",
+        same(weights), "cli/convert.py:convert_command:option no_undo",
+    ),
+    "an interrupted change": Case(
+        lambda m: _interrupted(m), "inspect {m}.pt", r"(ckptconv undo .*) gives", "the old bytes", same_as("old.pt"),
+        "formats/opening.py:interrupted:command undo",
+    ),
+    "an interrupted change, again in place": Case(
+        lambda m: _interrupted(m), "convert {m}.pt --in-place --to cpu", r"(ckptconv undo .*)", "the old bytes",
+        same_as("old.pt"), "conversion/in_place.py:_check_file:command undo",
+    ),
+    "an interrupted change, replaced": Case(
+        lambda m: _interrupted(m), "convert old.pt {m}.pt -f --to cpu", r"(ckptconv undo .*)", "the old bytes",
+        same_as("old.pt"), "output/files.py:refuse_interrupted:command undo",
+    ),
+    "a file of two names": Case(
+        lambda m: (saved(weights, ("cuda:0",))(m), os.link(m + ".pt", "two.pt")), "convert {m}.pt --in-place --to cpu",
+        r"(--force) changes it", "loads", same(weights), "conversion/in_place.py:_check_file:option force",
+    ),
+    "in place, no room": Case(
+        lambda m: save_file({"w": torch.ones(1)}, m + ".safetensors"),
+        "convert {m}.safetensors --in-place --add-prefix " + "p" * 90, r"(ckptconv convert .*--force), with the same",
+        "the names have it", lambda made: _equal(list(load_file(made)), ["p" * 90 + ".w"]),
+        "conversion/in_place.py:_does_not_fit:command convert", made="EDITS --add-prefix " + "p" * 90,
+    ),
+    "a change in place": Case(
+        saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"(ckptconv undo .*) gives", "the old bytes",
+        lambda made: _equal(zoo and list(ckptconv.open(made).tensors), list(weights())),
+        "cli/render/report.py:report_lines:command undo",
+    ),
+    "a change in place that is shown": Case(
+        lambda m: (saved(weights, ("cuda:0",))(m), main(["convert", m + ".pt", "--to", "cpu", "--in-place"])),
+        "inspect {m}.pt", r"(ckptconv undo .*) takes", "the old bytes", nothing,
+        "cli/render/facts.py:_in_place:command undo",
+    ),
+    "in place, what moves tensors": Case(
+        saved(weights), "convert {m}.pt --in-place --dtype bf16", r"give an output: (ckptconv .*)",
+        "with the same edits, loads", loads, "conversion/in_place.py:check_edits:command convert",
+        {"SRC": "{m}.pt", "DST": "out.pt"},
+    ),
+    # sets and folders
+    "what one file leaves of a folder": Case(
+        lambda m: _sharded(m), "convert {m} out.safetensors", r"(--copy-others) takes", "it is there",
+        is_there("all/config.json"),
+        "conversion/targets.py:_about_others:option copy_others", made="convert {m} all",
+    ),
+    "what a set leaves of a folder": Case(
+        lambda m: _sharded(m), "convert {m} all --add-prefix x", r"(--copy-others) copies", "it is there",
+        is_there("all/config.json"),
+        "conversion/folder_plans.py:_about_left:option copy_others", made="convert {m} all -f --add-prefix x",
+    ),
+    "what a batch leaves of a folder": Case(
+        lambda m: (_folder(m), Path(m, "readme").touch()), "convert {m} all --to cpu", r"(--copy-others) takes",
+        "it is there",
+        is_there("all/readme"), "cli/render/batch.py:sum_lines:option copy_others", made="convert {m} all -f --to cpu",
+    ),
+    "shards by themselves": Case(
+        lambda m: _sharded(m), "convert {m}/model-00001-of-00002.safetensors {m}/model-00002-of-00002.safetensors some",
+        r"(ckptconv convert .*) converts the set", "the index is there", is_there("all/model.safetensors.index.json"),
+        "conversion/targets.py:_about_shards:command convert", {"OUT_FOLDER": "all"},
+    ),
+    "a folder of several, in Python": Case(
+        lambda m: _folder(m), "python ckptconv.convert({m!r}, 'all')", r"(ckptconv\.convert_many\(.*\)) converts",
+        "all are there", is_there("all/b.pt"), "conversion/targets.py:find_item:command convert_many",
+    ),
+    "a folder of several, to diff": Case(
+        lambda m: (_folder(m), torch.save({}, "b.pt")), "inspect {m}", r"or convert all of them: (ckptconv .*)",
+        "all are there", is_there("all/b.pt"), "formats/foreign/folders.py:_or_all:command convert_many",
+        {"OUT_FOLDER": "all"},
+    ),
+    "a batch again": Case(
+        lambda m: (_folder(m), main(["convert", m, "all", "--to", "cpu"])), "convert {m} all --to cpu",
+        r"(--skip-existing) leaves", "the rest is there", is_there("all/b.pt"),
+        "conversion/jobs.py:_converted:option skip_existing",
+    ),
+    "a folder that exists": Case(
+        lambda m: (_sharded(m), main(["convert", m, "all"])), "convert {m} all --add-prefix x",
+        r"(--force) replaces the folder",
+        "replaced", is_there("all/model.safetensors.index.json"), "output/folders.py:_check_target:option force",
+    ),
+    "a folder with more in it": Case(
+        lambda m: (_sharded(m), main(["convert", m, "all", "--copy-others"])), "convert {m} all --force --add-prefix x",
+        r"or (--copy-others) if", "replaced", is_there("all/config.json"),
+        "output/folders.py:_check_target:option copy_others",
+    ),
+    # comparisons
+    "names that differ by a prefix": Case(
+        lambda m: (saved(weights)(m), torch.save({"module." + n: t for n, t in weights().items()}, "b.pt")),
+        "diff b.pt {m}.pt", LINE, "the same", nothing,
+        "inspection/comparison/suggestions.py:command_that_fits:command diff"
+        " inspection/comparison/suggestions.py:_renamed:option strip_prefix",
+    ),
+    "names that lack a prefix": Case(
+        lambda m: (saved(weights)(m), torch.save({"x": 1, "net": {"n." + n: t for n, t in weights().items()}}, "b.pt")),
+        "diff b.pt {m}.pt", LINE, "the same", nothing,
+        "inspection/comparison/suggestions.py:_taking:option select",
+    ),
+    "names that differ by wrappers": Case(
+        lambda m: (saved(weights)(m), torch.save({"module._orig_mod." + n: t for n, t in weights().items()}, "b.pt")),
+        "diff b.pt {m}.pt", LINE, "the same", nothing,
+        "inspection/comparison/suggestions.py:_renamed:option unwrap",
+    ),
+    "names that get a prefix": Case(
+        lambda m: (saved(weights)(m), torch.save({"x." + n: t for n, t in weights().items()}, "b.pt")),
+        "diff {m}.pt b.pt", LINE, "the same", nothing,
+        "inspection/comparison/suggestions.py:_renamed:option add_prefix",
+    ),
+    "a module against its state dict": Case(
+        lambda m: (saved(net)(m), torch.manual_seed(0), torch.save({"a.0": net().state_dict()}, "b.pt"),
+                   torch.manual_seed(0), torch.save(net().state_dict(), "c.pt")),
+        "diff {m}.pt c.pt", LINE, "compared: all tensors alike but _metadata", nothing,
+        "inspection/comparison/suggestions.py:_parts:option state_dict",
+    ),
+    "an edit of the second file": Case(
+        lambda m: (saved(weights)(m), torch.save({"module." + n: t for n, t in weights().items()}, "b.pt")),
+        "diff {m}.pt b.pt --strip-prefix module", LINE, "the same", nothing,
+        "inspection/comparison/diff.py:ask_for_other_order:command diff",
+    ),
+    "which of the second file": Case(
+        lambda m: (saved(lambda: two()["x"])(m), torch.save(two(), "b.pt")), "diff b.pt {m}.pt --state-dict",
+        r"(--select \w+)", "the same", nothing, "edits/selection.py:_state_dict:option select", made="diff b.pt {m}.pt",
+    ),
+    "which part of B": Case(
+        lambda m: (saved(lambda: two())(m), save_file({"w": torch.ones(1)}, "a.safetensors")),
+        "diff a.safetensors {m}.pt", r"say which with (--select PATH)", "the same", nothing,
+        "inspection/comparison/diff.py:take_part_of_b:option select", {"PATH": "x"},
+        made="diff {m}.pt a.safetensors",
+    ),
+    "checksums that were not compared": Case(
+        lambda m: (saved(weights)(m), shutil.copy(m + ".pt", "b.pt")), "diff {m}.pt b.pt", r"(--full) reads",
+        "the same",
+        nothing, "inspection/comparison/diff.py:more_notes:option full",
+    ),
+    # what is typed wrong
+    "the guess strip": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "strip {m}.pt", r"is this meant: (ckptconv .*)",
+        "loads, strict, no prefix",
+        fits(), "cli/guesses.py:_meant:ckptconv cli/guesses.py::option strip_prefix", {"OUT": "out.pt"},
+    ),
+    "the guess unwrap-ddp": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "unwrap-ddp {m}.pt", r"is this meant: (ckptconv .*)",
+        "loads, strict, no prefix",
+        fits(), "cli/guesses.py:_meant:ckptconv cli/guesses.py::option unwrap", {"OUT": "out.pt"},
+    ),
+    "the guess half": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "half {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        loads, "cli/guesses.py:_meant:ckptconv cli/guesses.py::option dtype", {"OUT": "out.pt"},
+    ),
+    "the guess to-cpu": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "to-cpu {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        loads, "cli/guesses.py:_meant:ckptconv cli/guesses.py::option map_location", {"OUT": "out.pt"},
+    ),
+    "the guess to-pt": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "to-pt {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        loads, "cli/guesses.py:_meant:ckptconv cli/guesses.py::option format", {"OUT": "out.pt"},
+    ),
+    "the guess --device": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt out.pt --device cpu",
+        r"is this meant: (ckptconv .*)", "loads",
+        loads, "cli/guesses.py:_meant:ckptconv", {"OUT": "out.pt"},
+    ),
+    "the guess -i --cpu": Case(
+        saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt -i --strip",
+        r"is this meant: (ckptconv .*)", "loads, strict, no prefix",
+        fits(), "cli/guesses.py:_meant:ckptconv cli/guesses.py:_in_place:option in_place", {"OUT": "out.pt"},
+    ),
+    "no such option": Case(
+        saved(weights), "convert {m}.pt --frobnicate", r"(ckptconv convert -h) lists", "they are listed", nothing,
+        "cli/guesses.py:wrong_option:ckptconv",
+    ),
+    "a checksum to compare with": Case(
+        lambda m: save_file(weights(), m + ".safetensors"), "verify {m}.safetensors -v", r"(--expect-sha256) compares",
+        "compared", nothing, "inspection/verification.py:_notes:option expect_sha256",
+        made="verify {m}.safetensors SHA256",
+    ),
+    "several changes in one folder": Case(
+        lambda m: (_folder(m), [main(["convert", f"{m}/{n}.pt", "--in-place", "--add-prefix", "x"]) for n in "ab"]),
+        "undo {m}", r"(ckptconv undo .*) takes one back", "one has its old bytes", nothing,
+        "conversion/undo.py:take_back:command undo",
+    ),
+    "in place, a wrapper in some shards": Case(
+        lambda m: (torch.save({"module.a": torch.ones(9), "b": torch.ones(9)}, "w.pt"),
+                   ckptconv.convert("w.pt", m, max_shard_size=40, format="safetensors")),
+        "convert {m} --in-place --unwrap", r"(--strip-prefix module\.) takes it off", "the names have it no more",
+        nothing, "conversion/in_place.py:_plan:option strip_prefix", made="convert {m} --in-place",
+    ),
+    "in place, a folder of DCP": Case(
+        lambda m: _dcp(m), "convert {m} --in-place --drop epoch", r"give an output: (ckptconv convert .*)",
+        "with the same edits, loads", loads, "conversion/in_place.py:check_edits:command convert",
+        {"SRC": "{m}", "DST": "out.pt"}, made="EDITS --drop epoch",
+    ),
+    "in place, names in a folder of DCP that are not its places": Case(
+        lambda m: _dcp(m), "convert {m} --in-place --to cuda", r"(ckptconv convert .*), with the same edits", "loads",
+        nothing, "formats/in_place.py:_unsupported:command convert", {"OUT": "out.pt"}, made="EDITS --to cuda",
+    ),
+    "a part as the output": Case(
+        lambda m: _sharded(m), "convert {m} {m}/model-00001-of-00002.safetensors --to cpu",
+        r"(ckptconv convert .*)", "loads", same(weights), "conversion/targets.py:_refuse_among_parts:command convert",
+    ),
+    "several models in one folder": Case(
+        lambda m: (_sharded(m), torch.save(weights(), Path(m, "pytorch_model.bin"))), "convert {m} out.pt",
+        r"give its path: (.*)", "that is the file", nothing, "formats/sharded/index.py:_several:*",
+    ),
+    "a model in a folder": Case(
+        lambda m: (Path(m).mkdir(), save_file(weights(), Path(m, "model.safetensors"))), "inspect {m}",
+        r"give that file: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_model:*",
+    ),
+    "a checkpoint in a folder": Case(
+        lambda m: (Path(m, "in").mkdir(parents=True), torch.save({}, Path(m, "in", "a b.pt"))), "inspect {m}",
+        r"give its path: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_listed:*",
+    ),
+    "a folder of DCP": Case(
+        lambda m: _dcp(m), "inspect {m}", FINDING.format("this is a folder"), "loads", loads,
+        f"{DIAGNOSIS}refusals.py:containers:issue parts",
+    ),
+    "a part of DCP": Case(
+        lambda m: _dcp(m), "inspect {m}/__0_0.distcp", r"make it one file: (.*)", "loads", loads,
+        "formats/foreign/folders.py:_distributed:command convert",
+    ),
+    "an index that contradicts its shards": Case(
+        lambda m: (_sharded(m), _turned(Path(m, "model.safetensors.index.json"))), "inspect {m}",
+        r"one by one: (.*)", "loads", nothing, "formats/sharded/reading.py:_contradiction:command convert",
+        {"OUT": "out.pt"},
+    ),
+    "a shard that is none": Case(
+        lambda m: _no_shard(m), "inspect {m}", r"convert it alone: (.*)", "loads", loads,
+        "formats/sharded/reading.py:_no_shard:command convert", {"OUT": "out.pt"},
+    ),
+    "a part of a set to a folder": Case(
+        lambda m: (torch.save(weights(), "w.pt"), ckptconv.convert("w.pt", m, max_shard_size=20, format="pt")),
+        "convert {m} all --select a.w", r"such as (out\.pt), is one file", "loads", loads, "",
+        made="convert {m} ADVICE --select a.w",
+    ),
+    "a record that torch cannot read": Case(
+        lambda m: (saved(weights)("in"), rezip(Path("in.pt"), Path(m + ".pt"), {".storage_alignment": b"x"})),
+        "inspect {m}.pt", FINDING.format("is no number"), "loads", same(weights),
+        f"{DIAGNOSIS}refusals.py:around:issue container",
+    ),
+    "a plain pickle of what makes its storages": Case(
+        saved(lambda: {"w": torch.ones(1), "f": torch.storage._load_from_bytes}),
+        "convert {m}.pt out.pkl --allow-unsafe --format pickle", r"(--format pt) writes it", "the container is there",
+        nothing,
+        "formats/plain_pickle.py:_refuse_loader:option format", made="convert {m}.pt out.pt --allow-unsafe",
+    ),
+    "two dtypes of one storage": Case(
+        saved(weights), "python w = torch.ones(4); ckptconv.save([w, w.view(torch.int32)], 'out.pt')",
+        r"(clone\(\)) one of them", "saved, loads", nothing, "tensors/saving.py:persistent_id:text",
+        made="python w = torch.ones(4); ckptconv.save([w.ADVICE, w.view(torch.int32)], 'out.pt')",
+    ),
+    "code that only Python's unpickler takes": Case(
+        saved(lambda: [Unknown(), *map(torch.ones, (1, 1, 1))]), "python ckptconv.load({m!r} + '.pt')",
+        r"ckptconv\.open\(path\)(\.load)\(\.\.\.\) gives", "each tensor is given", nothing,
+        "tensors/loading.py:_refuse_code:text", made="python ckptconv.open({m!r} + '.pt')ADVICE('[1]')",
+    ),
+    "a program of which the names are mended": Case(
+        lambda m: torch.jit.script(Holder()).save(m + ".pt"), "inspect {m}.pt",
+        FINDING.format("go through module. there"),
+        "loads, no prefix", loads, f"{DIAGNOSIS}diagnose.py:_of_program:option state_dict",
+    ),
+    # more rows
+    "more tensors": Case(
+        saved(weights), "inspect {m}.pt --limit 1", r"\((--all) shows", "all are shown", nothing,
+        "cli/render/table.py:footer:option all", made="inspect {m}.pt",
+    ),
+    "more values": Case(
+        saved(lambda: {"a": [{"b": i} for i in range(40)], **weights()}), "inspect {m}.pt", r"more \((--json)\)",
+        "all are shown",
+        nothing, "cli/render/facts.py:_values:option json",
+    ),
+    # the library
+    "load without the device": Case(
+        saved(weights, ("cuda:0",)), "python ckptconv.load({m!r} + '.pt')", r"(map_location='cpu') loads it here",
+        "loads", nothing, "tensors/loading.py:load_checkpoint:option map_location",
+        made="python ckptconv.load({m!r} + '.pt', ADVICE)",
+    ),
+    "load, on what there is": Case(
+        saved(weights, ("cuda:0",)), "python ckptconv.load({m!r} + '.pt')", r"(map_location='auto') on what there is",
+        "loads", nothing, "tensors/loading.py:load_checkpoint:option map_location",
+        made="python ckptconv.load({m!r} + '.pt', ADVICE)",
+    ),
+    "remap to no device": Case(
+        saved(weights), "python ckptconv.remap([torch.ones(1)], 'cuda:7')", r"(map_location='cpu') works everywhere",
+        "moves", nothing, "tensors/moving.py:check:option map_location",
+        made="python ckptconv.remap([torch.ones(1)], ADVICE)",
+    ),
+    "load with code": Case(
+        saved(lambda: {"model": net().state_dict(), "args": argparse.Namespace()}),
+        "python ckptconv.load({m!r} + '.pt')",
+        r"(state_dict=True) loads a part", "loads, strict", nothing,
+        "tensors/loading.py:_refuse_code:option state_dict",
+        made="python net().load_state_dict(ckptconv.load({m!r} + '.pt', ADVICE))",
+    ),
+    "load of a part with code": Case(
+        saved(lambda: {"x": net().state_dict(), "y": [argparse.Namespace(), torch.ones(1)], "z": {"w": torch.ones(1)}}),
+        "python ckptconv.load({m!r} + '.pt')", r"(select='x') loads a part", "loads, strict", nothing,
+        "tensors/loading.py:_refuse_code:option select",
+        made="python net().load_state_dict(ckptconv.load({m!r} + '.pt', ADVICE))",
+    ),
+    "code where only an import is missing": Case(
+        lambda m: (distributed(), os.rename("parts.tmp", m + ".pt")), "convert {m}.pt out.pt --to cuda",
+        r"only after `(import torch\.distributed\.tensor)`", "torch.load takes it behind that line", nothing,
+        "conversion/plan.py:_about_code:text",
+    ),
+    # other formats
+    "gzip": Case(
+        lambda m: (saved(weights)(m), subprocess.run(["gzip", m + ".pt"], check=True)), "inspect {m}.pt.gz",
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_gzip:gzip", {"OUT": "out.pt"},
+    ),
+    "bzip2": Case(
+        lambda m: (saved(weights)(m), subprocess.run(["bzip2", m + ".pt"], check=True)), "inspect {m}.pt.bz2",
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:row:*", {"OUT": "out.pt"},
+    ),
+    "xz": Case(
+        lambda m: (saved(weights)(m), subprocess.run(["xz", m + ".pt"], check=True)), "inspect {m}.pt.xz",
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:row:*", {"OUT": "out.pt"},
+    ),
+    "tar": Case(
+        lambda m: (saved(weights)("in"), subprocess.run(["tar", "-cf", m + ".tar", "in.pt"], check=True),
+        os.remove("in.pt")),
+        "inspect {m}.tar", r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_tar:tar",
+    ),
+    "tar, gzip": Case(
+        lambda m: (saved(weights)("in"), subprocess.run(["tar", "-czf", m + ".tgz", "in.pt"], check=True),
+        os.remove("in.pt")),
+        "inspect {m}.tgz", r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_gzip:tar",
+    ),
+    "NumPy's arrays": Case(
+        lambda m: numpy.savez(m + ".npz", a=numpy.arange(3)), "inspect {m}.npz", r"(python -c .*)", "loads",
+        same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips.py::*",
+    ),
+    "a NumPy array": Case(
+        lambda m: numpy.save(m + ".npy", numpy.arange(3)), "inspect {m}.npy", r"(python -c .*)", "loads", loads,
+        "formats/foreign/files.py::*",
+    ),
+}  # fmt: skip
+
+
+def _features() -> nn.Module:
+    model = Parts()
+    model.features = nn.DataParallel(model.features)
+    return model
+
+
+def _dangerous(m: str) -> None:
+    from tests.support.hostile_bytes import torch_zip_of
+
+    Path(m + ".pt").write_bytes(torch_zip_of(pickle.dumps({"b": eval}, 2), {}))
+
+
+def _sharded(m: str) -> None:
+    torch.save(weights(), "whole.pt")
+    ckptconv.convert("whole.pt", m, max_shard_size=20, format="safetensors")
+    Path(m, "config.json").write_text("{}")
+
+
+def _folder(m: str) -> None:
+    Path(m).mkdir()
+    for name in "ab":
+        torch.save(weights(), Path(m, f"{name}.pt"))
+
+
+def _dcp(m: str) -> None:
+    torch.distributed.checkpoint.save({"w": torch.ones(3), "epoch": 1}, checkpoint_id=m, no_dist=True)
+
+
+def _turned(index: Path) -> None:
+    found = json.loads(index.read_text())
+    names = found["weight_map"]
+    found["weight_map"] = dict(zip(names, reversed(names.values()), strict=True))
+    index.write_text(json.dumps(found))
+
+
+def _no_shard(m: str) -> None:
+    Path(m).mkdir()
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    torch.save({"a": torch.ones(1)}, Path(m, names[0]))
+    torch.save([torch.ones(1)], Path(m, names[1]))
+    index = {"metadata": {}, "weight_map": {"a": names[0], "b": names[1]}}
+    Path(m, "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _interrupted(m: str) -> None:
+    saved(weights, ("cuda:0",))(m)
+    shutil.copy(m + ".pt", "old.pt")
+    ckptconv.convert(m + ".pt", in_place=True, map_location="cpu")
+    journals.mark(Path(m + ".pt"), HOT)
+
+
+NAMES = ("m", "./-it's a $m")
+
+
+def typed(line: str, words: list[str], stem: str, case: Case) -> None:
+    """Type what was printed."""
+    line = line.replace("(and ", "")
+    for word, text in case.instead.items():
+        line = re.sub(rf"\b{word}(?!\w)", lambda _, text=text: shlex.quote(text.format(m=stem)), line)
+    if "SHA256" in words:
+        digest = hashlib.sha256(Path(stem + ".safetensors").read_bytes()).hexdigest()
+        words, line = words[:-1], f"{line} {digest}"
+    program, *rest = words
+    if program == "python":
+        exec(" ".join(rest).replace("ADVICE", line) if "ADVICE" in " ".join(rest) else f"list({line})", globals())
+    elif line.startswith(("averaged.", "import ", "from ", "torch.")):
+        scope = {"averaged": AveragedModel(net()), "ckptconv": ckptconv, "model": net(), "torch": torch}
+        exec(line, scope)
+        if "whole" in scope:
+            net().load_state_dict(scope["whole"], strict=True)
+        if line.startswith("import "):
+            loads(Path(stem + ".pt"))
+    elif line.startswith("python -c "):
+        exec(shlex.split(line)[2], {})
+    elif "ADVICE" in words:
+        assert main([line if word == "ADVICE" else word for word in words]) == 0, line
+    elif line.startswith("--"):
+        assert main([*words, *shlex.split(line)]) == 0, line
+    elif line.startswith("ckptconv "):
+        edits = rest if program == "EDITS" else []
+        assert main([*shlex.split(line)[1:], *edits]) in ((0, 1) if "compared" in case.promise else (0,)), line
+    else:
+        subprocess.run(["bash", "-c", f"test -e {line}" if case.promise == "that is the file" else line], check=True)
+
+
+def provoked(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """What is printed, or said by the error, where `words` are typed."""
+    if words[0] != "python":
+        main(words)
+        return "".join(capfd.readouterr())
+    with pytest.raises(ckptconv.CkptconvError) as caught:
+        exec(" ".join(words[1:]), globals())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stem", NAMES, ids=["plain", "odd"])
+@pytest.mark.parametrize("name", CASES)
+def test_advice(name: str, stem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is printed, it runs as it stands, and it gives what it promises; also where the file has an odd name."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    case.make(stem)
+    capfd.readouterr()
+    with come_by() as said:
+        out = provoked([word.format(m=stem) for word in case.words.split()], capfd)
+    assert {site for site in sites_of(case) if not site.startswith("cli/guesses.py::")} <= said  # those are a table
+    found = re.search(case.says, out, re.MULTILINE)
+    assert found, out
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    typed(found[1], [word.format(m=stem) for word in (case.made or case.words).split()], stem, case)
+    new = [
+        path
+        for path in Path().rglob("*")
+        if path.name[0] != "." and path.is_file() and before.get(path) != path.stat().st_mtime_ns
+    ]
+    case.judge(max(new, key=lambda path: path.stat().st_mtime_ns) if new else Path(stem + ".pt"))
+
+
+def sites_of(case: Case) -> set[Site]:
+    return set(re.findall(r"\S+:\S*:(?:(?:option|command|issue) )?\S.*?(?= |$)", case.sites))
+
+
+#: What other modules type and judge: site → the test.
+ELSEWHERE: dict[Site, str] = {
+    "conversion/in_place.py:_remedy:chmod": "conversion/test_in_place.py::test_what_may_not_be_written",
+    "conversion/in_place.py:_remedy:chattr": "conversion/test_in_place.py::test_what_is_immutable",
+    "conversion/in_place.py:_remedy:lsattr": "conversion/test_in_place.py::test_what_is_immutable",
+    "formats/foreign/files.py:_index:mv": "formats/foreign/test_files.py::test_an_index_of_shards_under_another_name",
+    "formats/foreign/folders.py:_torch_records:python": (
+        "formats/foreign/test_folders.py::test_the_command_for_an_unpacked_checkpoint_works"
+    ),
+    "formats/foreign/zips.py::unzip": (
+        "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
+    ),
+    "formats/foreign/zips.py:_unzipped:unzip": (
+        "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
+    ),
+    "formats/foreign/zips.py:unzip:unzip": (
+        "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
+    ),
+    "formats/foreign/zips.py:displaced:tail": (
+        "formats/foreign/test_files.py::test_a_zip_with_something_before_it_can_be_freed"
+    ),
+}
+
+_NAMED = "it names what was typed, and says what is wrong with it"
+_NO_CHANGE = "a note that the option which was typed changed nothing"
+_NETWORK = "it needs a server or a registry"
+_OTHERS = "it needs a program that is not here"
+_FAULT = "it needs a fault of the disk, or another program, at one moment; the words are those of another site"
+_NO_ADVICE = "no advice: a description, or a table that others read"
+#: Where nothing is said that could be typed, or nobody can type it here: site → why.
+NOT_TYPED: dict[Site, str] = {
+    "checkpoint/describe.py:_short_call:text": _NO_ADVICE,
+    "safety/torch_load.py::text": _NO_ADVICE,
+    "edits/options.py:option_of:option *": _NO_ADVICE,
+    "inspection/comparison/suggestions.py:_simple:option unwrap": _NO_ADVICE,
+    "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
+    "cli/convert.py:convert_command:option in_place": _NAMED,
+    "cli/verify.py:verify_command:option expect_sha256": _NAMED,
+    "conversion/in_place.py:check_edits:option *": _NAMED,
+    "conversion/in_place.py:check_edits:option in_place": _NAMED,
+    "conversion/plan.py:make_plan:option copy_tied": _NAMED,
+    "conversion/targets.py:_of_one:option copy_others": _NAMED,
+    "conversion/targets.py:_of_one:option max_shard_size": _NAMED,
+    "conversion/targets.py:format_of:option format": _NAMED,
+    "conversion/targets.py:list_items:option copy_others": _NAMED,
+    "formats/sharded/planning.py:deal:option max_shard_size": _NAMED,
+    "formats/sharded/planning.py:parse_size:option max_shard_size": _NAMED,
+    "formats/sharded/writing.py:layout:option format": _NAMED,
+    "formats/sharded/writing.py:_about_size:option max_shard_size": _NAMED,
+    "inspection/comparison/diff.py:__post_init__:option *": _NAMED,
+    "inspection/comparison/diff.py:__post_init__:option full": _NAMED,
+    "inspection/comparison/diff.py:__post_init__:option names_only": _NAMED,
+    "conversion/plan.py:_about_edits:option compact": _NO_CHANGE,
+    "edits/dtype_casts.py:cast:option dtype": _NO_CHANGE,
+    "edits/dtype_casts.py:say:option dtype": _NO_CHANGE,
+    "edits/rename.py:unwrap:option unwrap": _NO_CHANGE,
+    "edits/retag.py:retag:option map_location": _NO_CHANGE,
+    "edits/views.py:compact:option compact": _NO_CHANGE,
+    "errors.py:require_torch:text": _NETWORK,
+    "formats/sharded/planning.py:deal:text": _NETWORK,
+    "formats/foreign/files.py:_pointer:git": _NETWORK,
+    "formats/foreign/folders.py:_pointers:git": _NETWORK,
+    "formats/foreign/paths.py:no_path_error:*": _NETWORK,
+    "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
+    "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
+    "formats/foreign/zips.py::python": f"{_OTHERS} (a compiler, for AOTInductor)",
+    "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
+    "formats/safetensors.py::text": "it is for the run of several processes that has all parts",
+    "formats/distributed/dcp.py:tensor:text": "it is for the run that saved the folder",
+    "formats/distributed/sharding_info.py:part_error:command convert": (
+        "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
+    ),
+    "inspection/comparison/values.py:spend:option include": "it takes a file larger than a test makes",
+    "cli/convert_batch.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
+    "conversion/in_place.py:_write:command undo": _FAULT,
+    "output/files.py:_publish:option force": _FAULT,
+    "output/folders.py:_publish:option force": _FAULT,
+}
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_elsewhere_is_there(test: str) -> None:
+    """The tests that the table names."""
+    path, _, name = test.partition("::")
+    tree = ast.parse((ROOT / "tests/unit" / path).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_table() -> None:
+    """What ``pytest -s -k the_table`` prints: the advice, the test that types it, the promise."""
+    rows = [f"{name} | test_advice[{name}] | {case.promise}" for name, case in CASES.items()]
+    rows += [f"{site} | {test} | judged there" for site, test in ELSEWHERE.items()]
+    rows += [f"{site} | - | not typed: {why}" for site, why in NOT_TYPED.items()]
+    print("\n".join(rows))
+    print(f"{len(sites())} places, {len(CASES)} cases, {len(ELSEWHERE)} elsewhere, {len(NOT_TYPED)} not typed")
+    assert len(rows) == len(CASES) + len(ELSEWHERE) + len(NOT_TYPED)
+
+
+def test_every_advice_is_in_a_table() -> None:
+    """And none is in a table that the package does not give any more."""
+    typed_here = set().union(*map(sites_of, CASES.values()))
+    tables = (typed_here, set(ELSEWHERE), set(NOT_TYPED))
+    missing = set(sites()) - set().union(*tables)
+    assert not missing, sorted(missing)
+    assert set().union(*tables) <= set(sites())
