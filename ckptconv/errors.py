@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import errno
 import sys
-import unicodedata
 from collections.abc import Sequence
 
 __all__ = [
@@ -63,10 +62,10 @@ _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more th
 
 def printable(text: object) -> str:
     """`text` with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
-    return "".join(
-        c if c.isprintable() and unicodedata.category(c) != "Cf" else c.encode("unicode_escape").decode("ascii")
-        for c in str(text)
-    )
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def count(n: int, noun: str) -> str:

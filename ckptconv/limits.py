@@ -21,17 +21,21 @@ class Limits:
     pickle_opcodes: int = 20_000_000
     #: Different classes and functions that one pickle names; Python, torch and numpy together have fewer.
     globals: int = 50_000
+    #: Of the names of all these. What the pickle says once can be the module of each; Python, torch and numpy have
+    #: fewer.
+    global_characters: int = 16 * MIB
     #: A text or bytes object above this stays in the file, as a byte range.
     inline_bytes: int = 64 * KIB
     #: A line of protocol 0, or an integer. CPython itself refuses decimal integers of more than 4,300 digits.
     pickle_line: int = 16 * MIB
     #: pickle's own writer gives up near 1,000 (Python's recursion limit), so nobody can have written more.
     nesting: int = 1_000
-    #: Of all paths together. A key that the pickle names once can stand in the path of everything below it. Names in a
-    #: safetensors header fit.
-    path_characters: int = 128 * MIB
+    #: Of all paths together. A key that the pickle names once can stand in the path of everything below it.
+    path_characters: int = 16 * MIB
     #: And for each opcode: a tensor takes some thirty, and its path is seldom longer than a hundred.
     path_characters_each: int = 100
+    #: Of all paths where there is no pickle: the names in a safetensors header fit.
+    path_characters_unpickled: int = 128 * MIB
     #: torch's tensors have at most 64 dimensions.
     rank: int = 64
     #: Elements, offsets, strides: torch counts in 64 bits with a sign, and in bytes; below this no product of one of
@@ -120,6 +124,10 @@ class Limits:
     #: of the two counts.
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16
+
+    def paths(self, opcodes: int) -> int:
+        """The most characters that the paths in a pickle of so many `opcodes` may have; 0: in what is no pickle."""
+        return self.path_characters + self.path_characters_each * opcodes if opcodes else self.path_characters_unpickled
 
     def gathered(self, nbytes: int) -> int:
         """The most bytes that views of a storage of `nbytes` may have, written out."""

@@ -96,7 +96,7 @@ class CollectingSink(FaultSink):
             self.more += 1
             return
         self._lines.add(line)
-        self.errors.append(error)
+        self.errors.append(error.with_traceback(None))  # which would keep all that was read
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
         """Keep `records`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, TypeAlias, TypeGuard
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
 from ckptconv.checkpoint.danger_table import is_known_package, is_mentioned, is_method, listed, only_looks_up
 from ckptconv.checkpoint.dangerous_globals import INNARDS, is_dangerous, is_way_out, leads_to_danger
@@ -19,7 +19,7 @@ from ckptconv.checkpoint.safe_globals import is_torchs
 from ckptconv.pickles.graph import Blob, Call, Global, Graph, Node, Tuple, Value, args_of, children, walk
 from ckptconv.pickles.python2_names import imported_as, imported_name
 
-__all__ = ["dangerous_globals", "reaches", "undecided"]
+__all__ = ["dangerous_globals", "reaches"]
 
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
 _LONGEST_SHOWN = 40  # characters of an attribute's name
@@ -119,38 +119,42 @@ class _Other(NamedTuple):
 
 
 _Meaning: TypeAlias = _Ref | _Made | _Method | _Getter | _Other
+_ANYTHING, _STRANGE = (_Other(is_known=True),), (_Other(is_known=False),)
 
 
 def dangerous_globals(graph: Graph) -> Iterator[str]:
     """The dangerous globals that `graph` names, each once, as the reading Python would look them up."""
     named = (imported_name(node, graph.protocol) for node in graph.globals if is_dangerous(node))
-    yield from dict.fromkeys([*named, *(what for what, _ in reaches(graph))])
+    yield from dict.fromkeys([*named, *(what for what, _, kind in reaches(graph) if kind == "dangerous")])
 
 
-def reaches(graph: Graph) -> Iterator[tuple[str, Node]]:
+def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unknown"]]]:
     """What `graph` does that no checkpoint needs with what it does not name itself, and where: looks innards up, or
-    names that are computed; hands ``getattr`` itself on; calls a class that opens a file.
+    names that are computed; hands ``getattr`` itself on; calls a class that opens a file. What it calls of which nobody
+    can tell what it is, is ``unknown``.
     """
-    yield from _changed(graph)
+    yield from ((what, node, "dangerous") for what, node in _changed(graph))
     named = [node for node in graph.globals if not is_torchs(node)]
-    if not named and not _calls_results(graph):
+    calls_results = bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.calls)
+    if not named and not calls_results:
         return
     look_ups = {id(node) for node in named if imported_name(node, 2) in _LOOK_UP}
     classes = {id(node): entry for node in named if (entry := _class_entry(node))}
-    if not look_ups and not classes and not any(map(_is_odd, named)) and not _calls_results(graph):
+    if not look_ups and not classes and not any(map(_is_odd, named)) and not calls_results:
         return
-    nodes = [*walk(_roots(graph))]
-    yield from _fetched(nodes, look_ups)
-    yield from _used(nodes)
-    yield from _handed_on(nodes, look_ups, classes)
-
-
-def undecided(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What `graph` calls of which nobody can tell what it is, and where."""
-    if not _calls_results(graph):
-        return
+    nodes = [*walk([graph.root, *graph.discarded, *graph.left_out])]  # what loading it, or its parts, makes
     meanings = _Meanings()
-    for node in walk(_roots(graph)):
+    calls = (node for node in nodes if isinstance(node, Call)) if look_ups or classes else ()
+    used = {id(each) for each in walk([child for node in calls for child in children(node)])}
+    yield from ((what, node, "dangerous") for what, node in _fetched(nodes, look_ups, used, meanings))
+    yield from ((what, node, "dangerous") for what, node in _used(nodes, meanings))
+    yield from ((what, node, "dangerous") for what, node in _handed_on(nodes, look_ups, classes, used))
+    yield from ((what, node, "unknown") for what, node in _undecided(nodes, meanings))
+
+
+def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
+    """What is called among `nodes` of which nobody can tell what it is."""
+    for node in nodes:
         if isinstance(node, Call) and not isinstance(node.callable, Global):
             for meaning in meanings.of(node.callable):
                 if isinstance(meaning, _Made) and _is_known(meaning) and not leads_to_danger(*meaning.by):
@@ -166,15 +170,6 @@ def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
             module, _ = imported_as(call.callable, 2)
             if is_known_package(module):
                 yield f"{call.kind} on {imported_name(call.callable, 2)}", call
-
-
-def _roots(graph: Graph) -> list[Value]:
-    """What leads to all that loading `graph`, or the parts that it was put together of, makes."""
-    return [graph.root, *graph.discarded, *graph.left_out]
-
-
-def _calls_results(graph: Graph) -> bool:
-    return bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.calls)
 
 
 def _class_entry(node: Global) -> str | None:
@@ -205,6 +200,7 @@ class _Meanings:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[_Meaning, ...]] = {}
+        self._same: dict[tuple[_Meaning, ...], tuple[_Meaning, ...]] = {_ANYTHING: _ANYTHING, _STRANGE: _STRANGE}
         self._without_text: set[int] = set()
 
     def has_text(self, args: Value) -> bool:
@@ -227,15 +223,18 @@ class _Meanings:
         if isinstance(value, Global):
             return (_Ref(*imported_as(value, 2)),)
         if not isinstance(value, Call):
-            return (_Other(False),)
+            return _STRANGE
         if depth == _DEEPEST:
-            return (_Other(True),)
+            return _ANYTHING
         if id(value) not in self._known:
-            results = (
-                result for called in self.of(value.callable, depth + 1) for result in self._given(value, called, depth)
-            )
+            by = self.of(value.callable, depth + 1)
+            if by is _ANYTHING or by is _STRANGE:
+                self._known[id(value)] = by
+                return by
+            results = (result for called in by for result in self._given(value, called, depth))
             found = tuple(dict.fromkeys(islice(results, _MOST_MEANINGS + 1)))
-            self._known[id(value)] = (*found, *(_Other(True) for _ in islice(results, 1)))
+            found = (*found, *(_Other(True) for _ in islice(results, 1)))
+            self._known[id(value)] = self._same.setdefault(found, found)  # most are like others
         return self._known[id(value)]
 
     def _given(self, call: Call, called: _Meaning, depth: int) -> Iterator[_Meaning]:
@@ -306,21 +305,20 @@ def _is_known(meaning: _Meaning) -> bool:
     return meaning.is_known if isinstance(meaning, (_Method, _Other)) else True
 
 
-def _fetched(nodes: list[Node], look_ups: set[int]) -> Iterator[tuple[str, Node]]:
-    """What the calls among `nodes` fetch or give that is dangerous. `look_ups` are the globals that look names up."""
-    meanings = _Meanings()
-    used = {id(each) for each in walk([child for node in nodes if isinstance(node, Call) for child in children(node)])}
+def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
+    """What the calls among `nodes` fetch or give that is dangerous. `look_ups` are the globals that look names up,
+    `used` is what a call is given.
+    """
     for node in nodes:
         if isinstance(node, Call):
             said = list(_names_or_texts(node, look_ups, meanings, is_used=id(node) in used))
             yield from ((what, node) for what in said or _given(node, meanings))
 
 
-def _used(nodes: list[Node]) -> Iterator[tuple[str, Node]]:
+def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
     """What calls of known packages among `nodes` are given that does harm when it is used: what calls a method, and
     instances with a method that Python calls by itself. It may stand in containers and in other instances.
     """
-    meanings = _Meanings()
     seen: set[int] = set()
     called: set[int] = set()
     for node in nodes:
@@ -467,11 +465,12 @@ def _leads_to(meanings: Iterable[_Meaning], text: str) -> bool:
     return any(leads_to_danger(each.module, f"{each.name}.{text}") for each in named)
 
 
-def _handed_on(nodes: list[Node], look_ups: set[int], classes: dict[int, str]) -> Iterator[tuple[str, Node]]:
+def _handed_on(
+    nodes: list[Node], look_ups: set[int], classes: dict[int, str], used: set[int]
+) -> Iterator[tuple[str, Node]]:
     """Where one of `nodes` hands on what looks names up, or a class whose constructor does harm."""
     if not look_ups and not classes:
         return
-    used = {id(each) for each in walk([child for node in nodes if isinstance(node, Call) for child in children(node)])}
     made = _arguments_of(nodes, _MAKERS | _GETATTRS)
     rebuilt = _arguments_of(nodes, _REBUILDERS)
     for node in nodes:

@@ -198,7 +198,8 @@ def is_on_lists(module: str, name: str) -> bool:
     bare = [word.lstrip("_") for word in attributes]
     if not _LENT.isdisjoint(bare):
         return True
-    return any(_is_listed(package + words, len(package)) for words in (attributes, bare))
+    spellings = [attributes] if bare == attributes else [attributes, bare]
+    return any(_is_listed(package + words, len(package)) for words in spellings)
 
 
 def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) -> bool:

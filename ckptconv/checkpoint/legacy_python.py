@@ -38,10 +38,7 @@ _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 def text_of(value: Value) -> str | None:
     """A text, in Python 3's way or in Python 2's; None for anything else."""
     if isinstance(value, Py2String):
-        try:
-            return value.data.decode()
-        except UnicodeDecodeError:
-            return None
+        return value.text
     return value if isinstance(value, str) else None
 
 
@@ -72,13 +69,12 @@ def _modernize_tensors(graph: Graph) -> None:
 
 
 def _modernize_keys(graph: Graph) -> None:
-    """Make text of mappings' keys; one text of one string that is used several times."""
-    texts: dict[Py2String, str] = {}
+    """Make text of mappings' keys."""
     for node in walk([graph.root, *graph.discarded]):
         for effect, i in node.pairs() if isinstance(node, Object) else ():
             key = effect.values[i]
-            if isinstance(key, Py2String) and (text := text_of(key)) is not None:
-                effect.values[i] = texts.setdefault(key, text)
+            if isinstance(key, Py2String) and key.text is not None:
+                effect.values[i] = key.text
 
 
 def _set_items(call: Call, graph: Graph) -> None:

@@ -141,12 +141,19 @@ class _Reader:
         self.optimizers: list[NamedOptimizer] = []
         self.optimizer_nodes: set[int] = set()
         self.closed = {id(found.place.node) for found in modules}  # nodes inside which there is no state dict
+        self.in_states: dict[int, Value] = {}  # ``_metadata`` by the ids of states, which mappings can share
+        inside: set[int] = set()  # places in what is closed
         first: set[int] = set()
         for place in index.places:
+            if id(place.node) in self.closed or id(place.parent) in inside:
+                inside.add(id(place))
             if id(place.node) not in first:
                 first.add(id(place.node))
-                if node := self.mapping(place):
+                node = None if id(place) in inside or place.segment in _MODULE_PARTS else self.mapping(place)
+                if node:
                     self.classify(place, node)
+                    if id(node) in self.closed:
+                        inside.add(id(place))
 
     def mapping(self, place: Place) -> Object | None:
         node = place.node
@@ -157,9 +164,7 @@ class _Reader:
         return node
 
     def classify(self, place: Place, node: Object) -> None:
-        if place.segment in _MODULE_PARTS or any(id(above.node) in self.closed for above in place.upwards()):
-            return
-        metadata = _metadata(node)
+        metadata = self.metadata_of(node)
         keys = strings_of(node)
         if self.root_is_state_dict:
             self.closed.add(id(node))
@@ -173,6 +178,17 @@ class _Reader:
             if metadata is not None or not self.rng.are_all_tensors_of(node):
                 self.state_dicts.append(StateDict(place.path, node, metadata))
 
+    def metadata_of(self, node: Object) -> Object | None:
+        """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
+        for state in node.states():
+            if isinstance(state, Dict):
+                if id(state) not in self.in_states:
+                    self.in_states[id(state)] = strings_of(state).get("_metadata")
+                found = self.in_states[id(state)]
+                if isinstance(found, (Dict, Call)):
+                    return found
+        return None
+
     def looks_like_state_dict(self, node: Object) -> bool:
         tensors = 0
         for effect, i in node.pairs():
@@ -184,15 +200,6 @@ class _Reader:
             elif value is not None and not key.endswith("_extra_state"):
                 return False
         return tensors > 0
-
-
-def _metadata(node: Object) -> Object | None:
-    """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
-    for state in node.states():
-        found = strings_of(state).get("_metadata") if isinstance(state, Dict) else None
-        if isinstance(found, (Dict, Call)):
-            return found
-    return None
 
 
 def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:

@@ -25,7 +25,7 @@ from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, gc_paused, is_global
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
 from ckptconv.safety.scan import Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
@@ -33,6 +33,7 @@ from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 __all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
 
 SCHEMA_VERSION = 1
+_ORDERED_DICT = "collections.OrderedDict"
 
 
 class Share(TypedDict):
@@ -391,6 +392,7 @@ def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_de
 def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
     """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
     hidden: set[int] = set()
+    shown: dict[int, tuple[bool, str | None]] = {}  # of what is shared, which can stand in any number of places
     for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
@@ -400,12 +402,18 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
             continue
         if place.segment.startswith("/._metadata"):
             hidden.add(id(place))
-        elif not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
+            continue
+        is_whole, words = shown.get(id(node)) or _shown(node)
+        if isinstance(node, Node) and node in checkpoint.graph.shared:
+            shown[id(node)] = is_whole, words
+        if is_whole:
             hidden.add(id(place))
-            yield place.path, describe(node)
-        elif isinstance(node, Call) and not _is_ordered_dict(node):
-            yield place.path, describe(node)
+        if words is not None:
+            yield place.path, words
 
 
-def _is_ordered_dict(node: Call) -> bool:
-    return is_global(node.callable, "collections.OrderedDict")
+def _shown(node: Value) -> tuple[bool, str | None]:
+    """Whether `node` is shown whole, and the words for it, if there are any."""
+    if not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
+        return True, describe(node)
+    return False, describe(node) if isinstance(node, Call) and not is_global(node.callable, _ORDERED_DICT) else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias, TypeGuard
@@ -89,12 +89,23 @@ class Extension(Node):
 
 
 class Py2String(Node):
-    """A Python 2 ``str``: bytes that the reader decodes or not, by its ``encoding`` argument."""
+    """A Python 2 ``str``: bytes that the reader decodes or not, by its ``encoding`` argument.
 
-    __slots__ = ("data",)
+    ``text`` is what UTF-8 makes of it, one object however often it is asked for; None where it is no UTF-8.
+    """
+
+    __slots__ = ("_text", "data")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        self._text: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        if self._text is None:
+            with suppress(UnicodeDecodeError):
+                self._text = self.data.decode()
+        return self._text
 
 
 class Blob(Node):
@@ -292,14 +303,13 @@ def children(node: Value) -> list[Value]:
         return node.items
     if isinstance(node, PersistentId):
         return [node.id]
-    found: list[Value] = []
-    if isinstance(node, Object):
-        if isinstance(node, Call):
-            found += (node.callable, node.args)
-            if node.kwargs is not None:
-                found.append(node.kwargs)
-        for effect in node.effects:
-            found += effect.values
+    if not isinstance(node, Object):
+        return []
+    found = [node.callable, node.args] if isinstance(node, Call) else []
+    if isinstance(node, Call) and node.kwargs is not None:
+        found.append(node.kwargs)
+    for effect in node.effects:
+        found += effect.values
     return found
 
 

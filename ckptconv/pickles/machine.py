@@ -60,6 +60,7 @@ class PickleMachine:
         self.memo: dict[int, Value] = {}
         self.shared: set[Node] = set()
         self.named: dict[tuple[str, str], Global] = {}
+        self.named_characters = 0
         self.codes: dict[int, Extension] = {}
         self.calls: list[Call] = []
         self.references: list[PersistentId] = []
@@ -287,6 +288,7 @@ class PickleMachine:
         """The global of that name, one node wherever it is named; nothing looks for it."""
         found = self.named.get((module, name))
         if found is None:
+            self.named_characters += len(module) + len(name)
             found = self.named[module, name] = Global(module, name)
             self.check_named()
         else:
@@ -304,11 +306,11 @@ class PickleMachine:
         return found
 
     def check_named(self) -> None:
-        if len(self.named) + len(self.codes) > LIMITS.globals:
+        if len(self.named) + len(self.codes) > LIMITS.globals or self.named_characters > LIMITS.global_characters:
             raise LimitError(
                 "the pickle names too many classes and functions",
                 where=f"{self.where} at byte {self.tell()}",
-                expected=f"at most {LIMITS.globals:,}",
+                expected=f"at most {LIMITS.globals:,}, of {LIMITS.global_characters:,} characters in all",
             )
 
 

@@ -17,7 +17,8 @@ In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so i
 key is ``\\e``. What would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
 
 Each node is entered once, where it stands first: a graph can have more paths than there are atoms. What LEAF says is a
-leaf is reported wherever it stands and never entered, but for what LEAF hands back.
+leaf is reported wherever it stands and never entered, but for what LEAF hands back. Arguments and states, which are
+listed below the object that has them, are listed once as such: any number of objects can have the same ones.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ __all__ = [
     "item_segments",
     "key_segment",
     "parse_path",
+    "parts_listed",
 ]
 
 _LONGEST_LITERAL = 80
+_TOO_LONG = "the paths of what is in the checkpoint are too long"
 _SPECIAL = tuple(".({<")  # begins a segment that is no string key
 
 _SEGMENT = re.compile(
@@ -112,21 +115,15 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
     Raises LimitError where nesting is too deep, or the paths are too long for a pickle of so many `opcodes`.
     """
     entered: set[int] = set()
-    room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
+    listed: set[int] = set()
+    room = LIMITS.paths(opcodes)
     todo = [start if isinstance(start, Place) else Place(None, "", start, 0)]
     while todo:
         place = todo.pop()
         place.length = len(place.segment) + (place.parent.length if place.parent else 0)
         room -= place.length
         if room < 0:
-            raise LimitError(
-                "the paths of what is in the checkpoint are too long",
-                where=where,
-                expected=(
-                    f"at most {LIMITS.path_characters:,} characters in all, and {LIMITS.path_characters_each} for each"
-                    " opcode"
-                ),
-            )
+            raise LimitError(_TOO_LONG, where=where, expected=f"at most {LIMITS.paths(opcodes):,} characters in all")
         yield place
         node = place.node
         if not isinstance(node, Node) or id(node) in entered:
@@ -136,24 +133,36 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
             )
         entered.add(id(node))
-        todo += child_places(place, leaf, entered)[::-1]
+        try:
+            todo += child_places(place, leaf, listed)[::-1]
+        except LimitError as error:
+            error.where = where
+            raise
 
 
-def child_places(place: Place, leaf: Leaf, entered: set[int] | None = None) -> list[Place]:
-    """The places right below `place`, in the order in which the pickle says what stands there.
+def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> list[Place]:
+    """The places right below `place`, in the order in which the pickle says
+    what stands there.
 
-    Below what `leaf` says is a leaf, its attributes. What is in `entered`, the ids of nodes, is not entered again: a
-    tuple of arguments is put there, of which a pickle can make thousands of calls.
+    Below what `leaf` says is a leaf, its attributes. Arguments and states in `listed`, by their ids, are left out, and
+    the others are put there.
     """
     node = place.node
+    listed = set() if listed is None else listed
     states = leaf(node) if isinstance(node, Node) else []
     if states is None:
-        found = _inside(place, entered)
+        found = _inside(place, listed)
     else:
-        found = [attribute for state in states for attribute in _attributes(place, state)]
-    if isinstance(node, (Call, Dict)):
+        found = [attribute for state in states for attribute in _attributes(place, state, listed)]
+    if isinstance(node, (Call, Dict)) and found:
         _number_again(found)
     return found
+
+
+def parts_listed(node: Call, leaf: Leaf) -> list[Value]:
+    """The arguments and states of `node` that :func:`child_places` lists below it."""
+    states = leaf(node)
+    return [node.args, node.kwargs, *node.states()] if states is None else states
 
 
 def is_item(place: Place) -> bool:
@@ -164,7 +173,7 @@ def is_item(place: Place) -> bool:
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
 
-def _inside(place: Place, entered: set[int] | None) -> list[Place]:
+def _inside(place: Place, listed: set[int]) -> list[Place]:
     node = place.node
     if isinstance(node, Tuple):
         return _numbered(place, "[%d]", node.items)
@@ -176,9 +185,9 @@ def _inside(place: Place, entered: set[int] | None) -> list[Place]:
         return [_below(place, "/(0)", node.id)] if isinstance(node.id, Node) and not isinstance(node.id, Tuple) else []
     found: list[Place] = []
     if isinstance(node, Call):
-        found += _arguments(place, node, set() if entered is None else entered)
+        found += _arguments(place, node, listed)
     if isinstance(node, Object):
-        found += _effects(place, node)
+        found += _effects(place, node, listed)
     return found
 
 
@@ -219,16 +228,16 @@ def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> li
     return [Place(place, form % i, item, depth) for i, item in enumerate(items, start)]
 
 
-def _arguments(place: Place, call: Call, entered: set[int]) -> list[Place]:
+def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
     found: list[Place] = []
     if isinstance(call.callable, Call):
         found.append(_below(place, "/(call)", call.callable))
-    if isinstance(call.args, Tuple) and id(call.args) not in entered:
-        entered.add(id(call.args))
+    if isinstance(call.args, Tuple) and _is_first(call.args, listed):
         found += _numbered(place, "/(%d)", call.args.items)
     elif isinstance(call.args, Call):
         found.append(_below(place, "/(*)", call.args))
-    if isinstance(call.kwargs, Dict):
+    if isinstance(call.kwargs, Dict) and _is_first(call.kwargs, listed):
+        _check_keys(call.kwargs)
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]
             segment = f"/({escape_segment(name) if isinstance(name, str) else i})"
@@ -236,13 +245,33 @@ def _arguments(place: Place, call: Call, entered: set[int]) -> list[Place]:
     return found
 
 
-def _effects(place: Place, node: Object) -> list[Place]:
+def _is_first(part: Node, listed: set[int]) -> bool:
+    """Whether `part` is not in `listed` yet, where it is from now on."""
+    if id(part) in listed:
+        return False
+    listed.add(id(part))
+    return True
+
+
+def _check_keys(mapping: Object) -> None:
+    """Raise LimitError where segments for the keys of `mapping` would be too long: one key can stand there twice, and
+    many times.
+    """
+    lengths = [len(key) for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)]
+    most = LIMITS.paths(2 * len(lengths))
+    if sum(lengths) > most:
+        raise LimitError(_TOO_LONG, expected=f"at most {most:,} characters in the keys of one mapping")
+
+
+def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
     """What was put into `node`, a mapping or the result of a call."""
     found: list[Place] = []
+    if node.effects:
+        _check_keys(node)
     count = pairs = 0
     for effect in node.effects:
         if effect.opcode == "BUILD":
-            found += _attributes(place, effect.values[0])
+            found += _attributes(place, effect.values[0], listed)
         elif effect.opcode in ("SETITEM", "SETITEMS"):
             found += _items(place, effect, pairs)
             pairs += len(effect.values) // 2
@@ -263,9 +292,13 @@ def _items(place: Place, effect: Effect, start: int) -> list[Place]:
     return found
 
 
-def _attributes(place: Place, state: Value) -> list[Place]:
+def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
     """What BUILD gives an object: attributes, where the state is a dict of them."""
+    if isinstance(state, Dict) and not _is_first(state, listed):
+        return []
     items = [(effect.values[i], effect.values[i + 1]) for effect, i in state.pairs()] if isinstance(state, Dict) else []
+    if isinstance(state, Dict):
+        _check_keys(state)
     if items and all(isinstance(name, str) for name, _ in items):
         return [
             _below(place, "/." + escape_segment(name), value, name) for name, value in items if isinstance(name, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, children, walk
 from ckptconv.pickles.paths import Place
@@ -22,39 +23,49 @@ class Referrers:
     def __init__(self, graph: Graph, places: Iterable[Place], nodes: Iterable[Node] | None = None) -> None:
         self.root = graph.root
         self.discarded = {id(node) for node in graph.discarded}
-        self.users: dict[int, list[Node]] = {}
+        self._first: dict[int, Node] = {}
+        self._more: dict[int, list[Node]] = {}  # of few nodes
         for node in walk([graph.root, *graph.discarded]) if nodes is None else nodes:
             for child in children(node):
                 if isinstance(child, (Node, bytes)):
-                    self.users.setdefault(id(child), []).append(node)
+                    if id(child) in self._first:
+                        self._more.setdefault(id(child), []).append(node)
+                    else:
+                        self._first[id(child)] = node
         #: Nodes from which there is no way to a place.
         self.lost: set[int] = set()
         self.places: dict[int, Place] = {}
         for place in places:
             self.places.setdefault(id(place.node), place)
 
-    def of(self, node: Value) -> list[Value]:
-        """What `node` stands in or is, once for each place; what is called stands where its call does."""
-        users = self.users.get(id(node), [])
-        if not isinstance(node, Global) or not users:
-            return [node]
-        return [user if isinstance(user, Call) and user.callable is node else node for user in users]
+    def users(self, node: Value) -> Iterable[Node]:
+        """What `node` stands in, once for each place."""
+        first = self._first.get(id(node))
+        return () if first is None else chain((first,), self._more.get(id(node), ()))
+
+    def of(self, node: Value) -> tuple[Value, int]:
+        """What `node` stands in or is first, and in how many more places; what is called stands where its call does."""
+        user = self._first.get(id(node))
+        if not isinstance(node, Global) or user is None:
+            return node, 0
+        is_called = isinstance(user, Call) and user.callable is node
+        return user if is_called else node, len(self._more.get(id(node), ()))
 
     def has(self, node: Value) -> bool:
         """Whether the graph has `node` still: in its value, or in what is thrown away after something was
         done to it.
         """
-        return node is self.root or id(node) in self.users or id(node) in self.discarded
+        return node is self.root or id(node) in self._first or id(node) in self.discarded
 
     def path(self, node: Value) -> str:
         """Where `node` stands, or what it is a part of."""
         climbed: set[int] = set()
         while id(node) not in self.places and id(node) not in self.lost:
-            users = [user for user in self.users.get(id(node), []) if id(user) not in climbed]
-            if not users:
+            user = next((user for user in self.users(node) if id(user) not in climbed), None)
+            if user is None:
                 break
             climbed.add(id(node))
-            node = users[0]
+            node = user
         place = self.places.get(id(node))
         if place is None and node is self.root:
             return "."
@@ -72,5 +83,5 @@ class Referrers:
             node = todo.pop()
             if id(node) not in found:
                 found.add(id(node))
-                todo += self.users.get(id(node), [])
+                todo += self.users(node)
         return found

@@ -7,6 +7,7 @@ what is not looked into).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.dangerous_calls import reaches, undecided
+from ckptconv.checkpoint.dangerous_calls import reaches
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
@@ -214,13 +215,15 @@ class _Search:
     def __init__(self, *, carried: bool = False) -> None:
         self.carried = carried
         self.found: dict[str, Concern] = {}
+        self.more: Counter[str] = Counter()
         self.urgent = 0  # concerns of a kind that is always listed
         self.left = 0  # bytes that may still be looked at inside byte strings
         self.inside = 0  # pickles that were found there
 
     def listed(self) -> list[Concern]:
         """What was found, the worst first."""
-        return sorted(self.found.values(), key=lambda concern: _KINDS.index(concern.kind))
+        found = (replace(concern, more=self.more[name]) for name, concern in self.found.items())
+        return sorted(found, key=lambda concern: _KINDS.index(concern.kind))
 
     def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
         graph = checkpoint.graph
@@ -295,12 +298,13 @@ class _Search:
             name, known = _NOT_LISTED, self.found.get(_NOT_LISTED)
         self.urgent += urgent and known is None
         if known is None:
-            places = where.uses.of(value)
-            self.found[name] = Concern(name, where.path(places[0]), kind, len(places) - 1, inside)
-        else:
-            more = 1 if where.outer else len(where.uses.of(value))
-            worst = min(kind, known.kind, key=_KINDS.index)
-            self.found[name] = replace(known, more=known.more + more, kind=worst, inside=known.inside and inside)
+            place, more = where.uses.of(value)
+            self.found[name], self.more[name] = Concern(name, where.path(place), kind, inside=inside), more
+            return
+        self.more[name] += 1 if where.outer else where.uses.of(value)[1] + 1
+        worst = min(kind, known.kind, key=_KINDS.index)
+        if (worst, known.inside and inside) != (known.kind, known.inside):
+            self.found[name] = replace(known, kind=worst, inside=known.inside and inside)
 
 
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
@@ -311,8 +315,7 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
             yield imported_name(node, graph.protocol), node, kind
     for extension in graph.extensions:
         yield f"extension code {extension.code}", extension, "needs code"
-    yield from ((what, node, "dangerous") for what, node in reaches(graph))
-    yield from ((what, node, "unknown") for what, node in undecided(graph))
+    yield from reaches(graph)
 
 
 def _storages_loaded(graph: Graph) -> set[int]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fuzz.archives import Record, archive
-from tests.support.hostile_bytes import integer, storage, tensor
+from tests.support.hostile_bytes import integer, storage, tensor, text
 from tests.support.paths import ROOT
 
 __all__ = ["SHAPES", "Cost", "file_of", "measured", "seconds_for"]
@@ -39,6 +39,44 @@ def _wide(opcode: bytes) -> Callable[[int], bytes]:
 def _long(start: bytes, *opcodes: bytes) -> Callable[[int], bytes]:
     return lambda n: start + b"".join(opcodes) * (n // len(opcodes))
 
+
+def _shared(shared: Callable[[int], bytes], *each: bytes, also: bytes = b"N") -> Callable[[int], bytes]:
+    """What half of the opcodes make (memo 0), which the opcodes `each` take again and again; memo 1 is `also`."""
+    holder = b"".join(each)
+    return lambda n: b"(" + shared(n // 2) + b"q\0" + also + b"q\1" + holder * (n // 2 // len(each)) + b"t"
+
+
+def _tuple(n: int) -> bytes:
+    return b"(" + b"K\7" * n + b"t"
+
+
+def _list(n: int) -> bytes:
+    return b"](" + b"K\7" * n + b"e"
+
+
+def _lists(n: int) -> bytes:
+    return b"(" + b"]" * n + b"t"
+
+
+def _dict(n: int) -> bytes:
+    return b"}(" + b"".join(b"\x8c\x08%08dN" % i for i in range(n // 2)) + b"u"
+
+
+def _ordered(n: int) -> bytes:
+    return b"ccollections\nOrderedDict\n)R" + _dict(n)[1:]
+
+
+def _frozenset(n: int) -> bytes:
+    return b"(" + b"".join(b"J" + i.to_bytes(4, "little") for i in range(n)) + b"\x91"
+
+
+def _text(n: int) -> bytes:
+    return text("a" * min(n, 1 << 16))
+
+
+_CLASS, _SIZE, _SET, _GETATTR = b"cm\nC\n", b"ctorch\nSize\n", b"c__builtin__\nset\n", b"c__builtin__\ngetattr\n"
+_TAGGED = tensor(storage("data of 01234567", integer(0)), (0,)).replace(text("cpu"), b"h\0")
+_HOOKED = tensor(storage(numel=integer(0)), (0,)).replace(b"ccollections\nOrderedDict\n)R", b"h\0")
 
 #: By name, what makes a value of about so many opcodes.
 SHAPES: dict[str, Callable[[int], bytes]] = {
@@ -93,15 +131,59 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
         b"}(" + b"".join(b"\x8c\x1bmodule.a%08d.b.c.weight" % i + _VIEW for i in range(n // 30)) + b"u"
     ),
     "tensors in lists": lambda n: b"](" + (b"(" + _VIEW + b"l") * (n // 32) + b"e",
+    "a tuple in lists": _shared(_tuple, b"]", b"h\0", b"a"),
+    "a tuple in tuples": _shared(_tuple, b"h\0", b"\x85"),
+    "a tuple in dicts": _shared(_tuple, b"}", b"N", b"h\0", b"s"),
+    "a tuple as a key": _shared(_tuple, b"}", b"h\0", b"N", b"s"),
+    "a list in lists": _shared(_list, b"]", b"h\0", b"a"),
+    "a tuple of lists in lists": _shared(_lists, b"]", b"h\0", b"a"),
+    "a dict in lists": _shared(_dict, b"]", b"h\0", b"a"),
+    "a dict in dicts": _shared(_dict, b"}", b"N", b"h\0", b"s"),
+    "a frozenset in lists": _shared(_frozenset, b"]", b"h\0", b"a"),
+    "a frozenset as a key": _shared(_frozenset, b"}", b"h\0", b"N", b"s"),
+    "a frozenset in frozensets": _shared(_frozenset, b"(", b"h\0", b"\x91"),
+    "a tuple as arguments": _shared(_tuple, b"h\1", b"h\0", b"R", also=_CALL),
+    "a tuple as an argument": _shared(_tuple, b"h\1", b"h\0", b"\x85", b"R", also=_CALL),
+    "a tuple of lists as arguments": _shared(_lists, b"h\1", b"h\0", b"R", also=_CALL),
+    "a dict as keywords": _shared(_dict, b"h\1", b")", b"h\0", b"\x92", also=_CLASS),
+    "a tuple in torch.Size": _shared(_tuple, b"h\1", b"h\0", b"\x85", b"R", also=_SIZE),
+    "a torch.Size": _shared(lambda n: _SIZE + _tuple(n) + b"\x85R", b"]", b"h\0", b"a"),
+    "a list in sets of protocol 2": _shared(_list, b"h\1", b"h\0", b"\x85", b"R", also=_SET),
+    "a set of protocol 2": _shared(lambda n: _SET + _list(n) + b"\x85R", b"]", b"h\0", b"a"),
+    "a dict as a state": _shared(_dict, b"h\1", b")", b"\x81", b"h\0", b"b", also=_CLASS),
+    "a tuple as a state": _shared(_tuple, b"h\1", b")", b"\x81", b"h\0", b"b", also=_CLASS),
+    "a list as a state": _shared(_list, b"h\1", b")", b"\x81", b"h\0", b"b", also=_CLASS),
+    "a dict in states": _shared(_dict, b"h\1", b")", b"\x81", b"N", b"h\0", b"\x86", b"b", also=_CLASS),
+    "a dict as a state of dicts": _shared(_dict, b"h\1", b")", b"R", b"h\0", b"b", also=b"ccollections\nOrderedDict\n"),
+    "a state of one object": _shared(_dict, b"h\1", b"h\0", b"b", b"0", also=_CLASS + b")\x81"),
+    "a dict as hooks": lambda n: b"](" + _ordered(n // 2) + b"q\0" + _HOOKED * (n // 60) + b"e",
+    "a text as a location": lambda n: (
+        b"](" + _text(n) + b"q\0" + b"".join(_TAGGED.replace(b"01234567", b"%08d" % i) for i in range(n // 30)) + b"e"
+    ),
+    "deep lists": lambda n: b"](" + (b"]" * 900 + b"a" * 899) * (n // 1799) + b"e",
+    "deep dicts": lambda n: b"](" + (b"}" + b"N}" * 899 + b"s" * 899) * (n // 2698) + b"e",
+    "a text as a key": _shared(_text, b"}", b"h\0", b"N", b"s"),
+    "a text as a key of containers": _shared(_text, b"}", b"h\0", b"]", b"s"),
+    "a text as an attribute": _shared(_text, b"h\1", b")", b"\x81", b"}", b"h\0", b"N", b"s", b"b", also=_CLASS),
+    "a text as a module": lambda n: (
+        b"(" + _text(n // 2) + b"\x940" + b"".join(b"h\0\x8c\x08%08d\x93" % i for i in range(n // 6)) + b"t"
+    ),
+    "a text in lists": _shared(_text, b"]", b"h\0", b"a"),
+    "a text encoded": _shared(_text, b"h\1", b"h\0", text("latin1"), b"\x86", b"R", also=b"c_codecs\nencode\n"),
+    "getattr as an argument": lambda n: b"(" + _GETATTR + b"q\0" + _CALL + b"q\1" + b"h\1h\0\x85R" * (n // 4) + b"t",
+    "a text in getattr": _shared(_text, b"h\1", b"N", b"h\0", b"\x86", b"R", also=_GETATTR),
+    "bytes in lists": _shared(
+        lambda n: b"B" + min(n, 60000).to_bytes(4, "little") + b"a" * min(n, 60000), b"]", b"h\0", b"a"
+    ),
+    "a bytearray in lists": _shared(lambda n: b"\x96" + n.to_bytes(8, "little") + b"a" * n, b"]", b"h\0", b"a"),
 }
 
 
 def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
     """A file of torch whose pickle has that `shape` and about so many `opcodes`, and the length of the pickle."""
     pickled = _WRAPPED % SHAPES[shape](opcodes)
-    return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n"), Record(b"a/data/0", b"")]), len(
-        pickled
-    )
+    storages = [Record(b"a/data/" + key, b"") for key in {b"0", *re.findall(rb"(data of [0-9]{8})", pickled)}]
+    return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n"), *storages]), len(pickled)
 
 
 def seconds_for(length: int, opcodes: int) -> float:

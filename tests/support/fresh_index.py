@@ -68,7 +68,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, DeviceArgument):
         return id(value.call), value.nested, value.index, value.device
     if isinstance(value, Referrers):
-        return {key: [*map(id, users)] for key, users in value.users.items()}, id(value.root), value.discarded
+        firsts = {key: id(user) for key, user in value._first.items()}
+        more = {key: [*map(id, users)] for key, users in value._more.items()}
+        return firsts, more, id(value.root), value.discarded
     if isinstance(value, Detected):
         modules = [(each.path, each.cls, _plain(each.tensors), each.trouble) for each in value.modules]
         state_dicts = [(each.path, id(each.node), id(each.metadata)) for each in value.state_dicts]

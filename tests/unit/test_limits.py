@@ -202,6 +202,12 @@ CASES: dict[str, Case] = {
         LimitError,
         "names too many classes and functions",
     ),
+    "global_characters": Case(
+        file(torch_zip_of(checkpoint(*(b"cmm\nf%d\n" % i for i in range(10)), b"cmm\nf1\n"))),
+        109,
+        LimitError,
+        "names too many classes and functions",
+    ),
     "nesting": Case(file(torch_zip_of(checkpoint(nested(50)))), 51, LimitError, "nested too deeply"),
     "rank": Case(
         file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"
@@ -235,6 +241,7 @@ CASES: dict[str, Case] = {
         others={"inline_bytes": 0},
     ),
     "safetensors_header": Case(file(SAFETENSORS, "m.safetensors"), len(HEADER_TEXT), MalformedError, "it is too long"),
+    "path_characters_unpickled": Case(file(SAFETENSORS, "m.safetensors"), 4, LimitError, "paths of what is in the"),
     "header_brackets": Case(file(SAFETENSORS, "m.safetensors"), 8, LimitError, "more than a million tensors"),
     "header_quotes": Case(
         file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b'"'), LimitError, "more than a million tensors"

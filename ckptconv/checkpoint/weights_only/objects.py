@@ -102,7 +102,7 @@ class Objects:
             return self._make(value)
         if kind is Py2String:
             assert isinstance(value, Py2String)
-            return value.data.decode("utf-8", "replace")
+            return value.data.decode("utf-8", "replace") if value.text is None else value.text
         return value
 
     def charge(self, steps: int) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import codecs
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TypeAlias
 
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.spans import ByteRange
@@ -51,7 +53,7 @@ from ckptconv.pickles.graph import (
     children,
     members_of,
 )
-from ckptconv.pickles.paths import Place, child_places, key_segment
+from ckptconv.pickles.paths import Place, child_places, key_segment, parts_listed
 from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["Pairing", "Side"]
@@ -61,6 +63,8 @@ __all__ = ["Pairing", "Side"]
 _STEPS, _STEPS_EACH = 100_000, 2
 _KEY_DEPTH, _KEY_SIZE = 16, 4096  # of a key or member that is compared by what it is: levels, and atoms or kilobytes
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
+_Said: TypeAlias = tuple[str, object]
+_Meant: TypeAlias = "_Said | None"
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
 
@@ -76,7 +80,10 @@ class Side:
         self.root = Place(None, "", checkpoint.graph.root, 0)
         self.only: list[OnlyIn] = []
         self.listed: set[int] = set()  # nodes below what the other side has not
+        self.shown: set[int] = set()  # arguments and states below it
         self.said: dict[int, str] = {}
+        self.meant: dict[int, _Meant] = {}  # keys and members, by the ids of their nodes
+        self.sorted: dict[int, list[_Said] | None] = {}
 
     def tensor(self, node: Value) -> TensorInfo | None:
         """The tensor that `node` makes, where it has a name."""
@@ -141,6 +148,13 @@ class Side:
     def members(self, node: Value) -> list[Value] | None:
         """The members of a set; None for everything else."""
         return None if isinstance(node, (List, Tuple)) else members_of(node)
+
+    def set_of(self, node: Value) -> Node | None:
+        """What the members of a set stand in: itself, or what it is made of; None for everything else."""
+        if isinstance(node, Call) and members_of(node, 0) is not None:
+            made_of = args_of(node)
+            return made_of[0] if made_of and isinstance(made_of[0], Node) else node
+        return node if isinstance(node, (Set, FrozenSet)) else None
 
     def words(self, node: Value) -> str:
         """`node` as a person is shown it."""
@@ -228,18 +242,21 @@ class Pairing:
         opcodes = self.a.checkpoint.graph.opcodes + self.b.checkpoint.graph.opcodes
         places = len(self.a.checkpoint.places) + len(self.b.checkpoint.places)
         self._steps = _STEPS + _STEPS_EACH * (opcodes + places)
-        self._room = LIMITS.path_characters + LIMITS.path_characters_each * opcodes
-        self._seen: set[tuple[int, int]] = set()
-        self._alike: dict[tuple[int, int], bool] = {}
+        self._room = LIMITS.path_characters_unpickled + LIMITS.path_characters_each * opcodes
+        self._shared = self.a.checkpoint.graph.shared, self.b.checkpoint.graph.shared  # what can be met again
+        self._seen: set[int] = set()  # pairs, each as one number, which takes less memory
+        self._listed: set[tuple[int, int]] = set()  # pairs of arguments and states that were looked into
+        self._alike: dict[tuple[object, ...], bool] = {}
+        self._meanings: dict[object, int] = {}  # of tuples and frozensets that are keys or members, numbered
 
     def run(self) -> None:
         """Find everything. Raises LimitError where two graphs share their parts in ways that would take forever."""
         if self.tensors_alone:
             self._items(self.a.root, self.b.root)
             return
-        todo = [(self.a.root, self.b.root)]
+        todo = [self.b.root, self.a.root]  # in turn, because a million pairs take less memory so
         while todo:
-            a, b = todo.pop()
+            a, b = todo.pop(), todo.pop()
             self._step(a)
             if self._differ(a, b):
                 todo += self._pairs_below(a, b)[::-1]
@@ -299,11 +316,13 @@ class Pairing:
             self._other(a, b)
             if not (isinstance(left, Object) and isinstance(right, Object)):
                 return False
-        if not (isinstance(left, Node) and isinstance(right, Node)) or (id(left), id(right)) in self._seen:
+        if not (isinstance(left, Node) and isinstance(right, Node)) or id(left) << 64 | id(right) in self._seen:
             return False
         if self.a.data(left) and self.b.data(right):
             return False
-        self._seen.add((id(left), id(right)))
+        if isinstance(left, (Dict, List)) and isinstance(right, (Dict, List)) and not (left.effects or right.effects):
+            return False
+        self._seen.add(id(left) << 64 | id(right))
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
@@ -314,6 +333,8 @@ class Pairing:
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
         if not (isinstance(a, Node) and isinstance(b, Node)):
+            return self._is_same(a, b)
+        if a not in self._shared[0] and b not in self._shared[1]:
             return self._is_same(a, b)
         pair = id(a), id(b)
         if pair not in self._alike:  # once: a text of gigabytes can stand in any number of places
@@ -334,9 +355,12 @@ class Pairing:
             return a == b or (a != a and b != b)
         if not isinstance(a, Node):
             return a == b
-        members = self.a.members(a), self.b.members(b)
-        if members[0] is not None and members[1] is not None:
-            return self._sorted(members[0], self.a) == self._sorted(members[1], self.b)
+        sets = self.a.set_of(a), self.b.set_of(b)
+        if sets[0] and sets[1]:
+            pair = "set", id(sets[0]), id(sets[1])
+            if pair not in self._alike:
+                self._alike[pair] = self._sorted(a, self.a) == self._sorted(b, self.b)
+            return self._alike[pair]
         if is_word(a) and isinstance(a, Call) and isinstance(b, Call):
             return self._same_words(a, b)
         return True
@@ -346,75 +370,89 @@ class Pairing:
         devices = torch_device(a), torch_device(b)
         if devices != (None, None):
             return devices[0] == devices[1]
-        return _word(a) == _word(b)
+        pair = "word", id(_inside_word(a)), id(_inside_word(b))
+        if pair not in self._alike:
+            self._alike[pair] = _word(a) == _word(b)
+        return self._alike[pair]
 
-    def _pairs_below(self, a: Place, b: Place) -> list[tuple[Place, Place]]:
-        """The places below `a` and `b` that both have; what one alone has is noted."""
-        members = self.a.members(a.node), self.b.members(b.node)
-        if members[0] is not None and members[1] is not None:
-            if self._sorted(members[0], self.a) is not None:
+    def _pairs_below(self, a: Place, b: Place) -> list[Place]:
+        """The places below `a` and `b` that both have, in turn; what one alone has is noted."""
+        sets = self.a.set_of(a.node), self.b.set_of(b.node)
+        if sets[0] and sets[1]:
+            pair = id(sets[0]), id(sets[1])
+            if pair in self._listed or self._sorted(a.node, self.a) is not None:
                 return []
-            left, right = _numbered(a, members[0]), _numbered(b, members[1])
+            self._listed.add(pair)
+            left, right = _numbered(a, self.a.members(a.node) or []), _numbered(b, self.b.members(b.node) or [])
         else:
-            left, right = self._below(a, self.a), self._below(b, self.b)
-        there = dict(right)
-        pairs = []
-        for what, place in left:
-            other = there.pop(what, None)
+            again = self._listed_again(a.node, b.node)
+            left, right = self._below(a, self.a, again[0]), self._below(b, self.b, again[1])
+        pairs: list[Place] = []
+        for what, place in left.items():
+            other = right.pop(what, None)
             if other:
-                pairs.append((place, other))
+                pairs += (place, other)
             else:
                 self._alone(place, self.a)
-        for place in there.values():
+        for place in right.values():
             self._alone(place, self.b)
         return pairs
 
-    def _below(self, place: Place, side: Side) -> list[tuple[object, Place]]:
-        """The places right below `place`, each with what it is paired by: its segment, or the
-        key as it is meant, where that is no text.
+    def _listed_again(self, a: Value, b: Value) -> tuple[set[int], set[int]]:
+        """The ids of the arguments and states of `a` and of `b` that were looked into as such, one beside the other."""
+        if not (isinstance(a, Call) and isinstance(b, Call)):  # nothing else has any
+            return set(), set()
+        parts = zip(parts_listed(a, self.a.leaf), parts_listed(b, self.b.leaf), strict=False)
+        pairs = [(id(x), id(y)) for x, y in parts if isinstance(x, Node) and isinstance(y, Node)]
+        again = [pair for pair in pairs if pair in self._listed]
+        self._listed.update(pairs)
+        return {pair[0] for pair in again}, {pair[1] for pair in again}
+
+    def _below(self, place: Place, side: Side, again: set[int]) -> dict[object, Place]:
+        """The places right below `place` by what they are paired by: their segments, or the keys as they are meant,
+        where these are no texts. Arguments and states whose ids are in `again` are left out.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
         if all(isinstance(key, str) for key, _ in keys):
-            return [(below.segment, below) for below in child_places(place, side.leaf)]
-        found: list[tuple[object, Place]] = []
+            return {below.segment: below for below in child_places(place, side.leaf, again)}
+        found: dict[object, Place] = {}
         meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
         times: Counter[object] = Counter()
         n = 0
-        for below in child_places(place, side.leaf):
+        for below in child_places(place, side.leaf, again):
             key, value = keys[n] if n < len(keys) else ("", place)
             meant = meanings[n] if n < len(keys) else None
             if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
                 continue  # the key, which stands before its value
             if value is not below.node or not below.segment.startswith(key_segment(key, n)):
-                found.append((below.segment, below))
+                found[below.segment] = below
                 continue
             n += 1
             if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # as protocol 2 spells them
                 below.segment = key_segment(meant[1], n)
             times[meant] += 1
-            found.append(((meant, times[meant]) if meant else below.segment, below))
+            found[(meant, times[meant]) if meant else below.segment] = below
         return found
 
-    def _sorted(self, members: Iterable[Value], side: Side) -> list[tuple[str, object]] | None:
-        """What is the same for the same `members` of sets, in whatever order.
+    def _sorted(self, node: Value, side: Side) -> list[_Said] | None:
+        """What is the same for sets of the same members, in whatever order.
 
         None where some are objects, which are paired by their places.
         """
-        found = []
-        for member in members:
-            meant = self._canonical(member, side)
-            if meant is None:
-                return None
-            found.append(meant)
-        return sorted(found)
+        stand_in = id(side.set_of(node))
+        if stand_in not in side.sorted:  # once: any number of sets can be made of one list
+            members = side.members(node) or []
+            found = [*takewhile(bool, (self._canonical(member, side) for member in members))]
+            side.sorted[stand_in] = sorted(filter(None, found)) if len(found) == len(members) else None
+        return side.sorted[stand_in]
 
-    def _canonical(self, value: Value, side: Side) -> tuple[str, object] | None:
+    def _canonical(self, value: Value, side: Side) -> _Meant:
         """`value`, a key or member, so that it can be compared with others and sorted.
 
         None where it is an object, or too large.
         """
-        meaning = _Meaning(side)
+        meaning = _Meaning(side, self._meanings)
         meant = meaning.of(value, _KEY_DEPTH)
         self._steps -= _KEY_SIZE - meaning.room - 1
         self._step(None)
@@ -449,7 +487,7 @@ class Pairing:
             at = todo.pop()
             if isinstance(at.node, Node) and id(at.node) not in side.listed:
                 side.listed.add(id(at.node))
-                for below in child_places(at, side.leaf)[::-1]:
+                for below in child_places(at, side.leaf, side.shown)[::-1]:
                     self._step(below)
                     todo.append(below)
             if at is not place and (info := side.tensor(at.node)):
@@ -509,22 +547,32 @@ def _quantizer(node: Value) -> Value:
     return next(iter(part.args.items[4:5]), None) if part else None
 
 
-def _word(word: Call) -> list[tuple[str, object]]:
-    """The arguments of one of torch's small words."""
+def _inside_word(word: Call) -> Value:
+    """What the arguments of one of torch's small words stand in."""
     args = args_of(word)
-    first = args[0] if len(args) == 1 else None
-    return [_atom(item) for item in (first.items if isinstance(first, Tuple) else args)]
+    return args[0] if len(args) == 1 and isinstance(args[0], Tuple) else word.args
+
+
+def _word(word: Call) -> list[_Said]:
+    """The arguments of one of torch's small words."""
+    inside = _inside_word(word)
+    return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
 @dataclass
 class _Meaning:
-    """What a key or member of `side` means, as long as there is `room`."""
+    """What a key or member of `side` means, as long as there is `room`. What a tuple or frozenset means is a number,
+    one for each of `numbers`, so that neither its size nor how often it is shared counts again.
+    """
 
     side: Side
+    numbers: dict[object, int]
     room: int = _KEY_SIZE
 
-    def of(self, value: Value, depth: int) -> tuple[str, object] | None:
+    def of(self, value: Value, depth: int) -> _Meant:
         """`value`, up to `depth` levels of it; None where something in it is an object, and where it is too large."""
+        if id(value) in self.side.meant:
+            return self.side.meant[id(value)]
         data = self.side.data(value)
         self.room -= 1 + (len(data.of) >> 10 if data and isinstance(data.of, bytes) else 0)
         if depth < 0 or self.room < 0:
@@ -535,25 +583,31 @@ class _Meaning:
             return "global", self.side.name(value)
         if not isinstance(value, Node):
             return _atom(value)
+        self.side.meant[id(value)] = meant = self.of_items(value, depth)
+        return meant
+
+    def of_items(self, value: Node, depth: int) -> _Meant:
+        """`value` by what is in it."""
         is_tuple = isinstance(value, Tuple)
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
             return None
-        found = []
+        found: list[_Said] = []
         for item in items:
             meant = self.of(item, depth - 1)
             if meant is None:
                 return None
             found.append(meant)
-        return ("tuple", tuple(found)) if is_tuple else ("frozenset", tuple(sorted(found)))
+        kind, same = ("tuple", tuple(found)) if is_tuple else ("frozenset", tuple(sorted(found)))
+        return kind, self.numbers.setdefault((kind, same), len(self.numbers))
 
 
-def _numbered(place: Place, members: list[Value]) -> list[tuple[object, Place]]:
+def _numbered(place: Place, members: list[Value]) -> dict[object, Place]:
     """The `members` of the set at `place`, paired by their places."""
-    return [(n, Place(place, f"/{{{n}}}", member, place.depth + 1)) for n, member in enumerate(members)]
+    return {n: Place(place, f"/{{{n}}}", member, place.depth + 1) for n, member in enumerate(members)}
 
 
-def _atom(value: Value) -> tuple[str, object]:
+def _atom(value: Value) -> _Said:
     """`value` so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0

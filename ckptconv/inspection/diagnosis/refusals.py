@@ -145,9 +145,9 @@ class Refused:
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
             word = imported_name(node, 2) if isinstance(node, Global) else reason
-            places = self.uses.of(node)
-            first, times = self.where.get(word) or (self.uses.path(places[0]), 0)
-            self.where[word] = first, times + len(places)
+            place, more = self.uses.of(node)
+            first, times = self.where.get(word) or (self.uses.path(place), 0)
+            self.where[word] = first, times + 1 + more
 
     def loadable_part(self) -> LoadablePart | None:
         """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import types
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
-from ckptconv.checkpoint.dangerous_calls import dangerous_globals, undecided
+from ckptconv.checkpoint import dangerous_calls
+from ckptconv.checkpoint.dangerous_calls import dangerous_globals, reaches
 from ckptconv.checkpoint.dangerous_globals import DANGEROUS_MODULES, DANGEROUS_NAMES, is_dangerous
 from ckptconv.checkpoint.safe_globals import ADDED_BY, ALLOWED, IMPORTED_WITH_TORCH
-from ckptconv.pickles.graph import Global
+from ckptconv.pickles.graph import Call, Global
 from ckptconv.pickles.parser import parse
 from tests.support.reduced import Reduced
 
@@ -284,7 +286,23 @@ def test_a_function_that_can_be_too_much_is_not_known() -> None:
     states = b"".join(b"(cmine\nf%d\n)}Ntb" % i for i in range(60))
     data = b"\x80\x02cfunctools\npartial\ncmine\nf\n\x85R" + states + b")R."
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")
-    assert [what for what, _ in undecided(graph)] == ["a call of what a call gives"]
+    assert [what for what, _, kind in reaches(graph) if kind == "unknown"] == ["a call of what a call gives"]
+
+
+def test_what_a_call_gives_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls of calls of calls, each is followed once, for all that is asked of it."""
+    asked: list[int] = []
+    given = dangerous_calls._Meanings._given
+
+    def counted(self: dangerous_calls._Meanings, call: Call, *rest: Any) -> Any:
+        asked.append(id(call))
+        return given(self, call, *rest)
+
+    monkeypatch.setattr(dangerous_calls._Meanings, "_given", counted)
+    data = b"\x80\x02cmine\nf\n" + b")R" * 300 + b"."
+    graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")
+    assert {kind for _, _, kind in reaches(graph)} == {"unknown"}
+    assert 0 < len(asked) == len(set(asked))
 
 
 def test_what_loads_is_not_dangerous() -> None:

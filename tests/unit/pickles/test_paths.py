@@ -140,6 +140,44 @@ def test_arguments_that_calls_share_stand_in_the_first() -> None:
     assert [place.path for place in places[1:4]] == ["[0]", "[0]/(0)", "[0]/(1)"]
 
 
+@pytest.mark.parametrize(
+    ("first", "each", "path"),
+    [
+        (b")\x81", b"h\1b", "[0]/.a000"),
+        (b")", b"h\1\x92", "[0]/(a000)"),
+    ],
+    ids=["state", "keywords"],
+)
+def test_what_objects_share_stands_in_the_first(first: bytes, each: bytes, path: str) -> None:
+    """A thousand objects with one state of a thousand attributes, or with one dict of keywords."""
+    shared = b"}q\1(" + b"".join(b"\x8c\4a%03dN" % i for i in range(1000)) + b"u"
+    cls = b"cm\nf\n" + first
+    places = places_of(b"\x80\x04](" + cls + shared + each.removeprefix(b"h\1") + (cls + each) * 999 + b"e.")
+    assert len(places) == 1 + 1000 + 1000
+    assert places[2].path == path
+
+
+def test_a_state_and_what_stands_elsewhere_too() -> None:
+    """The state of an object that stands in the checkpoint itself, as ``vars(args)`` beside ``args``, is listed in both
+    places.
+    """
+    assert [place.path for place in places_of(b"\x80\x02](cm\nf\n)\x81}q\1\x8c\1aNsbh\1e.")] == [
+        ".",
+        "[0]",
+        "[0]/.a",
+        "[1]",
+        "[1]/a",
+    ]
+
+
+def test_one_key_many_times_is_limited() -> None:
+    """A mapping with one long key, said once and read again and again, is refused before there are paths."""
+    assert len(places_of(b"\x80\x02}(" + b"X\xe8\3\0\0" + b"a" * 1000 + b"q\1N" + b"h\1N" * 1000 + b"u.")) == 1002
+    long = b"X" + (1 << 16).to_bytes(4, "little") + b"a" * (1 << 16)
+    with pytest.raises(LimitError, match="paths of what is in the checkpoint are too long"):
+        places_of(b"\x80\x02}(" + long + b"q\1N" + b"h\1N" * 1000 + b"u.")
+
+
 def test_nesting_is_limited() -> None:
     """As deep as the limit goes and no deeper, without recursion."""
 

@@ -1,0 +1,70 @@
+"""What commands do grows with the pickle, whatever its nodes share: each question is asked of a node once, not once for
+each path to it. Calls are counted, not seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptconv
+from ckptconv.errors import CkptconvError
+from tests.fuzz.budgets import SHAPES, file_of
+
+OPCODES = 1000, 4000
+#: Something that many nodes have.
+SHARED = [shape for shape in SHAPES if shape.startswith("a ") and "wide" not in shape]
+
+
+def diff_with_copy(path: Path) -> object:
+    copy = path.with_name("copy.pt")
+    copy.write_bytes(path.read_bytes())
+    return ckptconv.diff(path, copy)
+
+
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "inspect": ckptconv.inspect,
+    "verify": ckptconv.verify,
+    "diff": diff_with_copy,
+}
+
+
+def calls_of(run: Callable[[Path], object], path: Path) -> int:
+    """How many functions `run` calls, those in C among them, and how often generators go on."""
+    calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run(path)
+    except CkptconvError:
+        pass
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("shape", "command"),
+    [
+        *((shape, command) for shape in SHARED for command in ("inspect", "diff")),
+        *((shape, "verify") for shape in ("calls of calls", "getattr as an argument")),
+    ],
+)
+def test_work_grows_with_the_pickle(shape: str, command: str, tmp_path: Path) -> None:
+    """Four times as much of a shape takes at most six times as many calls; what is quadratic takes sixteen."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of("None", 10)[0])
+    calls_of(COMMANDS[command], path)  # what is imported when it is first needed
+    calls = []
+    for opcodes in OPCODES:
+        path.write_bytes(file_of(shape, opcodes)[0])
+        calls.append(calls_of(COMMANDS[command], path))
+    assert calls[1] < 6 * calls[0]
