@@ -15,6 +15,7 @@ from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
 from ckptconv.guesses import PLACES, keyword_for, unneeded
 
 __all__ = [
+    "UNNAMED",
     "Command",
     "Message",
     "Option",
@@ -27,6 +28,7 @@ __all__ = [
     "literal",
     "option",
     "options_in",
+    "placed",
     "quoted",
     "saved_by_torch",
     "shell",
@@ -37,6 +39,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LONGEST = 80  # characters of a value that is said
+#: What a file object without a name is called in messages; in a command and a call it has a placeholder.
+UNNAMED = "<file object>"
 _TERMINAL_ONLY = ("tree",)  # options of commands that no function has
 
 
@@ -95,7 +99,7 @@ class Command:
     def in_python(self) -> str:
         """The call that does the same."""
         arguments = ", ".join(
-            each.in_python() if isinstance(each, Option) else repr(os.fspath(each))
+            each.in_python() if isinstance(each, Option) else repr(placed(each))
             for each in self.arguments
             if not (isinstance(each, Option) and each.keyword in _TERMINAL_ONLY)
         )
@@ -258,10 +262,16 @@ def literal(path: str | os.PathLike[str]) -> str:
     return json.dumps(os.fspath(path), ensure_ascii=False)
 
 
+def placed(word: str | os.PathLike[str]) -> str:
+    """`word` as text; a placeholder for what has no name."""
+    text = os.fspath(word)
+    return Placeholder("FILE") if text == UNNAMED else text
+
+
 def _no_option(word: str | os.PathLike[str]) -> str:
     if isinstance(word, str):
         return word
-    path = os.fspath(word)
+    path = placed(word)
     return f"./{path}" if path.startswith("-") else path
 
 

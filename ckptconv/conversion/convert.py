@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
@@ -129,7 +129,7 @@ def run(
 
 
 def _planned(
-    source: Source | SourceFolder,
+    source: Readable,
     path: Path,
     edits: Edits,
     output: OutputOptions,
@@ -139,7 +139,7 @@ def _planned(
 ) -> FolderPlan:
     """What `source` becomes at `path`. What is opened is closed with `opened`."""
 
-    def plan_one(source: Source | SourceFolder, path: Path, is_folder: bool, edits: Edits) -> Plan:
+    def plan_one(source: Readable, path: Path, is_folder: bool, edits: Edits) -> Plan:
         checkpoint = opening.read(source)
         shards = writer_for(objects=not checkpoint.is_state_dict).word
         usual = shards if is_folder else usual_format(path.name, checkpoint.format)

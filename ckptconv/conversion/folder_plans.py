@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Source, SourceFolder, first_bytes
+from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import Found, find, find_in
 from ckptconv.conversion.options import OutputOptions
@@ -34,7 +34,7 @@ __all__ = ["FolderPlan", "plan_folder", "successor"]
 
 
 #: Plans the conversion of a source to a path, which is a folder or not.
-PlanOne = Callable[["Source | SourceFolder", Path, bool, Edits], Plan]
+PlanOne = Callable[[Readable, Path, bool, Edits], Plan]
 
 
 @dataclass

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import Index
@@ -120,8 +119,7 @@ def _words(path: str) -> tuple[str, ...]:
 def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
     """The command that shows what there is, in a file or folder."""
     source = checkpoint.source
-    is_stored = not isinstance(source, BytesSource)
-    return "see what there is: " + command("inspect", source.path, *options) if is_stored else None
+    return "see what there is: " + command("inspect", source.path, *options) if source.is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import FileObjectSource, Input, Readable, Source, SourceFolder, is_file_object
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
@@ -36,7 +36,7 @@ class Format(Protocol):
 
     def looks_like(self, head: bytes) -> bool: ...
 
-    def read(self, source: Source) -> Checkpoint: ...
+    def read(self, source: Readable) -> Checkpoint: ...
 
 
 class FolderFormat(Protocol):
@@ -49,7 +49,7 @@ class FolderFormat(Protocol):
 
     def looks_like(self, folder: SourceFolder) -> bool: ...
 
-    def read(self, folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint: ...
+    def read(self, folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint: ...
 
 
 #: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
@@ -58,11 +58,14 @@ FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
 _HEAD = 64
 
 
-def open_input(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source | SourceFolder:
-    """What `path` means: a folder or the index of shards, else a file.
+def open_input(path: Input, faults: FaultSink = RAISED) -> Readable:
+    """What `path` means: a folder or the index of shards, else a file; or the file object that it is.
 
-    A context manager; `faults` takes what readers find wrong with it. Raises InputError.
+    A context manager; `faults` takes what readers find wrong with it. Raises InputError, and UsageError for a file
+    object that cannot be read by position.
     """
+    if is_file_object(path):
+        return FileObjectSource(path, faults)
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name))):
         return SourceFolder(name, faults, open_part)
@@ -104,7 +107,7 @@ def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
     return source
 
 
-def read(source: Source | SourceFolder) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`, in whatever container.
 
     Raises UnsupportedError with what it is instead, and what the reader raises.
@@ -119,8 +122,10 @@ def read(source: Source | SourceFolder) -> Checkpoint:
     return checkpoint
 
 
-def interrupted(source: Source | SourceFolder) -> Message | None:
+def interrupted(source: Readable) -> Message | None:
     """What to say where a change in place of `source`, or of a file in it, was begun and not finished."""
+    if not source.is_stored:
+        return None
     path = source.folder if isinstance(source, SourceFolder) else source.path
     hot = next((target for target, state in journals_of(path) if state == HOT), None)
     if hot is None:
@@ -137,7 +142,7 @@ def read_folder(source: SourceFolder) -> Checkpoint:
     raise folder_error(source.path)
 
 
-def read_file(source: Source) -> Checkpoint:
+def read_file(source: Readable) -> Checkpoint:
     """The checkpoint in the file `source`. Raises as :func:`read` does, and MalformedError if it has two readings."""
     format_ = _format_of(source)
     if format_:
@@ -145,12 +150,12 @@ def read_file(source: Source) -> Checkpoint:
     return _read_as(source, format_)
 
 
-def read_part(source: Source) -> Checkpoint:
+def read_part(source: Readable) -> Checkpoint:
     """The checkpoint in `source`, which :func:`open_part` has opened. Raises as :func:`read` does."""
     return _read_as(source, _format_of(source))
 
 
-def _format_of(source: Source) -> Format | None:
+def _format_of(source: Readable) -> Format | None:
     """What `source` starts like; None where that is nothing that is read."""
     head = source.read(0, min(_HEAD, source.size))
     for format_ in FORMATS:
@@ -160,9 +165,9 @@ def _format_of(source: Source) -> Format | None:
     return plain_pickle if head and looks_like_pickle(source, head) else None
 
 
-def _read_as(source: Source, format_: Format | None) -> Checkpoint:
+def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     """The checkpoint in `source`, a file of `format_` or of none that is read."""
-    part = distributed_part_error(source.path)
+    part = distributed_part_error(source)
     if part:
         raise part
     if format_:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource, Source
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.legacy_python import modernize
@@ -123,7 +123,7 @@ class PickleFile:
     files: dict[str, StorageFile]
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`.
 
     Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError.
@@ -184,7 +184,7 @@ class _Reader:
     ``spans``: the bytes of the storages by key, ``files`` what they stand in.
     """
 
-    def __init__(self, source: Source, graph: Graph) -> None:
+    def __init__(self, source: Readable, graph: Graph) -> None:
         self.source = source
         self.graph = graph
         self.files: dict[str, StorageFile] = {}

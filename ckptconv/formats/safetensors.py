@@ -15,7 +15,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
@@ -63,7 +63,7 @@ def looks_like(head: bytes) -> bool:
 # Reading
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`.
 
     Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors.
@@ -72,7 +72,7 @@ def read(source: Source) -> Checkpoint:
     metadata = dict(header.metadata or {})
     offsets = saved_offsets(header, source.path)
     if offsets is not None and is_part(source.path, offsets):
-        raise part_error(source.path)
+        raise part_error(source)
     about_parts = metadata.pop(SHARDING_INFO, None)
     names = {entry.name for entry in header.entries}
     ties = {name: kept for name, kept in metadata.items() if _is_tie(name, kept, names)}

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.sources import Readable, SliceSource, Source
+from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -134,7 +134,7 @@ class LegacyFile:
     pickle_length: int
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
     parsed = parse_file(source, 0, source.size, str(source.path))
     checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.reading import checkpoint_of
@@ -77,7 +77,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
     return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
 
-def read_program(source: Source, checkpoint: Checkpoint) -> None:
+def read_program(source: Readable, checkpoint: Checkpoint) -> None:
     """Add to `checkpoint`, read from `source`, what the program beside it says: the classes of its modules, devices,
     what a copy of its weights leaves behind.
 
@@ -116,7 +116,7 @@ def read_program(source: Source, checkpoint: Checkpoint) -> None:
 # The code
 
 
-def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
+def _code(source: Readable, archive: Archive) -> Iterator[tuple[str, bytes]]:
     """The name and the text of each file of code. Raises LimitError before anything is inflated."""
     files = [(name, each) for name, each in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"]
     size = sum(max(member.size, member.stored_size) for _, member in files)
@@ -134,7 +134,7 @@ def _code(source: Source, archive: Archive) -> Iterator[tuple[str, bytes]]:
 class _Words:
     """How many words of interest the code of `source` has."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Readable) -> None:
         self.source = source
         self.left = LIMITS.script_words
 
@@ -219,7 +219,7 @@ def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
 # The constants
 
 
-def _constants(source: Source, archive: Archive) -> Checkpoint:
+def _constants(source: Readable, archive: Archive) -> Checkpoint:
     """What the code calls CONSTANTS."""
     names, checked = archive.names(), archive.has_checksums
     where = f"{source.path}: {CONSTANTS}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import TypedDict
 
-from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.sources import Input, Readable, SourceFolder
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
@@ -196,11 +196,11 @@ class Summary(TypedDict):
 
 
 @for_python
-def inspect(path: str | os.PathLike[str]) -> Summary:
+def inspect(path: Input) -> Summary:
     """What is in the checkpoint at `path`. Reads headers and the pickle, no tensor data.
 
     Args:
-        path: A checkpoint, as for :func:`ckptconv.convert`.
+        path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
 
     Returns:
         Tensors, devices, dtypes, names, and the rest.
@@ -211,7 +211,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     return in_python(summary_of(path))
 
 
-def summary_of(path: str | os.PathLike[str]) -> Summary:
+def summary_of(path: Input) -> Summary:
     """:func:`inspect` in the words of the command line."""
     with open_input(path) as source, gc_paused():
         return summarize(opening.read(source), this_host())
@@ -299,6 +299,8 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
 
 def _journals(source: Readable) -> list[JournalSummary]:
     """The undo journals beside the files of `source`."""
+    if not source.is_stored:
+        return []
     folder = source.folder if isinstance(source, SourceFolder) else source.path
     return [
         JournalSummary(path=str(path), nbytes=path.lstat().st_size, hot=state == HOT)

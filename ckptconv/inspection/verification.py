@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Input, Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
@@ -96,7 +96,7 @@ class Verdict:
 
 @for_python
 def verify(
-    path: str | os.PathLike[str],
+    path: Input,
     *,
     strict: bool = False,
     expect_sha256: str | None = None,
@@ -105,7 +105,8 @@ def verify(
     """Everything that is wrong with the checkpoint at `path`. Reads all bytes that have a checksum.
 
     Args:
-        path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one.
+        path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a
+            binary file object, as for :func:`ckptconv.open`.
         strict: What needs code to be loaded is not ok.
         expect_sha256: The hexadecimal digits of the whole file's, which is read for it.
         progress: Called with the bytes that have a checksum, it gives a context manager for what is called with those
@@ -122,7 +123,7 @@ def verify(
 
 
 def verdict_on(
-    path: str | os.PathLike[str],
+    path: Input,
     *,
     strict: bool = False,
     expect_sha256: str | None = None,
@@ -142,7 +143,7 @@ def verdict_on(
         records = faults.records
         with progress(length_of(records)) if progress else nullcontext() as tick:
             check_records(records, faults, tick)
-        if expected and isinstance(source, Source):
+        if expected:
             _check_sha256(source, expected, faults)
         with faults:
             source.check_unchanged()
@@ -240,7 +241,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
         yield Finding("note", f"{each.path}, {each.nbytes:,} bytes: {each.why}", str(path))
 
 
-def _check_sha256(source: Source, expected: str, faults: CollectingSink) -> None:
+def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:
     digest = hashlib.sha256()
     try:
         for chunk in read(ByteRange(source, 0, source.size)):

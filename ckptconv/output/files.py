@@ -22,6 +22,7 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of, tar
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.output import linux
+from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.transfer import Transfer
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "sync_name",
     "temporary_beside",
     "write",
+    "write_to_object",
 ]
 
 _TEMPORARY = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
@@ -133,12 +135,26 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
         _forget(file.path, source)
         _reserve(fd, file, beside=transfer.pieces.spooled_bytes)
         with transfer:
-            transfer.fill(fd, progress)
+            transfer.fill(FileDestination(fd), progress)
             os.fsync(fd)
             if verify:
-                transfer.compare(fd)
+                transfer.compare(FileDestination(fd))
     finally:
         os.close(fd)
+    return transfer.overflowed
+
+
+def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) -> Overflow:
+    """Write `file` to `out`; what overflowed. Where it fails, what was written until then stays.
+
+    Raises OutputError, and what reading its ranges raises. `verify`: read everything back and compare it.
+    """
+    transfer = Transfer(file)
+    with as_output_error(file.path), transfer:
+        transfer.fill(out, None)
+        if verify:
+            transfer.compare(out)
+        out.finish(file.size)
     return transfer.overflowed
 
 
@@ -150,9 +166,8 @@ def as_output_error(path: Path) -> Iterator[None]:
     except CkptconvError:  # some are OSErrors too
         raise
     except OSError as error:
-        raise OutputError(
-            f"could not be written: {error.strerror}", where=path, got=error.errno and errno.errorcode.get(error.errno)
-        ) from error
+        code = error.errno and errno.errorcode.get(error.errno)
+        raise OutputError(f"could not be written: {error.strerror or error}", where=path, got=code) from error
 
 
 def temporary_beside(target: Path) -> Path:

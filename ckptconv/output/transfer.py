@@ -29,10 +29,10 @@ from ckptconv.byteranges.spans import (
     Progress,
 )
 from ckptconv.errors import OutputError
-from ckptconv.output import linux
 
 if TYPE_CHECKING:
     from ckptconv.output.cast_threads import CastThreads
+    from ckptconv.output.destinations import Destination
 
 __all__ = ["Transfer"]
 
@@ -68,10 +68,10 @@ class Transfer:
         self.sums.__exit__(kind, error, trace)
         self.pieces.__exit__(kind, error, trace)
 
-    def fill(self, fd: int, progress: Progress | None) -> None:
-        """Write everything to `fd`. Raises OSError, OutputError, and what reading raises."""
+    def fill(self, out: Destination, progress: Progress | None) -> None:
+        """Write everything to `out`. Raises OSError, OutputError, and what reading raises."""
         late: list[tuple[int, Deferred]] = []
-        with self._workers(fd) as workers:
+        with self._workers(out) as workers:
             at = begun = 0
             for piece in self.file.pieces:
                 if isinstance(piece, Deferred):
@@ -82,10 +82,10 @@ class Transfer:
                     at += piece.length
                     begun = at
                 else:
-                    for length in self._move(fd, at, piece):
+                    for length in self._move(out, at, piece):
                         at += length
                         if at - begun >= _BEHIND:
-                            linux.start_writeback(fd, begun, at - begun)
+                            out.start_writeback(begun, at - begun)
                             begun = at
                         if progress:
                             progress(length)
@@ -99,11 +99,11 @@ class Transfer:
         for start, piece in late:
             data = piece.make(self.all_sums)
             self._check_plan(len(data), piece.length)
-            _write_all(fd, start, data)
+            out.write(start, data)
             if progress:
                 progress(len(data))
 
-    def _workers(self, fd: int) -> AbstractContextManager[CastThreads | None]:
+    def _workers(self, out: Destination) -> AbstractContextManager[CastThreads | None]:
         """The threads that cast, if there is something for them."""
         if not any(map(_is_for_workers, self.file.pieces)):
             return nullcontext()
@@ -111,8 +111,8 @@ class Transfer:
         from ckptconv.output.cast_threads import CastThreads  # which costs every other conversion some milliseconds
 
         def write(at: int, data: memoryview) -> None:
-            _write_all(fd, at, data)
-            linux.start_writeback(fd, at, len(data))
+            out.write(at, data)
+            out.start_writeback(at, len(data))
 
         return CastThreads(self.pieces, write)
 
@@ -127,16 +127,16 @@ class Transfer:
                 "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=planned, got=length
             )
 
-    def compare(self, fd: int) -> None:
+    def compare(self, out: Destination) -> None:
         """Read everything back, from the disk where the kernel can be asked to forget it,
         and compare it with what it was to be.
         """
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if out.fd >= 0 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(out.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         at = 0
         for piece in self.file.pieces:
             for chunk in self._chunks(piece):
-                back = os.pread(fd, len(chunk), at)
+                back = out.read(at, len(chunk))
                 if back != chunk:
                     raise OutputError(
                         "what was written reads back differently",
@@ -145,16 +145,16 @@ class Transfer:
                     )
                 at += len(chunk)
 
-    def _move(self, fd: int, at: int, piece: Piece) -> Iterator[int]:
+    def _move(self, out: Destination, at: int, piece: Piece) -> Iterator[int]:
         """Write `piece` at `at`; the lengths written, one after another."""
         if isinstance(piece, InflateSlice):
             piece = self.pieces.part(piece)
         if isinstance(piece, ByteRange):
-            yield from _copy(fd, at, piece)
+            yield from _copy(out, at, piece)
             return
         crc32, awaited = 0, id(piece) in self.awaited
         for chunk in self._chunks(piece):
-            _write_all(fd, at, chunk)
+            out.write(at, chunk)
             at += len(chunk)
             if awaited:
                 crc32 = checksum(chunk, crc32)
@@ -177,12 +177,12 @@ def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:
     return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
 
 
-def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:
+def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
     """Let the kernel copy `span` to `at`: up to the next block, then whole blocks, which it may share,
     then the rest.
     """
     offset, left = span.offset, span.length
-    by_kernel = hasattr(os, "copy_file_range")
+    by_kernel = out.fd >= 0 and span.source.fd >= 0 and hasattr(os, "copy_file_range")
     while left:
         until_block = -offset % FILESYSTEM_BLOCK
         length = min(left, until_block or _COPY)
@@ -190,7 +190,7 @@ def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:
             length -= length % FILESYSTEM_BLOCK
         if by_kernel:
             try:
-                done = os.copy_file_range(span.source.fd, fd, length, offset, at)
+                done = os.copy_file_range(span.source.fd, out.fd, length, offset, at)
             except OSError as error:
                 if error.errno not in _CANNOT_COPY:
                     raise
@@ -200,14 +200,6 @@ def _copy(fd: int, at: int, span: ByteRange) -> Iterator[int]:
                 continue
         else:
             done = min(length, reading.BUFFER)
-            _write_all(fd, at, span.source.read(offset, done))
+            out.write(at, span.source.read(offset, done))
         offset, at, left = offset + done, at + done, left - done
         yield done
-
-
-def _write_all(fd: int, at: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, at)
-        at += done
-        view = view[done:]

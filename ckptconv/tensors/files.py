@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Input, Readable, is_file_object, path_of
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
@@ -29,6 +29,7 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
+from ckptconv.output.destinations import FileObjectDestination, Output
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ __all__ = ["CheckpointFile", "load", "open", "save"]
 
 
 @for_python
-def open(path: str | os.PathLike[str]) -> CheckpointFile:
+def open(path: Input) -> CheckpointFile:
     """The checkpoint at `path`, to look into and to take single tensors from.
 
     Args:
-        path: A file, a sharded set or a folder of torch.distributed.checkpoint. Headers and the pickle are read.
+        path: A file, a sharded set or a folder of torch.distributed.checkpoint. Headers and the pickle are read. Or a
+            binary file object that can seek, such as an io.BytesIO: all of it from its byte 0 on, wherever its position
+            is. That is put back behind each reading, and the object stays open.
 
     Returns:
         The open checkpoint, for ``with``.
@@ -60,7 +63,7 @@ class CheckpointFile:
     """An open checkpoint. Nothing of a tensor is in memory until :meth:`load` is asked for it."""
 
     @for_python
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Input) -> None:
         self._source = open_input(path)
         self._is_closed = False
         try:
@@ -74,7 +77,7 @@ class CheckpointFile:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Where it is; of a file object, what it is called."""
         return self._source.path
 
     @property
@@ -153,7 +156,7 @@ def _near(path: str, paths: Iterable[str]) -> str | None:
 
 @for_python
 def load(
-    path: str | os.PathLike[str],
+    path: Input,
     map_location: LoadLocation | None = None,
     *,
     state_dict: bool = False,
@@ -166,7 +169,7 @@ def load(
     `select`.
 
     Args:
-        path: A checkpoint, as for :func:`ckptconv.convert`.
+        path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`open`.
         map_location: What torch takes (a device, a mapping of tags, a function of storage and tag), and what
             :func:`ckptconv.convert` takes (families, ``'any'``, a function of the tag alone); ``'auto'`` is the GPU if
             there is one, else the CPU. A device without an index is torch's current one; states of random generators
@@ -183,7 +186,7 @@ def load(
         UnsupportedError: Code would be needed.
         CkptconvError: Another of its subclasses.
     """
-    require_torch("loading tensors", path)
+    require_torch("loading tensors", path_of(path))
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
     with open_input(path) as source:
         with gc_paused():
@@ -199,7 +202,7 @@ def load(
         return loaded
 
 
-def _read(source: Source | SourceFolder) -> Checkpoint:
+def _read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`; a UserWarning where a change in place of it was interrupted."""
     checkpoint = opening.read(source)
     if said := opening.interrupted(source):
@@ -209,16 +212,19 @@ def _read(source: Source | SourceFolder) -> Checkpoint:
 
 @for_python
 @takes(SaveOptions, force=True)
-def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> Report:
+def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     """Write `obj` to `path`, which is replaced when the new file is whole, and not before.
 
     Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written from where they are.
 
     Args:
         obj: Whatever ``torch.save`` takes.
-        path: A file: ``.safetensors`` by its suffix, else torch's zip format.
+        path: A file: ``.safetensors`` by its suffix, else torch's zip format. Or a binary file object that can seek,
+            whose ``name``, if it has one, says the format as a path does: it is written from its position on, stays
+            open, and its position is then behind what was written, as with ``torch.save``; where writing it fails,
+            what was written until then stays.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
-        force: `path` may exist; False: it must not.
+        force: The path `path` may exist; False: it must not.
 
     Returns:
         A report of what was done. `map_location` changes what the file says; no tensor moves.
@@ -228,21 +234,34 @@ def save(obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOption
         Exception: What pickling `obj` raises.
     """
     started = time.monotonic()
-    require_torch("saving tensors", path)
+    require_torch("saving tensors", path_of(path))
     edits, output = edits_from(**options), OutputOptions.of(options)
-    path = os.fsdecode(path)
-    if os.path.isdir(path) or path.endswith(os.sep):
-        raise UsageError("the output is a folder", where=path, expected="the path of a file")
-    target, format_ = find_target(Path(), path, output.format)
-    output_files.check_target(target, replace=output.force)
+    out = FileObjectDestination(path) if is_file_object(path) else None
+    target, format_ = _target_of(path, output)
     from ckptconv.tensors.saving import checkpoint_of_object
 
     with gc_paused():
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, replace(output, format=format_))
-    overflowed = write(FolderPlan(plan), checkpoint.source, output)
+    if out:
+        overflowed = output_files.write_to_object(plan.files[0], out, verify=output.verify)
+    else:
+        overflowed = write(FolderPlan(plan), checkpoint.source, output)
     seconds = time.monotonic() - started
     verified = Verified(0, 0, output=True) if output.verify else None
     return in_python(
         report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
     )
+
+
+def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
+    """The file that `path` means, or what a file object is called, and its format. Raises where no file may be."""
+    if is_file_object(path):
+        name = path_of(path)
+        return name, find_target(Path(), name.name, output.format)[1]
+    text = os.fsdecode(path)
+    if os.path.isdir(text) or text.endswith(os.sep):
+        raise UsageError("the output is a folder", where=text, expected="the path of a file")
+    target, format_ = find_target(Path(), text, output.format)
+    output_files.check_target(target, replace=output.force)
+    return target, format_

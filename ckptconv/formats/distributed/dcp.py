@@ -28,7 +28,7 @@ from operator import is_not
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder, first_bytes, list_folder
+from ckptconv.byteranges.sources import Readable, SliceSource, Source, SourceFolder, first_bytes, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
@@ -97,7 +97,7 @@ def looks_like_metadata(folder: Path) -> bool:
 
 def read(
     folder: SourceFolder,
-    read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
+    read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
     """The checkpoint in `folder`.
 

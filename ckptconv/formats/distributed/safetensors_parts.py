@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from math import prod
 
-from ckptconv.byteranges.sources import Source, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -64,7 +64,7 @@ def _has_parts(folder: SourceFolder, name: str) -> bool:
 
 def read(
     folder: SourceFolder,
-    read_file: Callable[[Source], Checkpoint],  # noqa: ARG001 - its files are parts
+    read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
     """The checkpoint in `folder`.
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.safetensors_header import Header
 from ckptconv.hints import Placeholder, command
@@ -75,11 +76,12 @@ def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
     return _WHOLE.fullmatch(path.name) is None or any(map(any, offsets.values()))
 
 
-def part_error(path: Path) -> InputError:
+def part_error(source: Readable) -> InputError:
     """What is to be said of such a file that was given alone."""
+    folder = command("convert", source.path.parent, Placeholder("OUT"))
     return UnsupportedError(
         "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several"
         " safetensors files",
-        where=path,
-        hint="give the folder with all of them: " + command("convert", path.parent, Placeholder("OUT")),
+        where=source.path,
+        hint="give the folder with all of them" + (": " + folder if source.is_stored else ", by its path"),
     )

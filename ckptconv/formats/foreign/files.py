@@ -175,8 +175,11 @@ def _index(file: _File) -> _Answer | None:
     shards = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         return None
+    what = f"the index of a checkpoint in {count(len({*shards.values()}), 'shard')}"
+    if not file.source.is_stored:
+        return _Answer(f"{what}: the tensors are in files beside it", "give the path of the index")
     return _Answer(
-        f"the index of a checkpoint in {len({*shards.values()}):,} shards, but its name does not end in .json",
+        f"{what}, but its name does not end in .json",
         f"rename it: {shell('mv', file.path, file.path.with_name('model.index.json'))}",
     )
 

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.sources import first_bytes
+from ckptconv.byteranges.sources import Readable, first_bytes
 from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.hints import Placeholder, command, joined, shell
 from ckptconv.limits import LIMITS
@@ -27,6 +27,7 @@ LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
 #: What a folder's files are converted by, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
+_METADATA, _METADATA_HEAD = b"torch.distributed.checkpoint.metadata", 128  # the first global, and where it stands
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
 #: The names that transformers, peft and diffusers give to a whole model, the better format first.
 _MODELS = (
@@ -99,10 +100,16 @@ def name_like(path: Path) -> Path | None:
     return path.with_name(near[0]) if near else None
 
 
-def distributed_part_error(path: Path) -> InputError | None:
-    """What is to be said of the file `path` if it is a part of a checkpoint of
-    torch.distributed.checkpoint, by what stands beside it.
+def distributed_part_error(source: Readable) -> InputError | None:
+    """What is to be said of the file `source` if it is a part of a checkpoint of torch.distributed.checkpoint, by what
+    stands beside it; of one beside which nothing is known to stand, by its first bytes.
     """
+    path = source.path
+    if not source.is_stored:
+        if _METADATA not in source.read(0, min(_METADATA_HEAD, source.size)):
+            return None
+        what = "the metadata of torch.distributed.checkpoint alone: its parts are files beside it"
+        return UnsupportedError(what, where=path, hint="give the path of their folder")
     if path.suffix != ".distcp" and path.name != ".metadata":
         return None
     folder = _folder_at(path.parent)

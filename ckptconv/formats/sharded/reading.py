@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import MalformedError, UnsupportedError, some
@@ -72,7 +72,7 @@ def looks_like(folder: SourceFolder) -> bool:
     return not folder.path.is_dir() or bool(sets_in(names_in(folder.path)))
 
 
-def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
+def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
     """The set of shards in `folder`, each of which `read_file` reads.
 
     Raises MalformedError, RefusedError, and what that raises.

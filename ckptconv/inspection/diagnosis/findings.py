@@ -17,7 +17,7 @@ from ckptconv.conversion.targets import name_in_folder
 from ckptconv.errors import some
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
-from ckptconv.hints import Option, command
+from ckptconv.hints import Option, command, placed
 from ckptconv.inspection.diagnosis.host import Host
 
 __all__ = [
@@ -172,7 +172,7 @@ def together(fixes: list[Fix]) -> Fix:
 
 def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
     """The command line, as it can be typed where the checkpoint's path was."""
-    path = checkpoint.source.path
+    path = Path(placed(checkpoint.source.path))
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
     is_set = isinstance(checkpoint.source, SourceFolder)
     target = name_in_folder(Found(path, "shards" if is_set else "file", ()), None, is_folder=True) + fix.suffix
