@@ -1,21 +1,27 @@
 """All targets, one after another: ``python -m tests.fuzz [SECONDS]``, 60 in all unless said otherwise.
 
-A line for each; findings stand in ``.fuzz/``; exit 1 if there is one.
+A line for each; findings stand in ``.fuzz/``; exit 1 if there is one. ``--fast``: without coverage, which takes more
+time than the targets do. ``--corpora FOLDER``, or ``CKPTCONV_FUZZ_CORPORA``: inputs are kept there for the next run,
+and ``tally.json`` has what all runs together did.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,10 @@ _ROOT = Path(__file__).parents[2]
 _FINDINGS = _ROOT / ".fuzz"
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a folder without a disk below it
 _LEAST = 2  # seconds for a target
-_LINE = "{:<12}{:>12}{:>12}{:>10}{:>11}{:>11}{:>9}"
+_LINE = "{:<12}{:>12}{:>10}{:>12}{:>10}{:>11}{:>11}{:>9}"
+_ADDED = ("executions", "read", "findings", "seconds", "runs")  # of several processes; of all else the largest counts
+
+_Fuzz = Callable[[str, int, Path, Path, Path], None]
 
 
 def main() -> int:
@@ -33,47 +42,68 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seconds", nargs="?", type=int, default=60)
     parser.add_argument("--target", action="append", help="this one alone (repeatable)")
+    parser.add_argument("--fast", action="store_true", help="without coverage; needs no atheris")
+    parser.add_argument("--corpora", type=Path, default=os.environ.get("CKPTCONV_FUZZ_CORPORA"))
     asked = parser.parse_args()
     started = time.monotonic()
     _FINDINGS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptconv-fuzz-", dir=_MEMORY) as name:
+        corpora = Path(asked.corpora or Path(name, "corpora"))
         # which needs torch
-        seeding = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", name])
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
-                from tests.fuzz.run import fuzz
-        except ImportError as error:
-            sys.exit(
-                f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e"
-                " '.[fuzz]'"
-            )
+        seeding = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", str(corpora)])
+        fuzz = _driver(fast=asked.fast)
         if seeding.wait():
             return 1
-        print(_LINE.format("target", "executions", "read", "findings", "slowest", "memory", "corpus"), flush=True)
-        chosen = asked.target or sorted(path.name for path in Path(name).iterdir())
+        print(
+            _LINE.format("target", "executions", "a second", "read", "findings", "slowest", "memory", "corpus"),
+            flush=True,
+        )
+        chosen = asked.target or sorted(path.name for path in corpora.iterdir() if path.is_dir())
         findings = 0
         for i, target in enumerate(chosen):
             left = asked.seconds - (time.monotonic() - started)
-            report, corpus = _fuzz(fuzz, target, max(_LEAST, left / (len(chosen) - i)), Path(name, target))
-            _say(target, report, corpus)
+            work = Path(name, target)
+            work.mkdir()
+            report = _fuzz(fuzz, target, max(_LEAST, left / (len(chosen) - i)), work, corpora / target)
+            _say(target, report, corpora / target)
             findings += report["findings"]
+            if asked.corpora:
+                _tally(corpora / "tally.json", target, report)
+        if asked.corpora:
+            _say_sum(corpora)
     if findings:
         print(f"each once more: python -m tests.fuzz.again {_FINDINGS.relative_to(_ROOT)}/NAME")
     return 1 if findings else 0
 
 
-def _fuzz(
-    fuzz: Callable[[str, int, Path, Path], None], target: str, seconds: float, work: Path
-) -> tuple[dict[str, Any], int]:
+def _driver(*, fast: bool) -> _Fuzz:
+    """What fuzzes one target."""
+    if fast:
+        from tests.fuzz import fast as plain
+
+        return plain.fuzz
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
+            from tests.fuzz import run
+    except ImportError as error:
+        sys.exit(
+            f"{error}: atheris is needed, which has wheels for CPython 3.11 to 3.13 on Linux: pip install -e '.[fuzz]'"
+        )
+    return run.fuzz
+
+
+def _fuzz(fuzz: _Fuzz, target: str, seconds: float, work: Path, corpus: Path) -> dict[str, Any]:
     """`fuzz` `target` for so many `seconds`, in a process of its own; where an input ends that, in another one for what
-    is left. What they did, and the size of the corpus.
+    is left. What they did.
     """
     for kept in (Path(__file__).parent / "findings").glob(f"{target}-*"):
-        (work / "corpus" / kept.name).write_bytes(kept.read_bytes())
-    until = time.monotonic() + seconds
+        (corpus / kept.name).write_bytes(kept.read_bytes())
+    started = time.monotonic()
+    until = started + seconds
     total: dict[str, Any] = {}
     while not total or time.monotonic() < until - 1:
-        status = _forked(lambda: fuzz(target, max(1, int(until - time.monotonic())), work, _FINDINGS), work / "log")
+        left = max(1, int(until - time.monotonic()))
+        status = _forked(partial(fuzz, target, left, work, corpus, _FINDINGS), work / "log")
         log = (work / "log").read_text(errors="replace")
         for line in re.findall("^FOUND .*", log, re.MULTILINE):
             print(line)
@@ -85,10 +115,20 @@ def _fuzz(
         if status:
             total["findings"] += 1
             print(f"FOUND {target}: the process ended with {status}\n{log[-1500:]}")
-    return total, len([*(work / "corpus").iterdir()])
+            _keep_at_hand(target, work)
+    return total | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _forked(run: Callable[[], None], log: Path) -> int:
+def _keep_at_hand(target: str, work: Path) -> None:
+    """Keep the input that ended a process; libFuzzer has kept its own."""
+    try:
+        length, data = struct.unpack("<Q", (found := (work / "at_hand").read_bytes())[:8])[0], found[8:]
+    except FileNotFoundError:
+        return
+    (_FINDINGS / f"{target}-{hashlib.sha256(data[:length]).hexdigest()[:8]}").write_bytes(data[:length])
+
+
+def _forked(run: Callable[[], object], log: Path) -> int:
     """`run` in a copy of this process, which has everything imported, with its output in `log`; the exit status."""
     pid = os.fork()
     if not pid:
@@ -97,6 +137,8 @@ def _forked(run: Callable[[], None], log: Path) -> int:
             os.dup2(out, 1)
             os.dup2(out, 2)
             run()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -107,21 +149,39 @@ def _add(total: dict[str, Any], report: dict[str, Any], executed: re.Match[str] 
     if executed:
         report["executions"] = max(report["executions"], int(executed[1]))
     for key, value in report.items():
-        total[key] = (
-            total.get(key, 0) + value if key in ("executions", "read", "findings") else max(total.get(key, 0), value)
-        )
+        total[key] = total.get(key, 0) + value if key in _ADDED else max(total.get(key, 0), value)
 
 
-def _say(target: str, report: dict[str, Any], corpus: int) -> None:
+def _tally(path: Path, target: str, report: dict[str, Any]) -> None:
+    """Add `report` of a run to what stands at `path`."""
+    tally = json.loads(path.read_text()) if path.exists() else {}
+    _add(tally.setdefault(target, {}), {**report, "runs": 1}, executed=None)
+    path.write_text(json.dumps(tally, indent=1) + "\n")
+
+
+def _say_sum(corpora: Path) -> None:
+    """What all runs with these `corpora` did together."""
+    tally = json.loads((corpora / "tally.json").read_text())
+    print("in all runs:")
+    for target, report in tally.items():
+        _say(target, report, corpora / target)
+    total: dict[str, Any] = {}
+    for report in tally.values():
+        _add(total, report, executed=None)
+    _say("all", total, None)
+
+
+def _say(target: str, report: dict[str, Any], corpus: Path | None) -> None:
     print(
         _LINE.format(
             target,
             f"{report['executions']:,}",
+            f"{report['executions'] / report['seconds']:,.0f}",
             f"{report['read']:,}",
             report["findings"],
             f"{report['slowest']:.2f} s",
             f"{report['most_memory'] / (1 << 20):.0f} MiB",
-            f"{corpus:,}",
+            f"{len([*corpus.iterdir()]):,}" if corpus else "",
         ),
         flush=True,
     )

@@ -1,21 +1,10 @@
 """One target under atheris, which ends the process.
 
-A finding is written down, smaller if that goes fast, and fuzzing goes on.
-
-Besides what :mod:`tests.fuzz.targets` calls a finding: more processor time than 1 s and 2 s for each MB, more memory
-than the process had and 64 MB and 300 bytes for each byte of input, which is the most opcodes that it can have. What
-hangs, or takes more memory than the process may have, ends the process, and libFuzzer writes it down.
+What hangs, or takes more memory than the process may have, ends the process, and libFuzzer writes it down.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import resource
-import sys
-import time
-import traceback
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -23,106 +12,18 @@ from typing import NoReturn
 import atheris
 
 with atheris.instrument_imports(include=["ckptconv"]):
-    from tests.fuzz import targets
-    from tests.fuzz.budgets import memory
+    from tests.fuzz.fuzzer import HANG, LONGEST, Fuzzer, start
     from tests.fuzz.mutators import MUTATORS
 
 __all__ = ["fuzz"]
 
-MB = 1 << 20
-#: Processor time and memory of one input: a floor, and so much for each byte of it.
-_BUDGET = {"seconds": (1.0, 2.0 / MB), "memory": (64 * MB, 300)}
-_LONGEST = 1 << 14  # bytes of an input
-_HANG = 30  # seconds
 _MOST_MEMORY = 1024  # MB; the process starts with some 150
-_TOO_MUCH = 1 << 33  # bytes of address space: what asks for more is a MemoryError, which is a finding
-_SMALLER = 5.0  # seconds to make a finding smaller
-_REMEMBERED = 300  # inputs that could be read
-_EVERY = 20  # executions between two reports
 
 
-class Fuzzer:
-    """Runs `target` on inputs, in the folder `work`, and keeps what it `finds`."""
-
-    def __init__(self, target: str, work: Path, finds: Path) -> None:
-        self.target = target
-        self.work = work
-        self.finds = finds
-        self.folder = work / "files"
-        self.folder.mkdir(exist_ok=True)
-        self.known: set[str] = set()
-        # To start from again: the corpus is soon full of what is refused early.
-        self.good = [path.read_bytes() for path in sorted((work / "corpus").iterdir())]
-        self.report = {"executions": 0, "read": 0, "findings": 0, "slowest": 0.0, "memory": 0, "most_memory": 0}
-        self.peak = memory("VmHWM")
-
-    def test_one(self, data: bytes) -> None:
-        """`data`, once; what is wrong is kept."""
-        wrong = self.wrong(data)
-        self.report["executions"] += 1
-        if wrong and wrong not in self.known:
-            self.known.add(wrong)
-            self.report["findings"] = len(self.known)
-            self.keep(wrong, self.smaller(data, wrong))
-        if self.report["executions"] % _EVERY == 1 or wrong:
-            (self.work / "report.json").write_text(json.dumps(self.report))
-
-    def wrong(self, data: bytes) -> str | None:
-        """What is wrong with `data` in few words: the same for the same fault."""
-        before, started = memory("VmRSS"), time.process_time()
-        try:
-            read = targets.run(self.target, data, self.folder)
-        except Exception as error:
-            return _named(error)
-        spent = time.process_time() - started
-        if read:
-            self.report["read"] += 1
-            self.good = [*self.good[-_REMEMBERED:], data]
-        self.report["slowest"] = max(self.report["slowest"], round(spent, 3))
-        peak = memory("VmHWM")
-        taken = peak - before if peak > self.peak else 0
-        self.peak = max(peak, self.peak)
-        self.report["memory"] = max(self.report["memory"], taken)
-        self.report["most_memory"] = self.peak
-        for what, value in (("seconds", spent), ("memory", taken)):
-            floor, each = _BUDGET[what]
-            if value > floor + each * len(data):
-                return f"too much {what}"
-        return None
-
-    def smaller(self, data: bytes, wrong: str) -> bytes:
-        """A part of `data` that is `wrong` in the same way, as far as that can be found in time."""
-        until = time.monotonic() + _SMALLER
-        size = max(len(data) // 2, 1)
-        while size and time.monotonic() < until:
-            at = 0
-            while at < len(data) and time.monotonic() < until:
-                less = data[:at] + data[at + size :]
-                if self.wrong(less) == wrong:
-                    data = less
-                else:
-                    at += size
-            size //= 2
-        return data
-
-    def keep(self, wrong: str, data: bytes) -> None:
-        name = f"{self.target}-{hashlib.sha256(data).hexdigest()[:8]}"
-        (self.finds / name).write_bytes(data)
-        print(f"FOUND {name}: {wrong}", flush=True)
-
-
-def _named(error: Exception) -> str:
-    where = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__} {re.sub(r'[0-9]+', 'N', str(error))[:60]!r} in {' < '.join(where[:-4:-1])}"
-
-
-def fuzz(target: str, seconds: int, work: Path, finds: Path) -> NoReturn:
-    """Fuzz `target` with the corpus in `work`, where the report goes, and what is found to `finds`;
-    ends the process.
-    """
-    resource.setrlimit(resource.RLIMIT_AS, (_TOO_MUCH, _TOO_MUCH))
-    sys.setrecursionlimit(10_000)  # the reference machine nests as deep as a pickle
-    fuzzer = Fuzzer(target, work, finds)
+def fuzz(target: str, seconds: int, work: Path, corpus: Path, finds: Path) -> NoReturn:
+    """Fuzz `target` with its `corpus`, which grows; the report goes to `work`, what is found to `finds`."""
+    start()
+    fuzzer = Fuzzer(target, work, corpus, finds)
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         random = Random(seed)
@@ -140,13 +41,13 @@ def fuzz(target: str, seconds: int, work: Path, finds: Path) -> NoReturn:
         "fuzz",
         "-seed=1",
         f"-max_total_time={seconds}",
-        f"-max_len={_LONGEST}",
-        f"-timeout={_HANG}",
+        f"-max_len={LONGEST}",
+        f"-timeout={HANG}",
         f"-rss_limit_mb={_MOST_MEMORY}",
         f"-artifact_prefix={finds / target}-",
         "-print_final_stats=1",
         "-mutate_depth=2",
-        str(work / "corpus"),
+        str(corpus),
     ]
     atheris.Setup(arguments, fuzzer.test_one, custom_mutator=mutate)
     atheris.Fuzz()

@@ -266,7 +266,7 @@ def seeds_of(target: str) -> dict[str, bytes]:
 
 if __name__ == "__main__":
     for _target in SEEDS:
-        _corpus = Path(sys.argv[1], _target, "corpus")
-        _corpus.mkdir(parents=True)
+        _corpus = Path(sys.argv[1], _target)
+        _corpus.mkdir(parents=True, exist_ok=True)
         for _name, _data in seeds_of(_target).items():
             (_corpus / _name).write_bytes(_data)

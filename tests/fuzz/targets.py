@@ -1,5 +1,7 @@
-"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it,
-into a folder in memory.
+"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it.
+
+Files are file objects in memory, and so is what is written; one in twenty is a file with a path, in a folder in memory.
+What stands in a folder always is.
 
 Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not
 kept: what is written can be read again and has the same tensors, what is written from that is the same bytes, a pickle
@@ -8,12 +10,13 @@ that is emitted does what it did, and the lenient reader lists every global that
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
@@ -32,6 +35,8 @@ from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import Summary, summarize
 from ckptconv.inspection.verification import verify
+from ckptconv.output.destinations import FileObjectDestination
+from ckptconv.output.files import write_to_object
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
@@ -42,7 +47,19 @@ __all__ = ["TARGETS", "Target", "run"]
 
 #: One GPU, whatever is here.
 _MACHINE = Host(1)
+_BY_PATH = 20  # one in so many files has a path
 _TRACED = 2000  # bytes of a pickle that the reference machine runs too: it nests as deep as the pickle
+
+
+class Memory(io.BytesIO):
+    """A file in memory, which is called as it would be in a folder."""
+
+    def __init__(self, path: Path, data: bytes = b"") -> None:
+        super().__init__(data)
+        self.name = str(path)
+
+
+Given: TypeAlias = "Path | Memory"
 
 
 class Target(NamedTuple):
@@ -109,26 +126,29 @@ def _check_lenient(data: bytes, folder: Path) -> bool:
 
 
 def _check_file(name: str, data: bytes, folder: Path) -> bool:
+    by_path, choice = divmod(zlib.crc32(data), _BY_PATH)[::-1]
     path = folder / name
+    if by_path:
+        return _use(Memory(path, data), folder, choice)
     path.write_bytes(data)
-    return _use(path, zlib.crc32(data))
+    return _use(path, folder, choice)
 
 
 def _check_folder(data: bytes, folder: Path) -> bool:
     path = folder / "input"
     path.mkdir()
     folders.write(folders.unpack(data), path)
-    return _use(path, zlib.crc32(data))
+    return _use(path, folder, zlib.crc32(data))
 
 
-def _use(path: Path, choice: int) -> bool:
-    """Everything with what is at `path`; `choice` is a number that says what of what takes long.
+def _use(given: Given, folder: Path, choice: int) -> bool:
+    """Everything with what is `given`; `choice` is a number that says what of what takes long, `folder` a place for it.
 
     Whether it could be read.
     """
-    sound = _verified(path)
+    sound = _verified(given)
     try:
-        summary = _inspected(path)
+        summary = _inspected(given)
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return False
@@ -136,16 +156,16 @@ def _use(path: Path, choice: int) -> bool:
     if choice % 4 == 0:
         _draw(summary)
     if choice % 2:
-        _convert_twice(path, summary, sound=sound)
+        _convert_twice(given, folder, summary, sound=sound)
     else:
-        _convert_somehow(path, choice // 4, sound=sound)
+        _convert_somehow(given, folder, choice // 4, sound=sound)
     return True
 
 
-def _verified(path: Path) -> bool:
-    """Whether nothing is wrong with what is at `path`, but for what loading it would run."""
+def _verified(given: Given) -> bool:
+    """Whether nothing is wrong with what is `given`, but for what loading it would run."""
     try:
-        verdict = verify(path)
+        verdict = verify(given)
     except CkptconvError as error:
         _check_line(error)
         return False
@@ -154,8 +174,8 @@ def _verified(path: Path) -> bool:
     return not verdict.more and not {"damaged", "unknown"} & {finding.level for finding in verdict.findings}
 
 
-def _inspected(path: Path) -> Summary:
-    with open_input(path) as source, gc_paused():
+def _inspected(given: Given) -> Summary:
+    with open_input(given) as source, gc_paused():
         return summarize(opening.read(source), _MACHINE)
 
 
@@ -176,22 +196,27 @@ def _draw(summary: Summary) -> None:
             assert line.replace("\n", "").replace("\t", "").isprintable(), "a line would move the cursor"
 
 
-def _convert_twice(path: Path, summary: Summary, *, sound: bool) -> None:
+def _convert_twice(given: Given, folder: Path, summary: Summary, *, sound: bool) -> None:
     """To torch's zip format on the CPU: what is written has the same tensors, and gives the same bytes again."""
-    first, second, third = (path.parent / f"{i}.pt" for i in (1, 2, 3))
     edits = edits_from(map_location="cpu")
     try:
-        if not _converted(path, first, edits, "pt"):
+        first = _converted(given, folder / "1.pt", edits, "pt")
+        if not first:
             return
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return
     assert _tensors(_inspected(first)) == _tensors(summary), "the tensors are others"
-    assert _converted(first, second, edits, "pt")
+    second = _converted(first, folder / "2.pt", edits, "pt")
+    assert second
     # Not always at once: Python has one object for a text of one character, of which a key of ours can be one.
-    if first.read_bytes() != second.read_bytes():
-        assert _converted(second, third, edits, "pt")
-        assert second.read_bytes() == third.read_bytes(), "what was written is not written again"
+    if _bytes(first) != _bytes(second):
+        third = _converted(second, folder / "3.pt", edits, "pt")
+        assert third and _bytes(second) == _bytes(third), "what was written is not written again"
+
+
+def _bytes(given: Given) -> bytes:
+    return given.getvalue() if isinstance(given, Memory) else given.read_bytes()
 
 
 _SOMEHOW: tuple[tuple[str, str, Edits], ...] = (
@@ -205,27 +230,34 @@ _SOMEHOW: tuple[tuple[str, str, Edits], ...] = (
 )
 
 
-def _convert_somehow(path: Path, choice: int, *, sound: bool) -> None:
+def _convert_somehow(given: Given, folder: Path, choice: int, *, sound: bool) -> None:
     name, format, edits = _SOMEHOW[choice % len(_SOMEHOW)]
-    target = path.parent / name
+    copy_tied = format == "safetensors" and bool(choice & 64)
     try:
-        written = _converted(path, target, edits, format, copy_tied=format == "safetensors" and bool(choice & 64))
+        written = _converted(given, folder / name, edits, format, copy_tied=copy_tied)
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return
-    if written and (format != "pickle" or _inspected(path)["storages"]):  # a pickle without tensors is no checkpoint
-        _inspected(target)
+    if written and (format != "pickle" or _inspected(given)["storages"]):  # a pickle without tensors is no checkpoint
+        _inspected(written)
 
 
-def _converted(path: Path, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> bool:
-    """Write `path`, edited, to `target` in `format`, unless torch is needed for that; then it is only planned."""
-    with open_input(path) as source:
+def _converted(given: Given, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> Given | None:
+    """What is `given`, edited, in `format`, unless torch is needed for that; then it is only planned. Of a file in
+    memory it is one too, called `target`; else it is written there.
+    """
+    with open_input(given) as source:
         output = OutputOptions(format=format, copy_tied=copy_tied, allow_unsafe=True, force=True)
         plan = make_plan(opening.read(source), target, edits, output)
         if _needs_torch(plan):
-            return False
-        write(FolderPlan(plan), source, output)
-        return True
+            return None
+        if isinstance(given, Path):
+            write(FolderPlan(plan), source, output)
+            return target
+        memory = Memory(target)
+        write_to_object(plan.files[0], FileObjectDestination(memory), verify=False)
+        source.check_unchanged()
+        return memory
 
 
 def _needs_torch(plan: Plan) -> bool:
