@@ -19,6 +19,7 @@ __all__ = ["Sums", "check_crc32", "checksum", "crc32_of"]
 
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
+_WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes
 
 
 class Sums:
@@ -39,7 +40,8 @@ class Sums:
         self._lock = threading.Lock()
         self._stopped = False
         self._error: BaseException | None = None
-        count = min(_MOST_THREADS, os.cpu_count() or 1, len(spans))
+        is_much = sum(span.length for span in spans) >= _WORTH_THREADS
+        count = min(_MOST_THREADS, os.cpu_count() or 1, len(spans)) if is_much else 0  # else who asks computes them
         self._threads = [threading.Thread(target=self._run, name="ckptconv-sums", daemon=True) for _ in range(count)]
 
     def __enter__(self) -> Sums:

@@ -39,12 +39,14 @@ def test_sums_are_zlibs_in_the_order_of_the_spans(source: Source) -> None:
         assert list(sums.results()) == [zlib.crc32(DATA[:end]) for end in ends]
 
 
-def test_nothing_to_sum_starts_no_thread() -> None:
-    """A conversion that knows its checksums pays nothing."""
-    before = threading.active_count()
-    with Sums(()) as sums:
-        assert threading.active_count() == before
-        assert list(sums.results()) == []
+@pytest.mark.parametrize("ends", [[], [10, 1000]])
+def test_next_to_nothing_to_sum_starts_no_thread(
+    ends: list[int], source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that knows its checksums pays nothing, and one of a small file has them sooner without."""
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=AssertionError("a thread was started")))
+    with Sums([span(source, 0, end) for end in ends]) as sums:
+        assert list(sums.results()) == [zlib.crc32(DATA[:end]) for end in ends]
 
 
 def test_a_range_that_is_damaged(source: Source) -> None:
