@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 
 _PAGE = (ROOT / "docs/threats.md").read_text()
 _USUAL = "tests/hostile/test_threats.py"
-_TEST = re.compile(r"`(?:(tests/[a-z_/]+\.py)::)?(test_[a-z0-9_]+)`")
+_TEST = re.compile(r"`(?:(tests/[a-z0-9_/]+\.py)::)?(test_[a-z0-9_]+)`")
 
 
 def defined_in(file: str) -> list[str]:
