@@ -49,6 +49,7 @@ __all__ = [
     "count",
     "printable",
     "require_torch",
+    "size",
     "some",
 ]
 
@@ -66,6 +67,14 @@ def printable(text: object) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def size(nbytes: int) -> str:
+    """`nbytes` in the decimal units that disks and the Hub use."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
+    return f"{nbytes / 1000**power:.3g} {' kMGT'[power]}B"
 
 
 def count(n: int, noun: str) -> str:

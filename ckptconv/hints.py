@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -112,7 +112,7 @@ class Message(str):
     """A text of parts, some of them options and commands: the text is what the command line says.
 
     What is added to it is another part. An f-string or ``join`` would make a text of it, in which the parts are lost:
-    outside of :mod:`ckptconv.cli` the tests let none pass.
+    outside of :mod:`ckptconv.cli` and :mod:`ckptconv.render` the tests let none pass.
     """
 
     parts: tuple[str | Option | Command, ...]
@@ -176,19 +176,16 @@ def in_python(said: _R) -> _R:
     elif isinstance(said, dict):
         found = {**said, **_messages_in(said)}
     elif is_dataclass(said) and not isinstance(said, type):
-        found = replace(said, **_messages_in(vars(said)))
+        found = replace(said, **_messages_in({each.name: getattr(said, each.name) for each in fields(said)}))
     return cast("_R", found)
 
 
 def _messages_in(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: translate(held[name]) for name, translate in _MESSAGES.items() if name in held}
+    return {name: in_python(held[name]) for name in _MESSAGES if name in held}
 
 
-#: Where results hold messages, and what becomes of them; a command to be typed stays one.
-_MESSAGES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("what", "hint", "text", "notes", "findings", "failed", "changes", "error", "report"), in_python),
-    **dict.fromkeys(("command", "remedy", "suggestion"), lambda line: line and str(line)),
-}
+#: Where results hold messages; a command to be typed (``command``, ``remedy``, ``suggestion``) stays one.
+_MESSAGES = ("what", "hint", "text", "notes", "findings", "failed", "changes", "error", "report")
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:

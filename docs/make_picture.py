@@ -16,12 +16,11 @@ from rich.text import Text
 from torch import nn
 
 from ckptconv.byteranges.sources import Source
-from ckptconv.cli.render.facts import facts
-from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Style
 from ckptconv.formats import opening
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import summarize
+from ckptconv.render.summary import summary_lines
+from ckptconv.render.text import Style
 
 COLUMNS = 80
 #: rich's own frame without the font that it would fetch from the network.
@@ -80,12 +79,7 @@ def drawn() -> list[str]:
             source.path = Path("gpt.pt")
             summary = summarize(opening.read(source), Host(cuda=0, mps=False))
     look = Style(width=COLUMNS, colour=True, unicode=True)
-    lines = [
-        *facts(summary, look, shown=len(summary["tensors"])),
-        "",
-        *table_lines(summary["tensors"], look),
-    ]
-    return ["\x1b[1m$ ckptconv inspect gpt.pt\x1b[0m", *lines]
+    return ["\x1b[1m$ ckptconv inspect gpt.pt\x1b[0m", *summary_lines(summary, look)]
 
 
 def picture() -> str:

@@ -12,9 +12,7 @@ import click
 
 from ckptconv.cli.commands import Command
 from ckptconv.cli.convert_batch import convert_batch
-from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
-from ckptconv.cli.render.batch import skipped_line
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place, check_edits
@@ -26,6 +24,8 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, Placeholder, command, option
+from ckptconv.render.batch import skipped_line
+from ckptconv.render.json_views import skipped_as_dict
 
 __all__ = ["convert_command"]
 
@@ -159,7 +159,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
 def _say(report: Report, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Show `report`; the exit status."""
     if as_json:
-        click.echo(json.dumps(report_as_dict(report)))
+        click.echo(json.dumps(report.as_dict()))
     elif not report.written or not quiet:
         show_report(report, style_of(sys.stderr if report.written else sys.stdout), verbose=verbose)
     for _, error in report.failed:

@@ -15,9 +15,6 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.spans import Progress
-from ckptconv.cli.json_views import report_as_dict, skipped_as_dict
-from ckptconv.cli.render.batch import item_line, skipped_line, sum_lines
-from ckptconv.cli.render.text import Style
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
 from ckptconv.conversion.executors import processes
@@ -26,7 +23,9 @@ from ckptconv.conversion.options import JobOptions
 from ckptconv.conversion.targets import Listing, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.hints import option
-from ckptconv.inspection.summary import SCHEMA_VERSION
+from ckptconv.render.batch import item_line, skipped_line, sum_lines
+from ckptconv.render.json_views import SCHEMA_VERSION, skipped_as_dict
+from ckptconv.render.text import Style
 
 __all__ = ["convert_batch"]
 
@@ -127,7 +126,7 @@ def _show_outcome(
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
     error = outcome.error
     if outcome.report:
-        report = report_as_dict(outcome.report)
+        report = outcome.report.as_dict()
         of_copies = ("schema_version", "src", "dst", "size", "written", "seconds")
         return {**{name: report[name] for name in of_copies}, "copied": True} if outcome.is_copy else report
     if error is None:

@@ -12,17 +12,16 @@ from typing import Any
 import click
 
 from ckptconv.cli.commands import Command
-from ckptconv.cli.json_views import difference_as_dict
 from ckptconv.cli.options import PATH, debug_option, edit_options
-from ckptconv.cli.render.difference import difference_lines
-from ckptconv.cli.render.text import Style
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.inspection.comparison.diff import Compared, compare
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
-from ckptconv.inspection.summary import SCHEMA_VERSION
+from ckptconv.render.difference import difference_lines
+from ckptconv.render.json_views import SCHEMA_VERSION
+from ckptconv.render.text import Style
 
 __all__ = ["diff_command"]
 
@@ -110,7 +109,7 @@ class _Shown:
     def difference(self, found: Difference, compared: Compared, name: str = "") -> int:
         """Show `found`, of the checkpoints of this `name`; the exit status."""
         if self.as_json:
-            click.echo(json.dumps(difference_as_dict(found)))
+            click.echo(json.dumps(found.as_dict()))
         elif not self.quiet:
             before = self.style.text(f"{name}: ") if name else ""
             lines = difference_lines(found, self.style, everything=self.verbose, names_only=compared.names_only)

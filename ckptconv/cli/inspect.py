@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -13,16 +14,15 @@ import click
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
-from ckptconv.cli.render.facts import facts
-from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Style, cells, natural
-from ckptconv.cli.render.tree import tree_lines
-from ckptconv.cli.terminal import screen_size, show_error, style_of
-from ckptconv.errors import CkptconvError, NoMatchError
+from ckptconv.cli.terminal import show_error, style_of
+from ckptconv.errors import CkptconvError, InputError, NoMatchError
 from ckptconv.inspection.summary import Summary, TensorSummary, summary_of
+from ckptconv.inspection.verification import checkpoints_in
+from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
+from ckptconv.render.summary import summary_lines
+from ckptconv.render.text import Style, natural
 
 __all__ = ["inspect_command"]
-_ROWS = 40  # of the tensor table on a terminal, at most
 
 
 @click.command(
@@ -46,92 +46,94 @@ _ROWS = 40  # of the tensor table on a terminal, at most
     "--limit",
     metavar="N",
     type=click.IntRange(min=0),
-    help=f"Show N rows of the table, or lines of the tree (on a terminal: what fits the screen, at most {_ROWS}).",
+    help="Show N rows of the table, or lines of the tree (on a terminal: what fits 24 lines in all).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
 @debug_option
 def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: Any) -> int:
-    """Show what is in a checkpoint, without loading it."""
+    """Show what is in checkpoints, without loading them.
+
+    Of a folder, and of more than two, there is a table with a line for each; shards and folders of
+    torch.distributed.checkpoint count as one.
+    """
+    style = style_of(sys.stdout)
+    every = list(chain.from_iterable(map(_checkpoints, paths)))
+    about_tensors = as_json or view["tree"] or view["include"] or view["exclude"]
+    lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
-    for i, path in enumerate(paths):
+    for i, path in enumerate(every):
         try:
             summary = summary_of(path)
+            if lines is not None:
+                lines.append(line_of(summary))
+                continue
             selected = _selected(summary, view["include"], view["exclude"], view["sort"])
         except CkptconvError as error:
             if debug:
                 raise
             show_error(error)
             status = 1
+            if lines is not None:
+                lines.append(unread_line(path))
             continue
         if as_json:
-            click.echo(json.dumps({**summary, "tensors": selected}))
-        else:
-            if i:
-                click.echo()
-            _show(
-                summary,
-                selected,
-                tree=view["tree"],
-                limit=view["limit"],
-                everything=view["everything"],
-                by_size=view["sort"] == "size",
-            )
+            click.echo(json.dumps(replace(summary, tensors=tuple(selected)).as_dict()))
+            continue
+        if i:
+            click.echo()
+        shown = {name: view[name] for name in ("tree", "limit", "everything")}
+        _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
+    if lines is not None:
+        if view["sort"]:
+            lines.sort(key=lambda line: (-line.nbytes,) if view["sort"] == "size" else natural(line.path))
+        _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
     return status
+
+
+def _checkpoints(path: str) -> list[str]:
+    """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder."""
+    try:
+        found = checkpoints_in(path)
+    except InputError:  # which inspecting it says again
+        return [path]
+    return [path] if len(found) == 1 and found[0].endswith(".json") else found
+
+
+def _show(lines: Iterable[str], style: Style) -> None:
+    for line in lines:
+        click.echo(line, color=style.colour)
 
 
 def _selected(
     summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...], sort: str | None
-) -> list[TensorSummary]:
+) -> Sequence[TensorSummary]:
     """The tensors to show. A glob that matches nothing is a typo."""
-    tensors = summary["tensors"]
+    tensors: Sequence[TensorSummary] = summary.tensors
     if include or exclude:
         tensors = _filtered(summary, include, exclude)
     if sort == "size":
-        return sorted(tensors, key=lambda tensor: -tensor["nbytes"])
-    return sorted(tensors, key=lambda tensor: natural(tensor["path"])) if sort else tensors
+        return sorted(tensors, key=lambda tensor: -tensor.nbytes)
+    return sorted(tensors, key=lambda tensor: natural(tensor.path)) if sort else tensors
 
 
-def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[TensorSummary]:
+def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> Sequence[TensorSummary]:
     """The tensors that the globs leave, each under the first of its names that they leave: what
     stands in a module that has two names has two.
     """
     names: dict[str, list[str]] = {}
-    for named in chain.from_iterable(module["tensors"] for module in summary["modules"]):
-        if named["path"] is not None:
-            names.setdefault(named["path"], []).append(named["name"])
+    for named in chain.from_iterable(module.tensors for module in summary.modules):
+        if named.path is not None:
+            names.setdefault(named.path, []).append(named.name)
     called: list[tuple[TensorSummary, Sequence[str | None]]] = [
-        (tensor, names.get(tensor["path"]) or [tensor["name"]]) for tensor in summary["tensors"]
+        (tensor, names.get(tensor.path) or [tensor.name]) for tensor in summary.tensors
     ]
     for glob in (*include, *exclude):
-        if not any(matches(glob, tensor["path"], name) for tensor, each in called for name in each):
-            raise NoMatchError(f"no tensor matches {glob!r}", where=summary["path"])
+        if not any(matches(glob, tensor.path, name) for tensor, each in called for name in each):
+            raise NoMatchError(f"no tensor matches {glob!r}", where=summary.path)
 
     def is_left(path: str, name: str | None) -> bool:
         taken = not include or any(matches(glob, path, name) for glob in include)
         return taken and not any(matches(glob, path, name) for glob in exclude)
 
-    left = [(tensor, [name for name in each if is_left(tensor["path"], name)]) for tensor, each in called]
-    return [{**tensor, "name": each[0]} for tensor, each in left if each]
-
-
-def _show(
-    summary: Summary, tensors: list[TensorSummary], *, tree: bool, limit: int | None, everything: bool, by_size: bool
-) -> None:
-    style = style_of(sys.stdout)
-    lines = list(facts(summary, style, shown=len(tensors)))
-    if tensors and limit != 0:
-        lines.append("")
-    height = None
-    if everything:
-        limit = None
-    elif limit is None and style.width is not None:
-        limit, height = _ROWS, screen_size().lines - _rows_of(lines, style) - 1  # which the prompt needs
-    draw = tree_lines if tree else table_lines
-    table = draw(tensors, style, limit=limit, height=height, fold=not everything, by_size=by_size)
-    for line in chain(lines, table):
-        click.echo(line, color=style.colour)
-
-
-def _rows_of(lines: list[str], style: Style) -> int:
-    """How much of the screen `lines` take: the terminal breaks what is too long for it."""
-    return sum(max(1, -(-cells(click.unstyle(line)) // style.columns)) for line in lines)
+    left = [(tensor, [name for name in each if is_left(tensor.path, name)]) for tensor, each in called]
+    return [replace(tensor, name=each[0]) for tensor, each in left if each]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ckptconv.cli.render.text import Style
 from ckptconv.errors import CkptconvError
+from ckptconv.render.text import Style
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.spans import Progress
@@ -22,7 +22,7 @@ PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
 
 
 def show_error(error: CkptconvError) -> None:
-    click.echo(f"ckptconv: {error}", err=True)
+    click.echo(style_of(sys.stderr).text(f"ckptconv: {error}"), err=True)
 
 
 def style_of(stream: TextIO) -> Style:
@@ -70,7 +70,7 @@ def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
 
 
 def show_report(report: Report, style: Style, *, verbose: bool) -> None:
-    from ckptconv.cli.render.report import report_lines
+    from ckptconv.render.report import report_lines
 
     for line in report_lines(report, style, every_name=verbose):
         click.echo(line, err=report.written, color=style.colour)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import click
 
 from ckptconv.cli.commands import Command
-from ckptconv.cli.json_views import verdict_as_dict
 from ckptconv.cli.options import PATH, debug_option
-from ckptconv.cli.render.verdict import verdict_lines
-from ckptconv.cli.terminal import progress_bar, show_error
+from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import option
-from ckptconv.inspection.summary import SCHEMA_VERSION
 from ckptconv.inspection.verification import checkpoints_in, verdict_on
+from ckptconv.render.json_views import SCHEMA_VERSION
+from ckptconv.render.verdict import verdict_lines
 
 __all__ = ["verify_command"]
 
@@ -76,10 +76,10 @@ def verify_command(
             continue
         passed, failed = (passed + 1, failed) if verdict.ok else (passed, failed + 1)
         if as_json:
-            click.echo(json.dumps(verdict_as_dict(verdict)))
+            click.echo(json.dumps(verdict.as_dict()))
         else:
             for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
-                click.echo(line)
+                click.echo(style_of(sys.stdout).text(line))
     if passed + failed > 1 and not as_json and not quiet:
         click.echo(f"{count(passed + failed, 'checkpoint')}: {passed:,} ok, {failed:,} failed")
     return 1 if failed else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
@@ -25,6 +27,9 @@ from ckptconv.formats.writers import DEFAULT, WRITERS, words
 from ckptconv.hints import option
 from ckptconv.output.other_files import OtherFile
 from ckptconv.pickles.graph import Global
+from ckptconv.render.json_views import report_as_dict
+from ckptconv.render.report import report_lines
+from ckptconv.render.result import Result
 from ckptconv.safety.scan import dangers_carried
 
 __all__ = ["InPlace", "Plan", "Report", "Verified", "make_plan", "report_of"]
@@ -89,8 +94,8 @@ class Verified:
     output: bool
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Result):
     """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run, ``changed`` where
     the output says what the source says.
 
@@ -130,6 +135,16 @@ class Report:
     def nbytes(self) -> int:
         """How many bytes were written, or would be."""
         return self.in_place.nbytes if self.in_place else self.size
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``convert --json`` prints."""
+        return report_as_dict(self)
+
+    def _lines(self) -> Iterator[str]:
+        return report_lines(self)
+
+    def _title(self) -> str:
+        return next(report_lines(self))
 
 
 def make_plan(

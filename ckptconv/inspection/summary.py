@@ -1,12 +1,14 @@
-"""Summarise a checkpoint as a plain, versioned dict. All sizes in bytes."""
+"""Summarise a checkpoint. All sizes in bytes."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import TypedDict
+from typing import Any, Literal, TypeAlias, get_args
 
 from ckptconv.byteranges.sources import Input, Readable, SourceFolder
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
@@ -27,23 +29,30 @@ from ckptconv.inspection.diagnosis.host import Host, this_host
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
+from ckptconv.render.json_views import summary_as_dict
+from ckptconv.render.result import Result
+from ckptconv.render.summary import summary_lines
 from ckptconv.safety.scan import Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
-__all__ = ["SCHEMA_VERSION", "Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
+__all__ = ["Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
 
-SCHEMA_VERSION = 1
 _ORDERED_DICT = "collections.OrderedDict"
+_Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
+_KINDS = get_args(_Kind)
+_AVERAGE = re.compile(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 
 
-class Share(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Share:
     """How many tensors have something in common, and the bytes of their storages."""
 
     tensors: int
     nbytes: int
 
 
-class StateDictSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class StateDictSummary:
     """A state dict: where it is, what it holds, and the first segments of its names with their number."""
 
     path: str
@@ -54,7 +63,8 @@ class StateDictSummary(TypedDict):
     names: int
 
 
-class NamedTensor(TypedDict):
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
     """A name in the state dict that a module would give, and the path of its tensor in the file.
 
     None where nothing but the module has one.
@@ -64,7 +74,8 @@ class NamedTensor(TypedDict):
     path: str | None
 
 
-class ModuleSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class ModuleSummary:
     """A whole module: its class, as the file names it, and the state dict that it would give.
 
     ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known.
@@ -72,15 +83,16 @@ class ModuleSummary(TypedDict):
 
     path: str
     class_name: str
-    tensors: list[NamedTensor]
+    tensors: tuple[NamedTensor, ...]
     parameters: int
     nbytes: int
     prefixes: dict[str, int]
-    unknown: list[str]
+    unknown: tuple[str, ...]
     trouble: str | None
 
 
-class TensorSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
     """One row of the tensor table; shape, stride and offset in elements.
 
     ``name`` is the key in a mapping, or the name in the state dict that the whole
@@ -92,8 +104,8 @@ class TensorSummary(TypedDict):
     module: str | None
     kind: str
     dtype: str
-    shape: list[int]
-    stride: list[int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
     device: str | None
     nbytes: int
@@ -102,7 +114,8 @@ class TensorSummary(TypedDict):
     tied_to: str | None
 
 
-class ConcernSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class ConcernSummary:
     """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
     many more places, and whether no checkpoint needs it.
     """
@@ -113,7 +126,8 @@ class ConcernSummary(TypedDict):
     more: int
 
 
-class ReasonSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class ReasonSummary:
     """Why torch refuses the file, or why that is not known, and where; None where it is the file as a whole.
 
     ``needs`` is the module of torch's own that it wants imported first, if that is all.
@@ -125,7 +139,8 @@ class ReasonSummary(TypedDict):
     needs: str | None
 
 
-class TorchLoadSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class TorchLoadSummary:
     """Whether ``torch.load`` loads the file: ``loads``, ``refused`` or ``not known``, on a machine that has none of
     the devices in it; which call that is, and the version of torch whose rules were followed.
     """
@@ -133,10 +148,11 @@ class TorchLoadSummary(TypedDict):
     answer: Answer
     call: str
     torch: str
-    reasons: list[ReasonSummary]
+    reasons: tuple[ReasonSummary, ...]
 
 
-class JournalSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class JournalSummary:
     """An undo journal beside a file, as large as it is; ``hot``: the change that it is of was not finished."""
 
     path: str
@@ -144,29 +160,43 @@ class JournalSummary(TypedDict):
     hot: bool
 
 
-class RecordSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class RecordSummary:
     """A record of the file, and its size."""
 
     name: str
     nbytes: int
 
 
-class Summary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors that belong together, as people say it: what they are, where, how many, and their bytes, ties in it once.
+
+    An EMA is a state dict at a path with a word for one.
+    """
+
+    kind: _Kind
+    path: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Result):
     """What :func:`inspect` returns.
 
     ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
 
     ``journals`` are those of changes in place, ``superseded`` what such a change replaced and left in the file.
     ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts
-    that a safetensors file has.
+    that a safetensors file has. ``parts`` say by what they are in all tensors; ``as_dict()`` has them not.
     """
 
-    schema_version: int
     path: str
     format: str
     size: int
     loads_here: bool | None
-    findings: list[Advice]
+    findings: tuple[Advice, ...]
     remedy: str | None
     protocol: int | None
     nbytes: int
@@ -174,25 +204,36 @@ class Summary(TypedDict):
     storages: int
     dtypes: dict[str, Share]
     devices: dict[str, Share]
-    state_dicts: list[StateDictSummary]
-    modules: list[ModuleSummary]
-    ties: list[list[str]]
-    views: list[str]
-    rng_states: list[str]
+    state_dicts: tuple[StateDictSummary, ...]
+    modules: tuple[ModuleSummary, ...]
+    ties: tuple[tuple[str, ...], ...]
+    views: tuple[str, ...]
+    rng_states: tuple[str, ...]
     weights_only: bool
-    torch_load: TorchLoadSummary
     obstacles: dict[str, int]
+    torch_load: TorchLoadSummary
     safety: Level
-    concerns: list[ConcernSummary]
-    dangerous: list[str]
+    concerns: tuple[ConcernSummary, ...]
+    dangerous: tuple[str, ...]
     globals: dict[str, int]
     user_devices: dict[str, str]
     others: dict[str, str]
     metadata: dict[str, str]
-    journals: list[JournalSummary]
-    superseded: list[RecordSummary]
-    notes: list[str]
-    tensors: list[TensorSummary]
+    journals: tuple[JournalSummary, ...]
+    superseded: tuple[RecordSummary, ...]
+    notes: tuple[str, ...]
+    tensors: tuple[TensorSummary, ...]
+    parts: tuple[Part, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``inspect --json`` prints."""
+        return summary_as_dict(self)
+
+    def _lines(self) -> Iterator[str]:
+        return summary_lines(self)
+
+    def _title(self) -> str:
+        return next(summary_lines(self))
 
 
 @for_python
@@ -235,12 +276,11 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     places = checkpoint.index.every_place
     others = dict(_others(checkpoint, places))
     return Summary(
-        schema_version=SCHEMA_VERSION,
         path=str(checkpoint.source.path),
         format=checkpoint.format,
         size=checkpoint.source.size,
         loads_here=diagnosis.loads_here,
-        findings=diagnosis.findings,
+        findings=tuple(diagnosis.findings),
         remedy=diagnosis.remedy,
         protocol=graph.protocol if has_pickle else None,
         nbytes=sum(info.nbytes for info in untied),
@@ -248,35 +288,60 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         storages=len(checkpoint.storages),
         dtypes=_dtypes(untied),
         devices=_devices(checkpoint, untied) if has_pickle else {},
-        state_dicts=[_state_dict(found, checkpoint) for found in detected.state_dicts],
-        modules=[_module(found, checkpoint) for found in detected.modules],
+        state_dicts=tuple(_state_dict(found, checkpoint) for found in detected.state_dicts),
+        modules=tuple(_module(found, checkpoint) for found in detected.modules),
         ties=_ties(tensors),
-        views=[
+        views=tuple(
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
-        ],
-        rng_states=[info.path for info in detected.rng_states],
+        ),
+        rng_states=tuple(info.path for info in detected.rng_states),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint),
         safety=level_of(checkpoint, concerned, loading),
-        concerns=[
+        concerns=tuple(
             ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
             for each in concerned
-        ],
-        dangerous=sorted(concern.name for concern in concerned if concern.dangerous),
+        ),
+        dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
         globals=dict(globals_.most_common()),
         user_devices=user_devices(places),
         others=others,
         metadata=checkpoint.metadata,
         journals=_journals(checkpoint.source),
-        superseded=[
+        superseded=tuple(
             RecordSummary(name=each.path, nbytes=each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED
-        ],
-        notes=list(checkpoint.notes),
-        tensors=[
+        ),
+        notes=tuple(checkpoint.notes),
+        tensors=tuple(
             _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
-        ],
+        ),
+        parts=_parts(checkpoint),
     )
+
+
+def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
+    """The tensors of `checkpoint` by what they belong to."""
+    detected = checkpoint.detected
+    whole: dict[int, tuple[_Kind, str]] = {}
+    for found in detected.state_dicts:
+        whole[id(found.node)] = ("EMA" if _AVERAGE.search(found.path) else "model", found.path)
+    for module in detected.modules:
+        whole[id(module.place.node)] = ("model", module.path)
+    rng = {info.path for info in detected.rng_states}
+    parts_of: dict[int, tuple[_Kind, str] | None] = {}
+    found_parts: dict[tuple[_Kind, str], list[TensorInfo]] = {}
+    for place in checkpoint.index.every_place:
+        above = parts_of.get(id(place.parent))
+        here = whole.get(id(place.node))
+        if here is None and id(place.node) in detected.optimizer_nodes:
+            here = "optimizer", place.path
+        part = parts_of[id(place)] = above or here
+        if info := checkpoint.tensors.get(place.path):
+            own: tuple[_Kind, str] = ("RNG states", "") if place.path in rng else part or ("other", "")
+            found_parts.setdefault(own, []).append(info)
+    parts = [Part(*named, len(infos), _sizes(infos)[1]) for named, infos in found_parts.items()]
+    return tuple(sorted(parts, key=lambda part: _KINDS.index(part.kind)))
 
 
 def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
@@ -285,7 +350,7 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
         answer=loading.answer,
         call=CALL,
         torch=loading.torch,
-        reasons=[
+        reasons=tuple(
             ReasonSummary(
                 refused=reason.known == "refused",
                 text=reason.text,
@@ -293,38 +358,38 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
                 needs=reason.needs,
             )
             for reason in loading.reasons[: LIMITS.concerns]
-        ],
+        ),
     )
 
 
-def _journals(source: Readable) -> list[JournalSummary]:
+def _journals(source: Readable) -> tuple[JournalSummary, ...]:
     """The undo journals beside the files of `source`."""
     if not source.is_stored:
-        return []
+        return ()
     folder = source.folder if isinstance(source, SourceFolder) else source.path
-    return [
+    return tuple(
         JournalSummary(path=str(path), nbytes=path.lstat().st_size, hot=state == HOT)
         for target, state in journals_of(folder)
         if os.path.lexists(path := journal_path(target))
-    ]
+    )
 
 
 def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
-    found: dict[str, Share] = {}
-    for info in tensors:
-        share = found.setdefault(info.dtype, Share(tensors=0, nbytes=0))
-        share["tensors"] += 1
-        share["nbytes"] += info.nbytes
-    return found
+    return _shares((info.dtype, 1, info.nbytes) for info in tensors)
 
 
 def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
-    found: dict[str, Share] = {}
-    for storage in checkpoint.storages.values():
-        found.setdefault(storage.device, Share(tensors=0, nbytes=0))["nbytes"] += storage.nbytes
-    for info in tensors:
-        found.setdefault(info.device, Share(tensors=0, nbytes=0))["tensors"] += 1
-    return found
+    stored = [(storage.device, 0, storage.nbytes) for storage in checkpoint.storages.values()]
+    return _shares([*stored, *((info.device, 1, 0) for info in tensors)])
+
+
+def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
+    """The sums of so many tensors and bytes by their word."""
+    tensors, sizes = Counter[str](), Counter[str]()
+    for word, n, nbytes in counted:
+        tensors[word] += n
+        sizes[word] += nbytes
+    return {word: Share(n, sizes[word]) for word, n in tensors.items()}
 
 
 def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
@@ -347,11 +412,11 @@ def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
     return ModuleSummary(
         path=found.path,
         class_name=found.cls,
-        tensors=[NamedTensor(name=n, path=places[n].path if n in places else None) for n in found.tensors],
+        tensors=tuple(NamedTensor(name=n, path=places[n].path if n in places else None) for n in found.tensors),
         parameters=parameters,
         nbytes=nbytes,
         prefixes=dict(prefixes_of(found.tensors).most_common()),
-        unknown=list(found.unknown),
+        unknown=tuple(found.unknown),
         trouble=found.trouble,
     )
 
@@ -362,12 +427,12 @@ def _sizes(infos: list[TensorInfo]) -> tuple[int, int]:
     return sum(prod(info.shape) for info in distinct.values()), sum(info.nbytes for info in distinct.values())
 
 
-def _ties(tensors: list[TensorInfo]) -> list[list[str]]:
+def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
     groups: dict[str, list[str]] = {}
     for info in tensors:
         if info.tied_to is not None:
             groups.setdefault(info.tied_to, [info.tied_to]).append(info.path)
-    return list(groups.values())
+    return tuple(map(tuple, groups.values()))
 
 
 def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool) -> TensorSummary:
@@ -377,8 +442,8 @@ def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_de
         module=module,
         kind=info.kind,
         dtype=info.dtype,
-        shape=list(info.shape),
-        stride=list(info.stride),
+        shape=info.shape,
+        stride=info.stride,
         offset=info.offset,
         device=info.device if stores_device else None,
         nbytes=info.nbytes,

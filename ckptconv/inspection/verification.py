@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import read
@@ -34,6 +34,9 @@ from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.render.json_views import verdict_as_dict
+from ckptconv.render.result import Result
+from ckptconv.render.verdict import verdict_lines
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 from ckptconv.safety.torch_load import Loading, torch_loading
@@ -66,8 +69,8 @@ class Finding:
         return f"{self.level}: {line}"
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Result):
     """What :func:`verify` found.
 
     ``format`` and ``safety`` are None where no checkpoint could be made of the file;
@@ -92,6 +95,16 @@ class Verdict:
         """Whether it is sound and not dangerous."""
         bad = {"damaged", "unknown", "dangerous"} | ({"needs code"} if self.strict else set())
         return not any(finding.level in bad for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``verify --json`` prints."""
+        return verdict_as_dict(self)
+
+    def _lines(self) -> Iterator[str]:
+        return verdict_lines(self)
+
+    def _title(self) -> str:
+        return [*verdict_lines(self)][-1]
 
 
 @for_python

@@ -203,7 +203,7 @@ def test_safetensors_files_to_torch_and_back(everything: list[dict[str, str]], t
     for path in files:
         wanted = load_file(path)
         summary = ckptconv.inspect(path)
-        assert {tensor["name"]: tuple(tensor["shape"]) for tensor in summary["tensors"]} == {
+        assert {tensor.name: tuple(tensor.shape) for tensor in summary.tensors} == {
             name: tuple(tensor.shape) for name, tensor in wanted.items()
         }
         ckptconv.convert(path, tmp_path / "there.pt", map_location="cuda:0", force=True)
@@ -309,7 +309,7 @@ def state_dicts_in(value: Any) -> Iterator[dict[str, Any]]:
 
 def state_dict_path(path: str) -> str:
     """Where the state dict stands that is meant: the only one, or that with a usual name."""
-    paths = [found["path"] for found in ckptconv.inspect(path)["state_dicts"]]
+    paths = [found.path for found in ckptconv.inspect(path).state_dicts]
     return paths[0] if len(paths) == 1 else next(p for p in paths if p in ("state_dict", "model", "model_state_dict"))
 
 

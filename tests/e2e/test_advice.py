@@ -476,7 +476,7 @@ CASES: dict[str, Case] = {
     "ties in safetensors": Case(
         saved(lambda: dict.fromkeys("ab", torch.ones(4))), "convert {m}.pt out.safetensors",
         r"(--copy-tied) writes the tensors", "load_file has every name",
-        lambda made: _equal(sorted(load_file(made)), ["a", "b"]), "cli/render/report.py:_tie_lines:option copy_tied",
+        lambda made: _equal(sorted(load_file(made)), ["a", "b"]), "render/report.py:_tie_lines:option copy_tied",
         made="convert {m}.pt out.safetensors -f",
     ),
     "a call that no checkpoint needs": Case(
@@ -544,12 +544,12 @@ CASES: dict[str, Case] = {
     "a change in place": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"(ckptconv undo .*) gives", "the old bytes",
         lambda made: _equal(zoo and list(ckptconv.open(made).tensors), list(weights())),
-        "cli/render/report.py:report_lines:command undo",
+        "render/report.py:report_lines:command undo",
     ),
     "a change in place that is shown": Case(
         lambda m: (saved(weights, ("cuda:0",))(m), main(["convert", m + ".pt", "--to", "cpu", "--in-place"])),
         "inspect {m}.pt", r"(ckptconv undo .*) takes", "the old bytes", nothing,
-        "cli/render/facts.py:_in_place:command undo",
+        "render/facts.py:_in_place:command undo",
     ),
     "in place, what moves tensors": Case(
         saved(weights), "convert {m}.pt --in-place --dtype bf16", r"give an output: (ckptconv .*)",
@@ -570,7 +570,7 @@ CASES: dict[str, Case] = {
     "what a batch leaves of a folder": Case(
         lambda m: (_folder(m), Path(m, "readme").touch()), "convert {m} all --to cpu", r"(--copy-others) takes",
         "it is there",
-        is_there("all/readme"), "cli/render/batch.py:sum_lines:option copy_others", made="convert {m} all -f --to cpu",
+        is_there("all/readme"), "render/batch.py:sum_lines:option copy_others", made="convert {m} all -f --to cpu",
     ),
     "shards by themselves": Case(
         lambda m: _sharded(m), "convert {m}/model-00001-of-00002.safetensors {m}/model-00002-of-00002.safetensors some",
@@ -778,12 +778,12 @@ CASES: dict[str, Case] = {
     # more rows
     "more tensors": Case(
         saved(weights), "inspect {m}.pt --limit 1", r"\((--all) shows", "all are shown", nothing,
-        "cli/render/table.py:footer:option all", made="inspect {m}.pt",
+        "render/table.py:footer:option all", made="inspect {m}.pt",
     ),
     "more values": Case(
         saved(lambda: {"a": [{"b": i} for i in range(40)], **weights()}), "inspect {m}.pt", r"more \((--json)\)",
         "all are shown",
-        nothing, "cli/render/facts.py:_values:option json",
+        nothing, "render/facts.py:_values:option json",
     ),
     # the library
     "load without the device": Case(

@@ -73,7 +73,7 @@ def test_snippets_are_typed(tmp_path: Path) -> None:
         "import ckptconv\n"
         "ckptconv.convert('a.pt', 'b.pt', map_location=3)\n"
         "ckptconv.load('a.pt', state_dict='model')\n"
-        "x: str = ckptconv.inspect('a.pt')['nbytes']\n"
+        "x: str = ckptconv.inspect('a.pt').nbytes\n"
         "ckptconv.open('a.pt').load(3)\n"
         "ckptconv.save([], 'a.pt', format='zip')\n"
         "y: list[int] = ckptconv.strip_prefix({'a': 1}, 'module.')\n"

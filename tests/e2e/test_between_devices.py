@@ -309,7 +309,7 @@ def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
 
 def reported(path: Path) -> dict[str, int]:
     """The bytes on each device, as ``inspect`` says."""
-    return {tag: found["nbytes"] for tag, found in ckptconv.inspect(path)["devices"].items()}
+    return {tag: found.nbytes for tag, found in ckptconv.inspect(path).devices.items()}
 
 
 def test_a_report_of_mixed_devices(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
-    return {t["path"]: (t["kind"], t["shape"], t["nbytes"]) for t in ckptconv.inspect(path)["tensors"]}
+    return {t.path: (t.kind, t.shape, t.nbytes) for t in ckptconv.inspect(path).tensors}
 
 
 # Made by torch
@@ -50,8 +50,8 @@ def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
 
 def test_torch_needs_an_import_alone(run: Path) -> None:
     """Of torch's own: ``inspect`` and ``load`` say which module that is, and it is all that it takes."""
-    (finding,) = [each for each in ckptconv.inspect(run / "dtensor0.pt")["findings"] if each["kind"] == "import"]
-    assert finding["text"].endswith("only after `import torch.distributed.tensor`")
+    (finding,) = [each for each in ckptconv.inspect(run / "dtensor0.pt").findings if each.kind == "import"]
+    assert finding.text.endswith("only after `import torch.distributed.tensor`")
     program = (
         "import sys, ckptconv\n"
         "try:\n    ckptconv.load(sys.argv[1])\n"
@@ -71,9 +71,9 @@ def test_they_are_shown(run: Path) -> None:
     A replicated one is no exception.
     """
     found = kinds(run / "dtensor1.pt")
-    assert found["model/net.weight"] == ("partial", [5, 3], 0)
-    assert found["model/net.weight/.__state__[1]/_local_tensor"] == ("strided", [2, 3], 24)
-    assert found["model/net.bias"][:2] == ("partial", [3])
+    assert found["model/net.weight"] == ("partial", (5, 3), 0)
+    assert found["model/net.weight/.__state__[1]/_local_tensor"] == ("strided", (2, 3), 24)
+    assert found["model/net.bias"][:2] == ("partial", (3,))
     assert found["model/steps"][0] == "strided"
     assert [path for path, (kind, _, _) in found.items() if kind == "partial"] == [
         "model/net.weight",
@@ -81,7 +81,7 @@ def test_they_are_shown(run: Path) -> None:
         "model/net.head",
         "optimizer/state[0]/exp_avg",
     ]
-    (note,) = ckptconv.inspect(run / "dtensor1.pt")["notes"]
+    (note,) = ckptconv.inspect(run / "dtensor1.pt").notes
     assert note.startswith(
         "partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file holds what one process had"
     )
@@ -89,8 +89,8 @@ def test_they_are_shown(run: Path) -> None:
 
 def test_sharded_tensors_are_shown(run: Path) -> None:
     found = kinds(run / "sharded0.pt")
-    assert found["weight"] == ("partial", [5, 3], 0)
-    assert [value for path, value in found.items() if path != "weight"] == [("strided", [3, 3], 36)]
+    assert found["weight"] == ("partial", (5, 3), 0)
+    assert [value for path, value in found.items() if path != "weight"] == [("strided", (3, 3), 36)]
 
 
 def test_the_state_dict_is_one(run: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
     checkpoint = read(tmp_path / "gpu.pt")
     assert {storage.device for storage in checkpoint.storages.values()} == {"cuda:1"}
     assert [argument.device for argument in checkpoint.index.device_arguments] == ["cuda:1"] * 4
-    ((path, device),) = ckptconv.inspect(tmp_path / "gpu.pt")["user_devices"].items()
+    ((path, device),) = ckptconv.inspect(tmp_path / "gpu.pt").user_devices.items()
     assert path.endswith(".mesh/._device_type") and device == "cuda"
 
 
@@ -137,7 +137,7 @@ def test_never_as_if_whole(run: Path, tmp_path: Path, edits: dict[str, Any]) -> 
     assert "exclude=['model/net.weight', 'model/net.bias', 'model/net.head']" in message
     assert not (tmp_path / "out.safetensors").exists()
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "out.safetensors", exclude="net.*", **edits)
-    assert [t["path"] for t in ckptconv.inspect(tmp_path / "out.safetensors")["tensors"]] == ["steps"]
+    assert [t.path for t in ckptconv.inspect(tmp_path / "out.safetensors").tensors] == ["steps"]
 
 
 PART = r"\(one process's part of it\); save it whole"
@@ -224,9 +224,9 @@ def test_an_object_of_parts(old: ModuleType, tmp_path: Path, newer: bool) -> Non
     obj = {"net.weight": sharded_object(old, metadata), "net.bias": torch.ones(3)}
     zoo.save(obj, tmp_path / "src.pt", ("cuda:0",))
     found = kinds(tmp_path / "src.pt")
-    assert found.pop("net.weight") == ("partial", [4, 3], 0)
-    assert found.pop("net.bias") == ("strided", [3], 12)
-    assert list(found.values()) == [("strided", [2, 3], 24)]
+    assert found.pop("net.weight") == ("partial", (4, 3), 0)
+    assert found.pop("net.bias") == ("strided", (3,), 12)
+    assert list(found.values()) == [("strided", (2, 3), 24)]
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "out.pt", map_location="cpu", strip_prefix="net.")
     out, tags = tags_of(tmp_path / "out.pt")
     assert tags == ["cpu", "cpu"] and list(out) == ["weight", "bias"]
@@ -280,7 +280,7 @@ def test_calls_around_calls(tmp_path: Path) -> None:
         return torch._utils._rebuild_parameter, (inner, True, None)
 
     torch.save({"w": around(torch.ones(2), 20, parameter)}, tmp_path / "x.pt")
-    assert kinds(tmp_path / "x.pt")["w"] == ("strided", [2], 8)
+    assert kinds(tmp_path / "x.pt")["w"] == ("strided", (2,), 8)
     torch.save({"w": around(torch.ones(2), 100, parameter)}, tmp_path / "x.pt")
     with pytest.raises(LimitError, match="at w: too many calls around each other"):
         ckptconv.inspect(tmp_path / "x.pt")
@@ -293,4 +293,4 @@ def test_a_tensor_in_many_calls(tmp_path: Path) -> None:
         return torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (inner, inner, torch.Size((2,))))
 
     torch.save({"w": around(torch.ones(2), 40, sparse)}, tmp_path / "x.pt")
-    assert kinds(tmp_path / "x.pt")["w"] == ("sparse", [2], 8 << 40)
+    assert kinds(tmp_path / "x.pt")["w"] == ("sparse", (2,), 8 << 40)

@@ -234,7 +234,7 @@ of_export = writing(lambda: exported(), None)
 
 
 def tags(name: str) -> set[str]:
-    return set(ckptconv.inspect(name)["devices"])
+    return set(ckptconv.inspect(name).devices)
 
 
 def loads_into(name: str) -> Callable[[], Any]:

@@ -15,15 +15,12 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
-from ckptconv.cli.render.facts import facts
-from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Style
-from ckptconv.cli.render.tree import tree_lines
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions
@@ -40,6 +37,10 @@ from ckptconv.output.files import write_to_object
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
+from ckptconv.render.facts import facts
+from ckptconv.render.table import table_lines
+from ckptconv.render.text import Style
+from ckptconv.render.tree import tree_lines
 from tests.fuzz import folders, unpicklers
 from tests.support.reference_machine import trace
 
@@ -191,7 +192,7 @@ def _check_refusal(error: CkptconvError, *, sound: bool) -> None:
 
 def _draw(summary: Summary) -> None:
     for look in (Style(), Style(80, colour=True), Style(120, unicode=False)):
-        lines = [*facts(summary, look), *table_lines(summary["tensors"], look), *tree_lines(summary["tensors"], look)]
+        lines = [*facts(summary, look), *table_lines(summary.tensors, look), *tree_lines(summary.tensors, look)]
         for line in [] if look.colour else lines:
             assert line.replace("\n", "").replace("\t", "").isprintable(), "a line would move the cursor"
 
@@ -238,7 +239,7 @@ def _convert_somehow(given: Given, folder: Path, choice: int, *, sound: bool) ->
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return
-    if written and (format != "pickle" or _inspected(given)["storages"]):  # a pickle without tensors is no checkpoint
+    if written and (format != "pickle" or _inspected(given).storages):  # a pickle without tensors is no checkpoint
         _inspected(written)
 
 
@@ -266,7 +267,7 @@ def _needs_torch(plan: Plan) -> bool:
 
 def _tensors(summary: Summary) -> list[Any]:
     """What no device changes of the tensors in `summary`."""
-    return [{**tensor, "device": None} for tensor in summary["tensors"]]
+    return [replace(tensor, device=None) for tensor in summary.tensors]
 
 
 TARGETS = {

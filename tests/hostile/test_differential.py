@@ -67,10 +67,10 @@ def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
 
 def _tensors(summary: Summary) -> dict[str, list[Any]]:
     """Dtype, shape, stride and offset of the tensors in `summary`, by path."""
-    tensors = summary["tensors"]
-    if any("\\" in info["path"] for info in tensors):  # a key that was set twice: torch has the last alone
+    tensors = summary.tensors
+    if any("\\" in info.path for info in tensors):  # a key that was set twice: torch has the last alone
         return {}
-    return {info["path"]: [info["dtype"], info["shape"], info["stride"], info["offset"]] for info in tensors}
+    return {info.path: [info.dtype, [*info.shape], [*info.stride], info.offset] for info in tensors}
 
 
 def _kind(error: str) -> str:
@@ -107,11 +107,11 @@ def test_changed_files(target: str, tmp_path: Path) -> None:
                     (reason for reason, error in ONLY_WE.items() if re.search(error, found["first"], re.DOTALL)), None
                 )
                 counts[f"only we: {reason}"] += 1
-                if reason is None or (summary["weights_only"] and "does not allow" in reason):
+                if reason is None or (summary.weights_only and "does not allow" in reason):
                     wrong.setdefault(_kind(found["first"]), data)
             elif found["second"] or found["difference"]:
                 wrong.setdefault(_kind(found["second"] or found["difference"] or ""), data)
-            elif not summary["weights_only"]:
+            elif not summary.weights_only:
                 wrong.setdefault("we say that torch's safe loader does not take it", data)
             else:
                 counts["both, and the same"] += 1

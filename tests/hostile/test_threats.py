@@ -224,7 +224,7 @@ def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) ->
     """``inspect`` shows it, with `notes` or none, ``verify`` finds nothing, ``convert`` gives
     the same object on the CPU; where that is.
     """
-    shown = ckptconv.inspect(path)["notes"]
+    shown = ckptconv.inspect(path).notes
     assert notes in " ".join(shown) if notes else not shown, shown
     assert verify(path).ok
     assert all(any(note in each for each in findings(path, "note", "warning")) for note in shown)
@@ -242,8 +242,8 @@ def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None
     ``convert`` keeps it, and runs nothing.
     """
     shown = ckptconv.inspect(path)
-    assert not shown["weights_only"] and not shown["dangerous"]
-    assert set(names) <= set(shown["globals"]), shown["globals"]
+    assert not shown.weights_only and not shown.dangerous
+    assert set(names) <= set(shown.globals), shown.globals
     code = findings(path, "needs code")
     for name in names:
         assert any(name in each for each in code), verify(path).findings
@@ -253,7 +253,7 @@ def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None
     assert main(["verify", str(path)]) == 0 and main(["verify", str(path), "--strict"]) == 1
     out = path.parent.parent / "out.pt"
     assert main(["convert", str(path), str(out), "--to", "cpu", "--force"]) == 0
-    assert ckptconv.inspect(out)["globals"] == shown["globals"]
+    assert ckptconv.inspect(out).globals == shown.globals
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about the protocol
         with pytest.raises(pickle.UnpicklingError):
@@ -471,12 +471,12 @@ def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str)
     with ``--allow-unsafe``, and then not run.
     """
     path = write(checkpoint(FATES[fate] % call(opcode, "os", "system")))
-    assert ckptconv.inspect(path)["dangerous"] == ["os.system"]
+    assert ckptconv.inspect(path).dangerous == ("os.system",)
     assert_found(path, "os.system", "dangerous")
     assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
     out = path.parent.parent / "out.pt"
     assert main(["convert", str(path), str(out), "--to", "cpu", "--allow-unsafe"]) == 0
-    assert ckptconv.inspect(out)["dangerous"] == ["os.system"]
+    assert ckptconv.inspect(out).dangerous == ("os.system",)
 
 
 @pytest.mark.parametrize("name", GADGETS)
@@ -489,7 +489,7 @@ def test_what_libraries_lend(write: Write, name: str) -> None:
     if GADGETS[name].malformed:
         assert_not_converted(path, MalformedError, "cannot take it")
     else:
-        assert ckptconv.inspect(path)["dangerous"]
+        assert ckptconv.inspect(path).dangerous
         assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
     assert any(findings(path, "dangerous")) and not verify(path).ok
     bare = write(GADGETS[name].pickle, "bare.pkl")
@@ -501,7 +501,7 @@ def test_a_call_that_cannot_be_followed(write: Write) -> None:
     item = b"coperator\ngetitem\n(" + text("mine") + b"K\x00tR)R"
     path = write(checkpoint(item))
     assert_found(path, "a call of what operator.getitem gives", "unknown")
-    assert not verify(path, strict=True).ok and not ckptconv.inspect(path)["weights_only"]
+    assert not verify(path, strict=True).ok and not ckptconv.inspect(path).weights_only
     assert_not_converted(path, ckptconv.DangerousError, "operator.getitem")
 
 
@@ -511,7 +511,7 @@ def test_a_call_that_cannot_be_followed(write: Write) -> None:
 def test_extensions(write: Write, opcode: bytes, code: int) -> None:
     """A class by its number in copyreg's registry needs that registry."""
     path = write(checkpoint(opcode + b")R"))
-    assert not ckptconv.inspect(path)["weights_only"]
+    assert not ckptconv.inspect(path).weights_only
     assert any(str(code) in each for each in findings(path, "needs code")), verify(path).findings
     assert verify(path).ok and not verify(path, strict=True).ok
     out = path.parent.parent / "out.pt"
@@ -668,7 +668,7 @@ def test_a_key_set_twice(write: Write) -> None:
     path = write(torch_zip_of(dict_of(text("w"), tensor(), text("w"), tensor(offset=0, shape=(2,)))))
     out = assert_sound(path)
     assert torch.load(out)["w"].shape == (2,)
-    assert len(ckptconv.inspect(out)["tensors"]) == 2
+    assert len(ckptconv.inspect(out).tensors) == 2
     assert_not_converted(path, RefusedError, "a second value of that name", out="out.safetensors")
 
 
@@ -733,8 +733,8 @@ def test_a_tensor_of_terabytes(write: Write, command: Command) -> None:
     out = assert_sound(path, loads=False)
     loaded = torch.load(out, weights_only=True)["w"]
     assert (loaded.shape, loaded.stride(), loaded.untyped_storage().nbytes()) == ((1 << 40, 1), (0, 1), 16)
-    (shown,) = ckptconv.inspect(path)["tensors"]
-    assert (shown["nbytes"], shown["storage_nbytes"]) == (4 << 40, 16)
+    (shown,) = ckptconv.inspect(path).tensors
+    assert (shown.nbytes, shown.storage_nbytes) == (4 << 40, 16)
     command("inspect", path, out="TB")
     assert_not_converted(path, RefusedError, "more than the limit of 1,073,741,824", out="out.safetensors")
     assert peak(lambda: everything(path)) < 16 * MIB
@@ -965,7 +965,7 @@ def test_an_absurd_argument(write: Write) -> None:
     path = write(checkpoint(*calls, protocol=2))
     out = assert_sound(path, loads=False)
     assert peak(lambda: everything(path)) < 8 * MIB
-    assert ckptconv.inspect(out)["globals"] == ckptconv.inspect(path)["globals"]
+    assert ckptconv.inspect(out).globals == ckptconv.inspect(path).globals
 
 
 def a_socket(path: Path) -> None:
@@ -1340,7 +1340,7 @@ def test_programs(write: Write) -> None:
     exported = write(zip_of({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/version": b"1"}), "m.pt2")
     assert_refused(exported, UnsupportedError, "a .pt2 archive (torch.export)")
     path = write(scripted(torch.nn.Linear(2, 2)))
-    assert ckptconv.inspect(path)["format"] == "TorchScript" and verify(path).ok
+    assert ckptconv.inspect(path).format == "TorchScript" and verify(path).ok
     assert_not_converted(path, RefusedError, "a TorchScript archive is a program")
     out = path.with_name("weights.pt")
     assert main(["convert", str(path), str(out), "--state-dict"]) == 0
@@ -1581,7 +1581,7 @@ def test_hidden_pickles_that_one_unpickler_forgives(write: Write, tmp_path: Path
     unpickler = pickle.Unpickler if reader == "C" else pickle._Unpickler
     assert_runs(lambda: unpickler(io.BytesIO(payload)).load(), marker)
     path = write(saved({"w": torch.ones(1), "x": payload}))
-    assert ckptconv.inspect(path)["dangerous"] == ["builtins.open"]
+    assert ckptconv.inspect(path).dangerous == ("builtins.open",)
     assert_found(path, "builtins.open", "dangerous")
     assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
 
@@ -1616,7 +1616,7 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
     member = torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "more/model.pt": inner}, method)
     for data in (member, saved({"w": torch.ones(1), "x": inner})):
         path = write(data)
-        assert ckptconv.inspect(path)["dangerous"] == ["builtins.open"]
+        assert ckptconv.inspect(path).dangerous == ("builtins.open",)
         assert_found(path, "builtins.open", "dangerous")
         assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
 
@@ -1653,8 +1653,8 @@ def test_weights_only_claims(write: Write, name: str) -> None:
         with pytest.raises((RuntimeError, TypeError, ValueError, pickle.UnpicklingError)):
             torch.load(path, map_location="cpu", weights_only=True)
     shown = ckptconv.inspect(path)
-    assert not shown["weights_only"] and not shown["loads_here"] and shown["torch_load"]["answer"] != "loads"
-    assert verify(path).safety == shown["safety"] != "loads with weights_only=True"
+    assert not shown.weights_only and not shown.loads_here and shown.torch_load.answer != "loads"
+    assert verify(path).safety == shown.safety != "loads with weights_only=True"
 
 
 def test_a_folder_of_5000_characters_in_an_archive(write: Write) -> None:
@@ -1663,4 +1663,4 @@ def test_a_folder_of_5000_characters_in_an_archive(write: Write) -> None:
     path = write(zip_of({f"{'m' * 5000}/{name}": data for name, data in records.items()}))
     with pytest.raises(RuntimeError):
         torch.load(path, map_location="cpu", weights_only=True)
-    assert ckptconv.inspect(path)["torch_load"]["answer"] == "refused"
+    assert ckptconv.inspect(path).torch_load.answer == "refused"

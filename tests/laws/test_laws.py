@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten
 
 import ckptconv
 from ckptconv.cli.convert import convert_command
-from ckptconv.cli.json_views import report_as_dict
 from ckptconv.cli.main import main
 from ckptconv.edits.wrappers import unwrapped
 from tests.support import zoo
@@ -495,7 +494,7 @@ def test_a_flag_is_its_keyword(
         return
     again = [] if option == "force" else ["--force"]
     said = command.json("convert", src, by_flag, *flags, *again, "--dry-run")
-    done = json.loads(json.dumps(report_as_dict(report)))
+    done = json.loads(json.dumps(report.as_dict()))
     said["notes"], done["notes"] = len(said["notes"]), len(done["notes"])  # which speak of flags, and of keywords
     assert {**said, **dict.fromkeys(_OF_A_RUN)} == {**done, **dict.fromkeys(_OF_A_RUN)}
     if option not in ("allow_unsafe", "dry_run"):  # without them one is refused, and the other writes

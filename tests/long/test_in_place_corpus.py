@@ -82,8 +82,8 @@ def loads(path: Path, *, safely: bool) -> Any:
 def prefix_in(path: Path) -> str | None:
     """What most names in the state dicts begin with."""
     counts: Counter[str] = Counter()
-    for found in ckptconv.inspect(path)["state_dicts"]:
-        counts.update(found["prefixes"])
+    for found in ckptconv.inspect(path).state_dicts:
+        counts.update(found.prefixes)
     return next((prefix for prefix, _ in counts.most_common() if prefix.endswith(".")), None)
 
 
@@ -107,7 +107,7 @@ def way_of(path: Path, copy: Path, edits: dict[str, Any], *, safely: bool) -> st
     assert report.in_place
     difference = ckptconv.diff(path, converted)
     assert difference.same, (path, edits, difference)
-    assert ckptconv.inspect(path)["devices"] == ckptconv.inspect(converted)["devices"]
+    assert ckptconv.inspect(path).devices == ckptconv.inspect(converted).devices
     # torch writes a few files that it cannot read, and convert makes another format of them.
     wanted = None if loads(copy, safely=safely) is None else loads(converted, safely=safely)
     if wanted is not None:

@@ -35,7 +35,7 @@ path, names, *roles = sys.argv[1:]
 names = json.loads(names)
 
 def prefixes(path):
-    return {tensor["path"].rpartition(".")[0] for tensor in ckptconv.inspect(path)["tensors"]}
+    return {tensor.path.rpartition(".")[0] for tensor in ckptconv.inspect(path).tensors}
 
 def inspect(choice):
     return sorted(prefixes(path))

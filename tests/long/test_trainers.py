@@ -31,12 +31,12 @@ def there_and_back(file: Path, folder: Path) -> Path:
     ckptconv.convert(file, away, map_location="cuda:0")
     ckptconv.convert(away, back, map_location="cpu")
     before = ckptconv.inspect(file)
-    if before["format"] != "safetensors":
+    if before.format != "safetensors":
         there = ckptconv.inspect(away)
-        on_gpu = {t["path"] for t in there["tensors"] if t["device"] == "cuda:0"}
-        assert on_gpu == {t["path"] for t in before["tensors"]} - set(before["rng_states"])
+        on_gpu = {t.path for t in there.tensors if t.device == "cuda:0"}
+        assert on_gpu == {t.path for t in before.tensors} - set(before.rng_states)
         assert refusal(file) == refusal(away) == refusal(back)
-        assert set(ckptconv.inspect(back)["devices"]) <= {"cpu"}
+        assert set(ckptconv.inspect(back).devices) <= {"cpu"}
     away.unlink()
     return back
 

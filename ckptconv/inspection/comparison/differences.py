@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from ckptconv.render.difference import difference_lines
+from ckptconv.render.json_views import difference_as_dict
+from ckptconv.render.result import Result
 
 __all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "ValueDifference"]
 
@@ -68,8 +74,8 @@ class OtherDifference:
     b: str | None
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, repr=False)
+class Difference(Result):
     """What the checkpoints `a` and `b` do not have in common. ``same``: nothing.
 
     ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in `a`, ties once.
@@ -97,3 +103,13 @@ class Difference:
     def same(self) -> bool:
         """Whether they have everything in common that was compared."""
         return not (self.only_in_a or self.only_in_b or self.differing or self.others)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``diff --json`` prints."""
+        return difference_as_dict(self)
+
+    def _lines(self) -> Iterator[str]:
+        return difference_lines(self)
+
+    def _title(self) -> str:
+        return next(difference_lines(self))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
@@ -40,7 +39,8 @@ OPEN = ("device", "not known")
 SHOWN = 3  # words of a list, unknown classes that get a line each
 
 
-class Advice(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Advice:
     """Something to know before loading the file, in a line, and the command that mends it, if one does.
 
     ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
@@ -67,9 +67,9 @@ class Diagnosis:
         """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which
         nobody can tell, or something in it that torch builds in a way that is not modelled.
         """
-        if any(each["blocks"] for each in self.findings):
+        if any(each.blocks for each in self.findings):
             return False
-        return None if any(each["kind"] in OPEN for each in self.findings) else True
+        return None if any(each.kind in OPEN for each in self.findings) else True
 
 
 @dataclass(frozen=True)

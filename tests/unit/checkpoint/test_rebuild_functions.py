@@ -28,13 +28,13 @@ def jagged(tmp_path: Path) -> Path:
 def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
     """Its parts are no tensors beside it, and no state dict."""
     found = ckptconv.inspect(jagged)
-    kinds = {each["path"]: (each["kind"], tuple(each["shape"]), each["tied_to"]) for each in found["tensors"]}
+    kinds = {each.path: (each.kind, tuple(each.shape), each.tied_to) for each in found.tensors}
     assert kinds == {
         "values": ("strided", (6, 3), None),
         "j": ("jagged", (6, 3), None),
         "w": ("strided", (2,), None),
     }
-    assert [each["path"] for each in found["state_dicts"]] == ["."]
+    assert [each.path for each in found.state_dicts] == ["."]
 
 
 def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -22,14 +26,14 @@ def rows_of(printed: str) -> list[list[str]]:
 def test_inspect_piped_is_plain(fixtures: Path, command: Command) -> None:
     """Without a terminal: facts, then a line with tabs for each tensor, all of them."""
     printed = command("inspect", fixtures / "training.pt", out=("RNG states", "cuda:0", "state dict", "epoch")).out
-    paths = [tensor["path"] for tensor in inspect(fixtures / "training.pt")["tensors"]]
+    paths = [tensor.path for tensor in inspect(fixtures / "training.pt").tensors]
     assert [row[0].split(" = ")[0] for row in rows_of(printed)] == paths
 
 
 def test_inspect_json_is_the_summary(fixtures: Path, command: Command) -> None:
     """--json prints what the function returns."""
     path = fixtures / "two_gpus.pt"
-    assert command.json("inspect", path) == json.loads(json.dumps(inspect(path)))
+    assert command.json("inspect", path) == json.loads(json.dumps(inspect(path).as_dict()))
 
 
 def test_inspect_selects_and_sorts(fixtures: Path, command: Command) -> None:
@@ -48,7 +52,7 @@ def test_inspect_selects_and_sorts(fixtures: Path, command: Command) -> None:
     paths = shown("path", "--sort", "name", "--all")
     assert paths == sorted(paths)
     first, _ = rows_of(command("inspect", path, "--sort", "size", "--limit", "2").out)
-    assert int(first[-1]) == max(tensor["nbytes"] for tensor in inspect(path)["tensors"])
+    assert int(first[-1]) == max(tensor.nbytes for tensor in inspect(path).tensors)
     command("inspect", path, "--exclude", "no such*", status=1, err="no such*")
 
 
@@ -61,27 +65,114 @@ def test_inspect_of_several_goes_on_after_an_error(fixtures: Path, tmp_path: Pat
     assert first + "\n" == str(fixtures) + second
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that makes a terminal without colours of standard output, of so many columns."""
+
+    def made(width: int) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(width))
+
+    return made
+
+
 @pytest.mark.parametrize("width", [80, 200])
-def test_inspect_fits_a_terminal(fixtures: Path, width: int, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal no line is wider than it, the table has a heading, rows fill the screen but for the prompt's line,
-    at least 10 and at most 40, with a word about the rest, and --all shows every tensor.
+def test_inspect_fits_a_terminal(fixtures: Path, width: int, command: Command, terminal: Callable[[int], None]) -> None:
+    """On a terminal no line is wider than it, and all of them and the prompt are 24, whatever is in the file; a word
+    says what is missing, and --limit and --all show it.
     """
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", str(width))
+    terminal(width)
     path = fixtures / "resnet18.pt"
-    total = len(inspect(path)["tensors"])
-    for height, drawn in ((5, 10), (30, None), (200, 40)):
-        monkeypatch.setenv("LINES", str(height))
-        lines = command("inspect", path).out.splitlines()
-        assert max(map(len, lines)) <= width
-        assert any(line.split() == ["tensor", "dtype", "shape", "device", "size"] for line in lines)
-        assert lines[-1].endswith(" more tensors (--all shows them)")
-        assert rows(lines) == drawn if drawn else height - 2 <= len(lines) < height
+    total = len(inspect(path).tensors)
+    lines = command("inspect", path).out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.split() == ["tensor", "dtype", "shape", "device", "size"] for line in lines)
+    assert lines[-1].endswith(" more tensors (--all shows them)")
+    assert len(lines) == 23
+    assert len(command("inspect", path, "--tree").out.splitlines()) == 23
     assert rows(command("inspect", path, "--limit", "33").out.splitlines()) == 33
     assert rows(command("inspect", path, "--all").out.splitlines()) == total
-    monkeypatch.setenv("LINES", "30")
-    assert 28 <= len(command("inspect", path, "--tree").out.splitlines()) < 30
+
+
+def test_the_verdict_and_the_parts_come_first(
+    fixtures: Path, command: Command, terminal: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole training file 24 lines have the verdict, the devices, what is in it by part, and rows."""
+    terminal(80)
+    monkeypatch.chdir(fixtures)
+    lines = command("inspect", "training.pt").out.splitlines()
+    assert len(lines) <= 23
+    labels = [line[2:16].strip() for line in lines if line.startswith("  ") and line[2] not in " …"]
+    assert [label for label in labels if label != "note"][:5] == [
+        "loads here",
+        "because",
+        "devices",
+        "model",
+        "optimizer",
+    ]
+    missing = next(line for line in lines if "more lines (--all shows them)" in line)
+    whole = command("inspect", "training.pt", "--all").out.splitlines()
+    assert whole.index("") - lines.index(missing) == int(missing.split()[1])
+    assert sum("  float32  " in line for line in lines) >= 5
+
+
+def test_a_folder_and_more_than_two_files_are_a_table(
+    fixtures: Path, tmp_path: Path, command: Command, terminal: Callable[[int], None]
+) -> None:
+    """A line for each checkpoint, a set of shards as one, what cannot be read too; then how many load here."""
+    for name in ("cpu.pt", "cuda0.pt"):
+        shutil.copy(fixtures / name, tmp_path)
+    convert(fixtures / "cpu.pt", tmp_path / "npu.pt", map_location="npu:0")
+    convert(fixtures / "resnet18.pt", tmp_path / "hub/", format="safetensors", max_shard_size="1kB")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "notes.txt").write_text("none")
+    printed = command("inspect", tmp_path, status=1, err="empty.pt: the file is empty").out.splitlines()
+    table = {Path(row[0]).name: row[1:] for row in (line.split("\t") for line in printed) if len(row) > 1}
+    size = str((tmp_path / "cpu.pt").stat().st_size)
+    assert table["cpu.pt"] == ["torch zip", size, "11", "cpu", "yes"]
+    assert table["cuda0.pt"][-2:] == ["cuda:0", "yes" if torch.cuda.is_available() else "no: device"]
+    assert table["npu.pt"][-2:] == ["npu:0", "not known"]
+    assert table["empty.pt"] == ["–", "0", "–", "–", "not readable"]
+    (shards,) = set(table) - {"cpu.pt", "cuda0.pt", "npu.pt", "empty.pt"}
+    assert table[shards][0] == "sharded safetensors" and table[shards][2:] == ["122", "–", "yes"]
+    assert printed[-1].startswith("5 checkpoints, ")
+    assert "1 cannot be read" in printed[-1]
+    some = [tmp_path / name for name in ("cpu.pt", "npu.pt", "cuda0.pt")]
+    assert len(command("inspect", *some).out.splitlines()) == 4
+    largest = command("inspect", *some, "--sort", "size", "--limit", "1").out.splitlines()
+    assert largest[1:-1] == ["  … 2 more checkpoints (--all shows them)"]
+    found = command("inspect", tmp_path, "--json", status=1).out.splitlines()
+    assert {Path(json.loads(each)["path"]).name for each in found} == table.keys() - {"empty.pt"}
+    assert command("inspect", *some, "--tree").out.count("\n  loads here ") == 3
+    terminal(80)
+    drawn = command("inspect", *some * 8).out.splitlines()
+    assert len(drawn) == 23 and max(map(len, drawn)) <= 80
+    assert drawn[0].split() == ["checkpoint", "format", "size", "tensors", "devices", "loads", "here"]
+
+
+def test_two_files_are_two_views(fixtures: Path, command: Command, terminal: Callable[[int], None]) -> None:
+    """One below the other, each as it is alone."""
+    terminal(80)
+    paths = [fixtures / "cpu.pt", fixtures / "resnet18.pt"]
+    one, two = (command("inspect", path).out for path in paths)
+    assert command("inspect", *paths).out == f"{one}\n{two}"
+
+
+def test_a_terminal_without_unicode_gets_plain_forms(fixtures: Path, tmp_path: Path) -> None:
+    """Whatever is typed, and whatever the file is called, nothing but ASCII comes out."""
+    shutil.copy(fixtures / "training.pt", tmp_path / "é.pt")
+    torch.save({"ü": torch.ones(2, 3), "empty": torch.ones(0, 3)}, tmp_path / "x.pt")
+    for words in (
+        ("inspect", "é.pt"), ("inspect", "x.pt"), ("inspect", "."), ("inspect", "x.pt", "--tree"), ("verify", "é.pt"),
+        ("diff", "x.pt", "é.pt"), ("convert", "é.pt", "o.pt", "--to", "cuda:1", "--dry-run"), ("inspect", "→.pt"),
+    ):  # fmt: skip
+        ran = subprocess.run(
+            [sys.executable, "-m", "ckptconv", *words], cwd=tmp_path, capture_output=True, check=False,
+            env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert (ran.stdout + ran.stderr).isascii(), words
+        assert b"Traceback" not in ran.stderr
 
 
 def rows(lines: list[str]) -> int:
@@ -89,23 +180,21 @@ def rows(lines: list[str]) -> int:
 
 
 def test_a_command_that_the_terminal_breaks_takes_several_lines(
-    fixtures: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    fixtures: Path, tmp_path: Path, command: Command, terminal: Callable[[int], None]
 ) -> None:
     """The path in a command is never broken here; the screen has fewer rows for the table then."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "40")
+    terminal(80)
     path = shutil.copy(fixtures / "resnet18.pt", tmp_path / ("x" * 200 + ".pt"))
     convert(path, dst := tmp_path / ("y" * 200 + ".pt"), map_location="npu:0")
     lines = click.unstyle(command("inspect", dst).out).splitlines()
     assert max(map(len, lines)) > 200
-    assert 38 <= sum(-(-max(1, len(line)) // 80) for line in lines) < 40
+    assert 22 <= sum(-(-max(1, len(line)) // 80) for line in lines) < 24
 
 
 def test_tree_groups_modules(fixtures: Path, command: Command) -> None:
     """--tree: a level for each module, with the number and bytes of what is below; single branches are joined."""
     path = fixtures / "dataparallel.pt"
-    total = len(inspect(path)["tensors"])
+    total = len(inspect(path).tensors)
     command("inspect", path, "--tree", out=(f"\nmodule.  {total} tensors", "\n    weight  float32"))
 
 

@@ -192,7 +192,7 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
         assert [*changed["model"]] == [name.replace("module.", "a.") for name in state]
         assert changed["model"] is changed["same"] and changed["text"] == "x" * 70_000
         assert_same([*changed["model"].values()], [*state.values()])
-        assert {each["device"] for each in ckptconv.inspect(path)["tensors"]} == {"cpu"}
+        assert {each.device for each in ckptconv.inspect(path).tensors} == {"cpu"}
         edits = {"map_location": "mps", "rename": [("^a[.]", "a.")]}
 
 
@@ -561,7 +561,7 @@ def test_a_hot_journal(checkpoint: Path) -> None:
     link.symlink_to(checkpoint)
     assert any(said in note for note in ckptconv.convert(checkpoint, copy, map_location="cpu").notes)
     for each in (checkpoint, link):
-        assert any(said in note for note in ckptconv.inspect(each)["notes"])
+        assert any(said in note for note in ckptconv.inspect(each).notes)
         assert any(said in note.what for note in ckptconv.verify(each).findings)
         assert any(said in note for note in ckptconv.diff(copy, each).notes)
         with pytest.warns(UserWarning, match=r"was interrupted: ckptconv\.undo"):
@@ -573,7 +573,7 @@ def test_a_hot_journal(checkpoint: Path) -> None:
 
 def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) -> None:
     """The journal beside the file, finished or not, and the pickle that was replaced and is still in it."""
-    assert (ckptconv.inspect(checkpoint)["journals"], ckptconv.inspect(checkpoint)["superseded"]) == ([], [])
+    assert (ckptconv.inspect(checkpoint).journals, ckptconv.inspect(checkpoint).superseded) == ((), ())
     grows = is_zip(checkpoint)
     ckptconv.convert(checkpoint, in_place=True, rename=LONG if grows else [("layer", "LAYER")])
     path = journal_path(checkpoint)
@@ -801,8 +801,8 @@ def test_a_hot_journal_in_a_set(sharded: Path) -> None:
     journals.mark(torn, HOT)
     said = f"a change of {torn} in place was interrupted: ckptconv.undo('{torn}')"
     found = ckptconv.inspect(sharded)
-    assert any(said in note for note in found["notes"])
-    assert [each["hot"] for each in found["journals"]] == [False, True, False, False]
+    assert any(said in note for note in found.notes)
+    assert [each.hot for each in found.journals] == [False, True, False, False]
     torn.write_bytes(b"\xff" + torn.read_bytes()[1:])
     with pytest.raises(ckptconv.InputError, match=r"was interrupted: ckptconv\.undo"):
         ckptconv.inspect(sharded)
@@ -860,8 +860,8 @@ def test_a_folder_of_checkpoints(run_folder: Path, command: Command) -> None:
     ]
     for each in said["items"]:
         assert each["in_place"]["way"] == "same size" and each["in_place"]["nbytes"] < each["size"]
-        assert {tensor["device"] for tensor in ckptconv.inspect(each["src"])["tensors"]} == {"cuda:1"}
-        assert all(tensor["path"].startswith("layer") for tensor in ckptconv.inspect(each["src"])["tensors"])
+        assert {tensor.device for tensor in ckptconv.inspect(each["src"]).tensors} == {"cuda:1"}
+        assert all(tensor.path.startswith("layer") for tensor in ckptconv.inspect(each["src"]).tensors)
     command("undo", *(each["src"] for each in said["items"]))
     assert everything(run_folder) == before
     command(

@@ -35,7 +35,7 @@ def rename(path: Path, to: str) -> object:
 
 def prefixes(path: Path) -> set[str]:
     """What the names in the file start with."""
-    return {tensor["path"].rpartition(".")[0] for tensor in ckptconv.inspect(path)["tensors"]}
+    return {tensor.path.rpartition(".")[0] for tensor in ckptconv.inspect(path).tensors}
 
 
 @pytest.mark.parametrize("change", ["it grows", "it shrinks"])

@@ -177,7 +177,7 @@ def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ckptconv.convert(dst, in_place=True, map_location="cuda").changed
     assert ckptconv.undo(dst) > 0
     assert ckptconv.load(AnyPath("sh")).keys() == {"module.w", "module.b"}
-    assert ckptconv.inspect(src)["path"] == "m.pt" and ckptconv.verify(src).ok
+    assert ckptconv.inspect(src).path == "m.pt" and ckptconv.verify(src).ok
     with ckptconv.open(src) as file:
         assert len(file.tensors) == 2
     (job,) = ckptconv.jobs_in([src], AnyPath("many"))

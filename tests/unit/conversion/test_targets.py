@@ -443,7 +443,7 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def devices_in(path: Path) -> list[str]:
-    return [each["device"] for each in ckptconv.inspect(path)["tensors"]]
+    return [each.device for each in ckptconv.inspect(path).tensors]
 
 
 @pytest.mark.parametrize("is_batch", [False, True], ids=["one", "batch"])

@@ -29,12 +29,12 @@ from torch import nn
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
-from ckptconv.cli.render.report import report_lines
-from ckptconv.cli.render.text import Style
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 from ckptconv.edits.views import Views
 from ckptconv.formats import opening
 from ckptconv.pickles.graph import Call, Global, List, children, walk
+from ckptconv.render.report import report_lines
+from ckptconv.render.text import Style
 from tests.support import zoo
 from tests.support.archives import big_endian, flip_bit, records_of, rezip, without_crc32
 from tests.support.hostile_bytes import found_in, local_header, text

@@ -706,16 +706,16 @@ def test_the_commands_mend_what_inspect_finds(
     monkeypatch.chdir(tmp_path)
     path = write(tagged(obj, tag))
     found = ckptconv.inspect(path)
-    assert found["format"] == "pickle"
-    blocking = [each["kind"] for each in found["findings"] if each["blocks"]]
-    assert "pickle" in blocking and not found["loads_here"]
-    for finding in found["findings"]:
-        if finding["command"]:
-            words = shlex.split(finding["command"])
+    assert found.format == "pickle"
+    blocking = [each.kind for each in found.findings if each.blocks]
+    assert "pickle" in blocking and not found.loads_here
+    for finding in found.findings:
+        if finding.command:
+            words = shlex.split(finding.command)
             assert main(words[1:]) == 0
-            left = ckptconv.inspect(words[3])["findings"]
-            assert finding["kind"] not in [each["kind"] for each in left]
-            assert "pickle" not in [each["kind"] for each in left]
+            left = ckptconv.inspect(words[3]).findings
+            assert finding.kind not in [each.kind for each in left]
+            assert "pickle" not in [each.kind for each in left]
 
 
 def test_torch_is_not_imported(write: Write, tmp_path: Path) -> None:
@@ -734,7 +734,7 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     graph, _ = parse(lambda at, n: data[at : at + n], len(data), where="expected")
     rebuilt = [call for call in graph.calls if str(call.callable).endswith("_rebuild_tensor_v2")]
-    assert len(ckptconv.inspect(path)["tensors"]) == len(rebuilt)
+    assert len(ckptconv.inspect(path).tensors) == len(rebuilt)
 
 
 @pytest.mark.no_cover

@@ -99,7 +99,7 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
         zoo.save(made, tmp_path / "zip.pt", pickle_protocol=protocol)
         assert_same(tags_of(tmp_path / "zip.pt")[0], tags_of(there)[0])
         refused(RefusedError, r"before 1\.6 .*cannot hold", there, back, format="legacy")
-        assert "legacy" in {finding["kind"] for finding in ckptconv.inspect(src)["findings"]}
+        assert "legacy" in {finding.kind for finding in ckptconv.inspect(src).findings}
         return
     ckptconv.convert(there, back, format="legacy")
     wanted, tags = tags_of(src)
@@ -202,11 +202,11 @@ def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, src: Path, dst: 
     wanted = torch.load(dst, weights_only=True)
     assert_same(wanted, converted(src, dst))
     summary = ckptconv.inspect(src)
-    assert summary["loads_here"] == (refusal(lambda: torch.load(src, weights_only=True)) is None)
-    if not summary["loads_here"]:
-        assert [finding["kind"] for finding in summary["findings"]] == ["legacy"]
+    assert summary.loads_here == (refusal(lambda: torch.load(src, weights_only=True)) is None)
+    if not summary.loads_here:
+        assert [finding.kind for finding in summary.findings] == ["legacy"]
         refused(RefusedError, r"cannot hold w \(\w+\).*format='pt'", dst, src.with_name("again.pt"), format="legacy")
-        assert f"torch.{summary['tensors'][0]['dtype']}" == str(dtype)
+        assert f"torch.{summary.tensors[0].dtype}" == str(dtype)
     else:
         assert_same(wanted, converted(dst, src.with_name("again.pt"), format="legacy"))
 
@@ -278,7 +278,7 @@ def test_packed_weights_are_refused(kind: str, src: Path, dst: Path) -> None:
     torch.save(quantized(kind), src)
     refused(RefusedError, "packed weights", src, dst, format="legacy")
     legacy(quantized(kind), src)
-    assert "legacy" in {finding["kind"] for finding in ckptconv.inspect(src)["findings"]}
+    assert "legacy" in {finding.kind for finding in ckptconv.inspect(src).findings}
 
 
 def test_names_that_only_the_zip_loader_maps(src: Path, tmp_path: Path) -> None:
@@ -342,8 +342,8 @@ def test_python_2(tmp_path: Path) -> None:
     for found in kept:
         assert_same(wanted, found)
     summary = ckptconv.inspect(src)
-    assert [tensor["name"] for tensor in summary["tensors"]] == [*wanted]
-    assert summary["state_dicts"][0]["path"] == "."
+    assert [tensor.name for tensor in summary.tensors] == [*wanted]
+    assert summary.state_dicts[0].path == "."
     found = converted(src, tmp_path / "dst.safetensors", strip_prefix="module")
     assert found["conv.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -384,7 +384,7 @@ def test_tensors_as_class_and_state(cls: Any, src: Path, dst: Path) -> None:
         found = converted(src, dst, map_location="cpu", format=format)["w"]
         assert found.tolist() == wanted
         assert found.storage_offset() == 2
-    assert ckptconv.inspect(src)["tensors"][0]["shape"] == [2, 2]
+    assert ckptconv.inspect(src).tensors[0].shape == (2, 2)
 
 
 def old_parameters(style: str) -> dict[str, Any]:
@@ -417,8 +417,8 @@ def test_old_parameters(style: str, tmp_path: Path) -> None:
     assert {name: parameter.requires_grad for name, parameter in wanted.items()} == grads
     for found in kept:
         assert_same(wanted, found)
-    tensors = ckptconv.inspect(tmp_path / "old.pt")["tensors"]
-    assert {tensor["path"]: tensor["requires_grad"] for tensor in tensors} == grads
+    tensors = ckptconv.inspect(tmp_path / "old.pt").tensors
+    assert {tensor.path: tensor.requires_grad for tensor in tensors} == grads
 
 
 def test_parts_of_storages(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: st
     """
     path = save(torch.jit.freeze(torch.jit.script(nn.Linear(30, 10).eval())))
     assert not state_dict_of(path)
-    notes = ckptconv.inspect(path)["notes"]
+    notes = ckptconv.inspect(path).notes
     assert any("no parameters and no buffers" in note and "torch.jit.freeze" in note for note in notes)
     assert any("2 tensors in constants.pkl, 1,240 bytes, on cpu ×2" in note for note in notes)
     refused(RefusedError, r"no parameters and no buffers.*torch\.jit\.freeze", path, tmp_path / target, state_dict=True)
@@ -334,7 +334,7 @@ def test_the_devices_of_constants_are_named(save: Save) -> None:
     records = records_of(path)
     n = len([name for name in records if name.startswith("constants/")])
     rezip(path, path, {"constants.pkl": with_tag(records["constants.pkl"])})
-    (note,) = [note for note in ckptconv.inspect(path)["notes"] if "constants.pkl" in note]
+    (note,) = [note for note in ckptconv.inspect(path).notes if "constants.pkl" in note]
     assert f"{n} tensors in constants.pkl, " in note and f"on cuda:3 ×{n}" in note
 
 
@@ -344,7 +344,7 @@ def with_tag(pickle: bytes) -> bytes:
 
 def test_a_program_without_devices_says_nothing_of_them(save: Save) -> None:
     """No note that would say nothing."""
-    assert ckptconv.inspect(save(nn.Linear(2, 2)))["notes"] == []
+    assert ckptconv.inspect(save(nn.Linear(2, 2))).notes == ()
 
 
 def test_single_tensors_are_read(save: Save) -> None:
@@ -372,27 +372,27 @@ def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeyp
     path = save(torch.jit.script(wrapped))
     rezip(path, path, {"data.pkl": with_tag(records_of(path)["data.pkl"])})
     monkeypatch.chdir(tmp_path)
-    findings = ckptconv.inspect(path)["findings"]
-    assert {"code", "device", "prefix", "ties"} <= {finding["kind"] for finding in findings}
-    (code,) = [finding for finding in findings if finding["kind"] == "code"]
-    assert "it is a TorchScript archive, which torch.jit.load loads and torch.load does not" in code["text"]
+    findings = ckptconv.inspect(path).findings
+    assert {"code", "device", "prefix", "ties"} <= {finding.kind for finding in findings}
+    (code,) = [finding for finding in findings if finding.kind == "code"]
+    assert "it is a TorchScript archive, which torch.jit.load loads and torch.load does not" in code.text
     for finding in findings:
-        assert finding["command"], finding
-        words = shlex.split(finding["command"])[1:]
+        assert finding.command, finding
+        words = shlex.split(finding.command)[1:]
         assert main([*words, "--force"]) == 0, finding
-        kinds = {after["kind"] for after in ckptconv.inspect(words[2])["findings"]}
-        assert finding["kind"] not in kinds and "code" not in kinds
-    remedy = ckptconv.inspect(path)["remedy"]
+        kinds = {after.kind for after in ckptconv.inspect(words[2]).findings}
+        assert finding.kind not in kinds and "code" not in kinds
+    remedy = ckptconv.inspect(path).remedy
     assert remedy and main(shlex.split(remedy)[1:]) == 0
-    assert ckptconv.inspect(shlex.split(remedy)[3])["loads_here"]
+    assert ckptconv.inspect(shlex.split(remedy)[3]).loads_here
 
 
 def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
     """A frozen model: torch.load does not take it, and no conversion would help."""
     found = ckptconv.inspect(save(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))))
-    assert found["loads_here"] is False
-    assert [finding["command"] for finding in found["findings"]] == [None]
-    assert "it has no state dict" in found["findings"][0]["text"]
+    assert found.loads_here is False
+    assert [finding.command for finding in found.findings] == [None]
+    assert "it has no state dict" in found.findings[0].text
 
 
 # The corpus

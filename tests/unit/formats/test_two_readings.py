@@ -135,7 +135,7 @@ def test_a_plain_pickle_with_an_archive_inside(tmp_path: Path) -> None:
     """Is read, and what the archive runs is named."""
     path = tmp_path / "m.pkl"
     path.write_bytes(pickle.dumps({"w": torch.ones(2), "x": zip_of_pickle(b"cos\nsystem\n)R.")}, 4))
-    assert ckptconv.inspect(path)["dangerous"] == ["os.system"]
+    assert ckptconv.inspect(path).dangerous == ("os.system",)
 
 
 # Pickle

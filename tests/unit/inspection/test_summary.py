@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ckptconv.inspection.summary import inspect
+from ckptconv.inspection.summary import Part, inspect
 from tests.support.hostile_bytes import torch_zip_of
 from tests.support.judge import refusal
 from tests.support.reduced import Reduced
@@ -32,31 +33,31 @@ def test_tensors_are_those_that_torch_loads(fixtures: Path) -> None:
             if isinstance(loaded, OrderedDict)
             else next(v for v in loaded.values() if isinstance(v, OrderedDict))
         )
-        rows = {row["name"]: row for row in found["tensors"]}
+        rows = {row.name: row for row in found.tensors}
         assert list(rows) == list(state)
         for key, tensor in state.items():
             row = rows[key]
-            assert row["dtype"] == str(tensor.dtype).removeprefix("torch.")
-            assert (row["shape"], row["stride"], row["offset"]) == (
-                list(tensor.shape),
-                list(tensor.stride()),
+            assert row.dtype == str(tensor.dtype).removeprefix("torch.")
+            assert (row.shape, row.stride, row.offset) == (
+                tensor.shape,
+                tensor.stride(),
                 tensor.storage_offset(),
             )
-            assert row["nbytes"] == tensor.numel() * tensor.element_size()
-            assert row["storage_nbytes"] == tensor.untyped_storage().nbytes()
-            assert row["requires_grad"] == tensor.requires_grad
+            assert row.nbytes == tensor.numel() * tensor.element_size()
+            assert row.storage_nbytes == tensor.untyped_storage().nbytes()
+            assert row.requires_grad == tensor.requires_grad
 
 
 def test_training_checkpoint(fixtures: Path) -> None:
     """One state dict, tensors by device, states of generators, and what is no tensor with short values."""
     found = inspect(fixtures / "training.pt")
-    assert len(found["state_dicts"]) == 1
-    assert found["rng_states"]
-    assert "cuda:0" in found["devices"]
-    assert "epoch" in found["others"]
-    assert found["schema_version"] == 1
-    assert found["size"] == (fixtures / "training.pt").stat().st_size
-    assert sum(share["tensors"] for share in found["devices"].values()) == len(found["tensors"])
+    assert len(found.state_dicts) == 1
+    assert found.rng_states
+    assert "cuda:0" in found.devices
+    assert "epoch" in found.others
+    assert found.as_dict()["schema_version"] == 1
+    assert found.size == (fixtures / "training.pt").stat().st_size
+    assert sum(share.tensors for share in found.devices.values()) == len(found.tensors)
 
 
 def test_ties_and_views(tmp_path: Path) -> None:
@@ -65,11 +66,11 @@ def test_ties_and_views(tmp_path: Path) -> None:
     found = inspect(
         saved(tmp_path / "x.pt", {"a": base, "b": base, "c": base[1], "d": torch.ones(2, 3).T, "e": torch.ones(4)})
     )
-    assert found["ties"] == [["a", "b"]]
-    assert found["views"] == ["c", "d"]
-    assert found["nbytes"] == 48 + 16 + 24 + 16
-    assert found["stored_nbytes"] == 48 + 24 + 16
-    assert found["storages"] == 3
+    assert found.ties == (("a", "b"),)
+    assert found.views == ("c", "d")
+    assert found.nbytes == 48 + 16 + 24 + 16
+    assert found.stored_nbytes == 48 + 24 + 16
+    assert found.storages == 3
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,14 @@ def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: 
     """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
     path = saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)
     found = inspect(path)
-    assert found["weights_only"] == (refusal(path) is None) == (not reason)
-    assert reason in " ".join(found["obstacles"])
+    assert found.weights_only == (refusal(path) is None) == (not reason)
+    assert reason in " ".join(found.obstacles)
 
 
 def test_devices_that_are_data(tmp_path: Path) -> None:
     """torch.device objects and strings like 'cuda:0' are listed as the user's data; other words are not."""
     obj = {"a": torch.device("cuda:3"), "b": {"device": "cuda:0"}, "c": "cupboard", "d": torch.ones(1)}
-    assert inspect(saved(tmp_path / "x.pt", obj))["user_devices"] == {"a": "cuda:3", "b/device": "cuda:0"}
+    assert inspect(saved(tmp_path / "x.pt", obj)).user_devices == {"a": "cuda:3", "b/device": "cuda:0"}
 
 
 #: What is said of values, by their paths.
@@ -135,7 +136,7 @@ def test_values_are_short(tmp_path: Path) -> None:
         "complex": 1j,
     }
     for protocol in (2, 3, 4):
-        others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol))["others"]
+        others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)).others
         assert {path: others[path] for path in SHORT} == SHORT
         assert others["large set"].startswith("{0, 1, 2, 3, 4, 5, 6, 7, …}")
         assert not any("set/" in path for path in others)
@@ -149,7 +150,7 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
         deep = (deep, deep)
     obj = {"pairs": {(1, 2)}, "size": Reduced(torch.Size, (deep,))}
     (tmp_path / "x.pt").write_bytes(torch_zip_of(pickle.dumps(obj, 2), {}))
-    others = inspect(tmp_path / "x.pt")["others"]
+    others = inspect(tmp_path / "x.pt").others
     assert others["pairs"] == "object of __builtin__.set"
     assert others["pairs/(0)[0]"] == "(1, 2)"
     assert others["size"] == "object of torch.Size"
@@ -157,7 +158,7 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
 
 def test_metadata_is_not_listed(fixtures: Path) -> None:
     """``_metadata`` has an entry for each module and answers nobody's question."""
-    assert not any("_metadata" in path for path in inspect(fixtures / "dataparallel.pt")["others"])
+    assert not any("_metadata" in path for path in inspect(fixtures / "dataparallel.pt").others)
 
 
 def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
@@ -165,5 +166,38 @@ def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
     obj = {"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}
     (tmp_path / "x.pt").write_bytes(torch_zip_of(pickle.dumps(obj, 2), {}))
     found = inspect(tmp_path / "x.pt")
-    assert found["user_devices"] == {}
-    assert found["others"]["d"] == "object of torch.device"
+    assert found.user_devices == {}
+    assert found.others["d"] == "object of torch.device"
+
+
+def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
+    """State dicts, averages of them, optimizers and states of generators, each with its tensors and bytes; no tensor
+    is left out, and what is tied counts once in each part.
+    """
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = model.state_dict()
+    whole = {
+        "optimizers": [optimizer.state_dict()],
+        "net": {**state, "tied": state["0.weight"]},
+        "net_ema": {name: tensor.clone() for name, tensor in state.items()},
+        "schema": {"weight": torch.ones(1)},
+        "rng": torch.get_rng_state(),
+        "losses": [torch.ones(3), torch.ones(2)],
+    }
+    found = inspect(saved(tmp_path / "x.pt", whole))
+    moments = sum(tensor.nbytes for each in optimizer.state_dict()["state"].values() for tensor in each.values())
+    assert found.parts == (
+        Part("model", "net", 5, 52),
+        Part("model", "schema", 1, 4),
+        Part("EMA", "net_ema", 4, 52),
+        Part("optimizer", "optimizers[0]", 12, moments),
+        Part("RNG states", "", 1, 5056),
+        Part("other", "", 2, 20),
+    )
+    assert sum(part.tensors for part in found.parts) == len(found.tensors)
+    assert inspect(saved(tmp_path / "m.pt", model)).parts == (Part("model", ".", 4, 52),)
+    assert inspect(saved(tmp_path / "o.pt", optimizer.state_dict())).parts == (Part("optimizer", ".", 12, moments),)
+    assert "parts" not in found.as_dict()

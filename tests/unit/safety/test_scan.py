@@ -523,7 +523,7 @@ def test_levels(tmp_path: Path) -> None:
         torch.save(obj, path, pickle_protocol=protocol)
         assert judged(path)[1] == level
         shown = ckptconv.inspect(path)
-        assert shown["safety"] == level and (bool(shown["concerns"]) or level in (LOADS, REFUSED))
+        assert shown.safety == level and (bool(shown.concerns) or level in (LOADS, REFUSED))
         assert (refusal(path) is None) == (level == LOADS or (isinstance(obj, dict) and "b" in obj))
     path.write_bytes(pickle.dumps({"w": torch.ones(1)}))
     assert judged(path) == ([], REFUSED)
@@ -603,16 +603,16 @@ def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> Non
     ckptconv.convert(path, out)
     assert b"os\nsystem" not in out.read_bytes() and b"system" not in out.read_bytes()
     assert judged(out) == ([], "holds no code")
-    assert list(ckptconv.inspect(out)["metadata"]) == ["format"]
+    assert list(ckptconv.inspect(out).metadata) == ["format"]
 
 
 def test_said(write: Write, command: Command) -> None:
     """``inspect`` names what is dangerous with its path, first of all, and ``verify`` fails for it."""
     path = write(ways.checkpoint(HIDDEN["bytes"]))
     shown = ckptconv.inspect(path)
-    assert shown["dangerous"] == ["os.system"]
-    assert shown["concerns"] == [{"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0}]
-    assert "os.system (at x (pickle inside))" in shown["findings"][0]["text"]
+    assert shown.dangerous == ("os.system",)
+    assert shown.concerns == ({"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0},)
+    assert "os.system (at x (pickle inside))" in shown.findings[0].text
     command("inspect", path, out="os.system at x (pickle inside)")
     command("verify", path, status=1, out="x (pickle inside)")
 

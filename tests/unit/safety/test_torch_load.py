@@ -415,7 +415,7 @@ def test_a_file_without_bytes(tmp_path: Path) -> None:
     verdict = verify(path)
     assert verdict.ok and verdict.safety == "loads with weights_only=True" and verdict.torch == TORCH
     assert any("skip_data" in finding.what for finding in verdict.findings if finding.level == "warning")
-    assert any("skip_data" in note for note in inspect(path)["notes"])
+    assert any("skip_data" in note for note in inspect(path).notes)
 
 
 @pytest.mark.parametrize("dtype", [None, "fp16"])
@@ -468,7 +468,7 @@ def test_names_of_files(tmp_path: Path) -> None:
     for name, expected in (("y.safetensors", LOADS), ("y.bin", REFUSED)):
         (tmp_path / name).write_bytes(save_safetensors({"a": torch.ones(2)}))
         check(tmp_path / name, expected)
-    assert not inspect(tmp_path / "y.bin")["loads_here"] and inspect(tmp_path / "y.safetensors")["loads_here"]
+    assert not inspect(tmp_path / "y.bin").loads_here and inspect(tmp_path / "y.safetensors").loads_here
 
 
 def test_plain_pickles_and_programs(tmp_path: Path) -> None:
@@ -530,7 +530,7 @@ def test_older_format_that_reads_too_early(tmp_path: Path) -> None:
         obj = torch.nested.nested_tensor([torch.ones(2)])
         torch.save(obj, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     assert answer(tmp_path / "x.pt").answer == NOT_KNOWN
-    assert not inspect(tmp_path / "x.pt")["loads_here"]
+    assert not inspect(tmp_path / "x.pt").loads_here
 
 
 def test_a_tar_archive(tmp_path: Path) -> None:
@@ -589,7 +589,7 @@ def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
     """The answer, the call that it is about and the version, in words and for programs."""
     path = tmp_path / "x.pt"
     torch.save({"m": {"w": v2((4, 0))}}, path)
-    said = inspect(path)["torch_load"]
+    said = inspect(path).as_dict()["torch_load"]
     assert said == {
         "answer": "refused",
         "call": CALL,
@@ -613,8 +613,10 @@ def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
     assert "the rules of torch 2.13" in out
     assert "not known to load with weights_only=True, needs no code (torch 2.13)" in command("verify", path).out
     (summary,) = [inspect(path)]
-    assert summary["loads_here"] is None and not summary["weights_only"]
-    assert "yes, by the rules of torch 2.13" in command("inspect", FIXTURES / "cpu.pt").out
+    assert summary.loads_here is None and not summary.weights_only
+    assert (
+        "yes: torch.load(path, weights_only=True), rules of torch 2.13" in command("inspect", FIXTURES / "cpu.pt").out
+    )
 
 
 def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
@@ -625,7 +627,7 @@ def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
     ran = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
     assert ran.returncode and "must be imported" in ran.stderr
     assert "only after `import torch._dynamo`" in command("inspect", path).out
-    assert inspect(path)["safety"] == "refused by weights_only=True, needs no code"
+    assert inspect(path).safety == "refused by weights_only=True, needs no code"
 
 
 def test_a_note_of_convert(tmp_path: Path) -> None:

@@ -476,11 +476,10 @@ def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
     with ckptconv.open(training) as file:
         assert (file.path, file.format, dict(file.metadata)) == (training, "torch zip", {})
         summary = ckptconv.inspect(training)
-        assert list(file.tensors) == [tensor["path"] for tensor in summary["tensors"]]
+        assert list(file.tensors) == [tensor.path for tensor in summary.tensors]
         first = next(iter(file.tensors.values()))
-        assert (first.path, first.device, list(first.shape)) == tuple(
-            summary["tensors"][0][key] for key in ("path", "device", "shape")
-        )  # type: ignore[literal-required]
+        row = summary.tensors[0]
+        assert (first.path, first.device, first.shape) == (row.path, row.device, row.shape)
         with pytest.raises(TypeError):
             file.tensors["x"] = first  # type: ignore[index]
     ckptconv.convert(training, tmp_path / "a.safetensors", state_dict=True)

@@ -257,7 +257,7 @@ def test_an_index_of_shards_under_another_name(tmp_path: Path) -> None:
     index = (tmp_path / "set" / "model.safetensors.index.json").rename(tmp_path / "set" / "index")
     error = error_of(index, "the index of a checkpoint in 2 shards, but its name does not end in .json")
     subprocess.run(shlex.split(str(error.hint).removeprefix("rename it: ")), check=True)
-    assert len(ckptconv.inspect(tmp_path / "set" / "model.index.json")["tensors"]) == 2
+    assert len(ckptconv.inspect(tmp_path / "set" / "model.index.json").tensors) == 2
 
 
 # Zips

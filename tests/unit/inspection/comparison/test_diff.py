@@ -26,8 +26,6 @@ import ckptconv
 from ckptconv.byteranges.kernels.comparing import comparable
 from ckptconv.byteranges.sources import Readable
 from ckptconv.cli.main import main
-from ckptconv.cli.render.difference import difference_lines
-from ckptconv.cli.render.text import Style
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
 from ckptconv.inspection.comparison.diff import compare
@@ -38,6 +36,8 @@ from ckptconv.inspection.comparison.differences import (
     ValueDifference,
 )
 from ckptconv.limits import LIMITS
+from ckptconv.render.difference import difference_lines
+from ckptconv.render.text import Style
 from tests.support import zoo
 from tests.support.archives import big_endian, rezip, without_crc32
 from tests.support.command import Command

@@ -54,7 +54,7 @@ def diagnosed(
 
 def command_of(found: Summary, kind: str) -> str:
     """The command of the only finding of its kind."""
-    command = only(found, kind)["command"]
+    command = only(found, kind).command
     assert command is not None
     return command
 
@@ -65,11 +65,11 @@ def loads(path: Path | str) -> bool:
 
 
 def kinds(found: Summary) -> list[str]:
-    return [finding["kind"] for finding in found["findings"]]
+    return [finding.kind for finding in found.findings]
 
 
 def only(found: Summary, kind: str) -> Advice:
-    (finding,) = (finding for finding in found["findings"] if finding["kind"] == kind)
+    (finding,) = (finding for finding in found.findings if finding.kind == kind)
     return finding
 
 
@@ -86,7 +86,7 @@ def run(command: str | None) -> Path:
 
 def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
     """The file that the command for `kind` made of `path`, of which nobody complains so any more."""
-    made = run([f["command"] for f in look(path, machine)["findings"] if f["kind"] == kind][-1])
+    made = run([f.command for f in look(path, machine).findings if f.kind == kind][-1])
     assert kind not in kinds(look(made, machine))
     return made
 
@@ -117,17 +117,17 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     """torch stops where no GPU is, and loads what the command made."""
     found = look(fixtures / "cuda0.pt")
     finding = only(found, "device")
-    assert finding["blocks"]
-    assert not found["loads_here"]
-    assert finding["text"] == "11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU"
-    assert finding["command"] == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
+    assert finding.blocks
+    assert not found.loads_here
+    assert finding.text == "11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU"
+    assert finding.command == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object"):
             torch.load(fixtures / "cuda0.pt")
     made = mended(fixtures / "cuda0.pt", "device")
-    assert look(made)["loads_here"]
+    assert look(made).loads_here
     assert loads(made)
-    assert look(fixtures / "cuda0.pt", Host(1))["loads_here"]
+    assert look(fixtures / "cuda0.pt", Host(1)).loads_here
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: st
     """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices,
     the command runs.
     """
-    found = diagnosed({str(i): torch.ones(i + 1) for i in range(len(tags))}, tags, machine)["findings"]
-    assert shlex.split(str(found[0]["command"]))[4:] == flags.split()
-    made = run(found[0]["command"])
-    assert [f for f in look(made, machine)["findings"] if f["kind"] == "device" and f["text"] == found[0]["text"]] == []
+    found = diagnosed({str(i): torch.ones(i + 1) for i in range(len(tags))}, tags, machine).findings
+    assert shlex.split(str(found[0].command))[4:] == flags.split()
+    made = run(found[0].command)
+    assert [f for f in look(made, machine).findings if f.kind == "device" and f.text == found[0].text] == []
 
 
 def test_devices_of_which_nobody_can_tell() -> None:
@@ -160,8 +160,8 @@ def test_devices_of_which_nobody_can_tell() -> None:
     zoo.save({"a": torch.ones(1), "b": torch.ones(2)}, "m.pt", ["xpu:1", "cuda:0"])
     for machine, tags in ((Host(None), "cuda:0, xpu:1"), (Host(1), "xpu:1")):
         found = look("m.pt", machine)
-        assert found["loads_here"] is None
-        assert tags in only(found, "device")["text"]
+        assert found.loads_here is None
+        assert tags in only(found, "device").text
         Path(mended("m.pt", "device", machine)).unlink()
 
 
@@ -169,13 +169,13 @@ def test_ties_count_once_and_absurd_tags_are_read() -> None:
     """A tensor under two names is one; an index of 5,000 digits is no device."""
     w = torch.ones(1)
     tied = diagnosed({"a": w, "b": w}, ["cuda:0"])
-    assert only(tied, "device")["text"].startswith("1 tensor is on cuda:0 (a),")
-    assert not diagnosed({"a": w}, ["cuda:" + "9" * 5000], TWO)["loads_here"]
+    assert only(tied, "device").text.startswith("1 tensor is on cuda:0 (a),")
+    assert not diagnosed({"a": w}, ["cuda:" + "9" * 5000], TWO).loads_here
 
 
 def test_no_torch_is_needed(fixtures: Path) -> None:
     """The machine is looked at without torch, and inspect says what a plain load would do here."""
-    assert inspect(fixtures / "cuda0.pt")["loads_here"] == torch.cuda.is_available()
+    assert inspect(fixtures / "cuda0.pt").loads_here == torch.cuda.is_available()
 
 
 # Names
@@ -202,7 +202,7 @@ def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
     else:
         save_file(state, "m.safetensors")
     found = look(f"m.{format}")
-    assert found["loads_here"]
+    assert found.loads_here
     assert kinds(found) == ["prefix"]
     assert shlex.split(command_of(found, "prefix"))[4:] == flags
     made = mended(f"m.{format}", "prefix")
@@ -226,9 +226,9 @@ def test_real_wrappers() -> None:
 def test_module_comes_off_once() -> None:
     """A model can have a module called module: of two, one is stripped."""
     finding = only(diagnosed({f"module.module.{i}": torch.ones(1) for i in range(2)}), "prefix")
-    assert "may be the model's own" in finding["text"]
-    assert finding["command"] == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
-    assert list(torch.load(run(finding["command"]))) == ["module.0", "module.1"]
+    assert "may be the model's own" in finding.text
+    assert finding.command == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
+    assert list(torch.load(run(finding.command))) == ["module.0", "module.1"]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_module_comes_off_once() -> None:
 )
 def test_a_command_that_would_do_harm_is_not_printed(obj: Any, kind: str) -> None:
     """There is a line and no command."""
-    assert only(diagnosed(obj), kind)["command"] is None
+    assert only(diagnosed(obj), kind).command is None
 
 
 def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
     assert kinds(found) == ["device", "inner-prefix"]
     flags = ["--rename", r"^features\.module\.", "features."]
     assert shlex.split(command_of(found, "inner-prefix"))[-3:] == flags
-    assert found["remedy"] is None
+    assert found.remedy is None
     torch.save({f"{p}.module.0.w": torch.ones(1) for p in ("net.encoder", "head")} | {"b": torch.ones(1)}, "m.pt")
     made = mended("m.pt", "inner-prefix")
     assert list(torch.load(made)) == ["net.encoder.0.w", "head.0.w", "b"]
@@ -294,13 +294,13 @@ HEALTHY: dict[str, Any] = {
 def test_nothing_is_wrong_with_healthy_files(name: str) -> None:
     """No finding, no remedy, and torch loads it."""
     found = diagnosed(HEALTHY[name])
-    assert (found["findings"], found["remedy"], found["loads_here"]) == ([], None, True)
+    assert (found.findings, found.remedy, found.loads_here) == ([], None, True)
     assert loads("m.pt")
 
 
 @pytest.mark.parametrize("name", ["cpu.pt", "resnet18.pt"])
 def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> None:
-    assert look(fixtures / name)["findings"] == []
+    assert look(fixtures / name).findings == ()
 
 
 # Code
@@ -310,25 +310,25 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
     """Each class has a line with its place; the state dict alone loads."""
     obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
     found = diagnosed(obj)
-    assert [f["text"].partition(" refuses ")[2] for f in found["findings"]] == [
+    assert [f.text.partition(" refuses ")[2] for f in found.findings] == [
         "argparse.Namespace, at args",
         f"{__name__}.Unknown, at cls and 2 more places;"
         " the state dict alone loads (68 of 68 bytes, without args, log, cls)",
     ]
-    assert [f["command"] for f in found["findings"]] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
+    assert [f.command for f in found.findings] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
     assert not loads("m.pt")
     assert loads(mended("m.pt", "code"))
     found = diagnosed({"model": linear(), "log": [Unknown()], "deeper": [[Unknown]]})
-    assert "Unknown, at log[0] and 1 more place;" in only(found, "code")["text"]
+    assert "Unknown, at log[0] and 1 more place;" in only(found, "code").text
 
 
 def test_many_classes_are_three_lines_and_one() -> None:
     """The rest is counted, and only the last line has the command."""
     found = diagnosed({"state_dict": linear(), "x": [UNKNOWN, Other(), argparse.Namespace(), frozenset(), range(3)]})
-    code = [f for f in found["findings"] if f["kind"] == "code"]
-    assert [f["command"] is None for f in code] == [True, True, True, False]
+    code = [f for f in found.findings if f.kind == "code"]
+    assert [f.command is None for f in code] == [True, True, True, False]
     others = "builtins.frozenset, builtins.range"
-    assert code[3]["text"] == f"and 2 more like that: {others}; the state dict alone loads (68 of 68 bytes, without x)"
+    assert code[3].text == f"and 2 more like that: {others}; the state dict alone loads (68 of 68 bytes, without x)"
     assert loads(mended("m.pt", "code"))
 
 
@@ -342,7 +342,7 @@ def test_the_largest_part_that_loads() -> None:
     found = diagnosed(
         {"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(1), "args": [torch.ones(1), UNKNOWN]}
     )
-    assert "data alone loads (36 of 44 bytes, without tensor, args)" in only(found, "code")["text"]
+    assert "data alone loads (36 of 44 bytes, without tensor, args)" in only(found, "code").text
     assert loads(mended("m.pt", "code"))
     found = diagnosed({"x": [torch.ones(9), UNKNOWN], "y": torch.ones(1)})
     assert command_of(found, "code").endswith("--select 'x[0]'")
@@ -372,26 +372,26 @@ def takes(path: Path, prefix: str = "") -> None:
 def test_a_pickled_module_gives_its_state_dict(hold: Callable[[nn.Module], Any], path: str) -> None:
     """The class is in the way, and the last line has the command for the weights."""
     found = diagnosed(hold(fresh()))
-    code = [f for f in found["findings"] if f["kind"] == "code"]
-    assert code[0]["text"] == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
+    code = [f for f in found.findings if f.kind == "code"]
+    assert code[0].text == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
     what = "it" if path == "." else path
-    assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1]["text"]
-    assert code[-1]["command"] == "ckptconv convert m.pt m-weights.pt --state-dict"
-    assert found["remedy"] is None
+    assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1].text
+    assert code[-1].command == "ckptconv convert m.pt m-weights.pt --state-dict"
+    assert found.remedy is None
     takes(mended("m.pt", "code"))
 
 
 def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
     """The state dict, without the wrapper's prefix, on the CPU; each of the other commands does its part."""
     found = diagnosed({"epoch": 1, "model": nn.DataParallel(fresh())}, ["cuda:1"])
-    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
-    takes(run(found["remedy"]))
+    assert found.remedy == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
+    takes(run(found.remedy))
     assert command_of(found, "prefix") == "ckptconv convert m.pt m-plain.pt --state-dict --strip-prefix module."
     assert "prefix" not in kinds(look(run(command_of(found, "prefix"))))
-    assert not look(run(command_of(found, "device")))["loads_here"]
+    assert not look(run(command_of(found, "device"))).loads_here
     found = diagnosed(torch.compile(fresh()), ["cuda:0"], name="c.pt")
-    assert found["remedy"] == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
-    takes(run(found["remedy"]))
+    assert found.remedy == "ckptconv convert c.pt c-fixed.pt --state-dict --strip-prefix _orig_mod. --to cpu"
+    takes(run(found.remedy))
 
 
 def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
@@ -405,19 +405,19 @@ def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
 def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
     """None has a usual name."""
     found = diagnosed({"critic": nn.Linear(2, 2), "actor": fresh()}, ["cuda:0"])
-    code = [f for f in found["findings"] if f["kind"] == "code"][-1]
-    assert code["command"] == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
-    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --select actor --state-dict --to cpu"
-    takes(run(found["remedy"]))
+    code = [f for f in found.findings if f.kind == "code"][-1]
+    assert code.command == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
+    assert found.remedy == "ckptconv convert m.pt m-fixed.pt --select actor --state-dict --to cpu"
+    takes(run(found.remedy))
 
 
 def test_a_module_whose_tensors_need_code_has_no_command() -> None:
     """A tensor subclass stays what it is in a state dict, so its class would still be in the way."""
     net = nn.Linear(2, 2)
     net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
-    assert all(f["command"] is None for f in diagnosed(net)["findings"] if f["kind"] == "code")
+    assert all(f.command is None for f in diagnosed(net).findings if f.kind == "code")
     advice = "load it where that code is installed, and save its tensors"
-    assert only(diagnosed([UNKNOWN]), "code")["text"].endswith(advice)
+    assert only(diagnosed([UNKNOWN]), "code").text.endswith(advice)
 
 
 def test_nothing_mends_it_all_where_something_stays() -> None:
@@ -425,17 +425,17 @@ def test_nothing_mends_it_all_where_something_stays() -> None:
     command is said to mend more than it does.
     """
     found = diagnosed({"model": zoo.module(), "ema": linear("module.")}, ["cuda:0"])
-    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
-    assert loads(run(found["remedy"]))
+    assert found.remedy == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
+    assert loads(run(found.remedy))
     obj = [UNKNOWN, [nn.ReLU(), zoo.Config(weight=torch.ones(1))]]
-    assert diagnosed(obj, ["cuda:0", "xpu:1"])["remedy"] is None
+    assert diagnosed(obj, ["cuda:0", "xpu:1"]).remedy is None
 
 
 def test_each_command_writes_a_file_of_its_own() -> None:
     """Where two commands are different, so are the files that they write."""
     training("cuda:3", rng_state=torch.get_rng_state(), model=linear("module."))
     for machine in (TWO, Host(None), Host(0)):
-        commands = {f["command"] for f in look("m.pt", machine)["findings"] if f["command"]}
+        commands = {f.command for f in look("m.pt", machine).findings if f.command}
         assert len({command.split()[3] for command in commands}) == len(commands)
 
 
@@ -445,8 +445,8 @@ def test_each_command_writes_a_file_of_its_own() -> None:
 def test_tags_that_torch_does_not_restore(tag: str, words: str) -> None:
     """An index on the CPU, and devices that torch alone does not know, block whatever the machine has."""
     found = diagnosed({"a": torch.ones(1)}, [tag], TWO)
-    assert found["loads_here"] is False
-    assert words in only(found, "device")["text"]
+    assert found.loads_here is False
+    assert words in only(found, "device").text
     with pytest.raises(RuntimeError):
         torch.load("m.pt")
     assert torch.load(run(command_of(found, "device")))
@@ -461,14 +461,14 @@ def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
     pickled = records_of(Path("m.pt"))["data.pkl"]
     found_in(pickled, hooks)
     rezip(Path("m.pt"), Path("n.pt"), {"data.pkl": pickled.replace(hooks, nested)})
-    texts = [finding["text"] for finding in look("n.pt")["findings"]]
+    texts = [finding.text for finding in look("n.pt").findings]
     assert texts[-1].startswith("and 4,997 more like that")
 
 
 def test_places_inside_tensors_and_names() -> None:
     """What stands in a tensor's arguments or in a key has the place of what holds it."""
     found = diagnosed({"w": zoo.subclass()["subclass"], zoo.Frozen(1, "b"): 1})
-    texts = [f["text"] for f in found["findings"]]
+    texts = [f.text for f in found.findings]
     assert any("zoo.AttributedTensor, at w" in text for text in texts)
     assert any("zoo.Frozen, at /<1>" in text or "zoo.Frozen, at <1>" in text for text in texts), texts
 
@@ -476,14 +476,14 @@ def test_places_inside_tensors_and_names() -> None:
 def test_protocol_4_is_written_again() -> None:
     """Opcodes that the safe loader does not know are an obstacle, a newer protocol alone is none."""
     state = {"a": linear(), "b": {1, 2}, "c": b"x"}
-    assert only(diagnosed(state, name="four.pt", pickle_protocol=4), "opcodes")["blocks"]
+    assert only(diagnosed(state, name="four.pt", pickle_protocol=4), "opcodes").blocks
     assert not loads("four.pt")
     assert loads(mended("four.pt", "opcodes"))
-    assert not only(diagnosed(linear(), name="three.pt", pickle_protocol=3), "opcodes")["blocks"]
+    assert not only(diagnosed(linear(), name="three.pt", pickle_protocol=3), "opcodes").blocks
     assert loads("three.pt")
     mended("three.pt", "opcodes")
     oldest = diagnosed(linear(), pickle_protocol=1)
-    assert only(oldest, "opcodes")["text"].endswith("which pickle protocol 0 or 1 uses")
+    assert only(oldest, "opcodes").text.endswith("which pickle protocol 0 or 1 uses")
     assert kinds(diagnosed({"a": linear(), "b": UNKNOWN}, pickle_protocol=4)) == ["code"]
     assert loads(mended("m.pt", "code"))
 
@@ -493,8 +493,8 @@ def test_a_dangerous_file_has_no_command() -> None:
     Path("m.pt").write_bytes(torch_zip_of(pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2), {}))
     found = look("m.pt")
     assert kinds(found) == ["dangerous"]
-    assert "builtins.eval" in found["findings"][0]["text"]
-    assert (found["findings"][0]["command"], found["remedy"], found["loads_here"]) == (None, None, False)
+    assert "builtins.eval" in found.findings[0].text
+    assert (found.findings[0].command, found.remedy, found.loads_here) == (None, None, False)
 
 
 # Storages, optimizers, generators
@@ -504,12 +504,12 @@ def test_views_of_large_storages() -> None:
     """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
     large = torch.zeros(1_000_000)
     found = diagnosed({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1})
-    assert "3,999,960 of 4,000,012 stored bytes" in only(found, "views")["text"]
+    assert "3,999,960 of 4,000,012 stored bytes" in only(found, "views").text
     assert mended("m.pt", "views").stat().st_size < 5000
     torch.save({"model": {"b": torch.ones(3)}, "batch": [large[:10]]}, "n.pt")
     assert mended("n.pt", "views").stat().st_size < 5000
     deflated = rezip(Path("n.pt"), Path("d.pt"), method=zipfile.ZIP_DEFLATED)
-    assert only(look(deflated), "views")["command"] is None
+    assert only(look(deflated), "views").command is None
     for everything in (large, large._typed_storage()):
         assert "views" not in kinds(diagnosed({"model": {"a": large[:10]}, "all": everything}))
 
@@ -518,13 +518,13 @@ def test_ties_that_safetensors_refuses(fixtures: Path) -> None:
     """The library refuses the state dict, the command's output has it; what shares a storage and no byte is no tie."""
     w, z = torch.ones(4), torch.ones(4, dtype=torch.complex128)
     found = diagnosed({"a": w, "b": w, "c": torch.ones(8)[2:6], "d": w.view(2, 2)[1]})
-    assert "(a and b, a and d)" in only(found, "ties")["text"]
+    assert "(a and b, a and d)" in only(found, "ties").text
     with pytest.raises(RuntimeError, match="share memory"):
         save_file(torch.load("m.pt"), "x.safetensors")
     assert set(load_file(mended("m.pt", "ties"))) == {"a", "c", "d"}
     mended(fixtures / "tied.pt", "ties")
-    assert diagnosed(dict(zip("ab", torch.ones(4).chunk(2), strict=True)))["findings"] == []
-    assert diagnosed({"a": z, "b": z})["findings"] == []  # safetensors could not hold it anyway
+    assert diagnosed(dict(zip("ab", torch.ones(4).chunk(2), strict=True))).findings == ()
+    assert diagnosed({"a": z, "b": z}).findings == ()  # safetensors could not hold it anyway
 
 
 def training(tag: str, machine: Host = BARE, **more: Any) -> Summary:
@@ -539,19 +539,19 @@ def training(tag: str, machine: Host = BARE, **more: Any) -> Summary:
 def test_an_optimizer_on_one_gpu() -> None:
     """Every process would load it there; on the CPU, or spread over two GPUs, it is well."""
     finding = only(training("cuda:0", TWO), "optimizer")
-    assert not finding["blocks"]
-    assert "the state of optimizer is on cuda:0" in finding["text"]
-    assert finding["command"] == "ckptconv convert m.pt m-resume.pt --map cuda:0=cpu"
+    assert not finding.blocks
+    assert "the state of optimizer is on cuda:0" in finding.text
+    assert finding.command == "ckptconv convert m.pt m-resume.pt --map cuda:0=cpu"
     mended("m.pt", "optimizer", TWO)
-    assert training("cpu")["findings"] == []
+    assert training("cpu").findings == ()
     spread = {"state": {0: torch.ones(1), 1: torch.ones(2)}, "param_groups": []}
-    assert diagnosed(spread, ["cuda:0", "cuda:1"], TWO)["findings"] == []
+    assert diagnosed(spread, ["cuda:0", "cuda:1"], TWO).findings == ()
 
 
 def test_states_of_generators_on_a_gpu() -> None:
     """torch.set_rng_state refuses them; the command brings them to the CPU."""
     found = diagnosed({"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, ["cuda:0"], TWO)
-    assert "(rng_state)" in only(found, "rng")["text"]
+    assert "(rng_state)" in only(found, "rng").text
     torch.set_rng_state(torch.load(mended("m.pt", "rng", TWO))["rng_state"])
 
 
@@ -563,20 +563,20 @@ def test_one_remedy_for_several_complaints() -> None:
     net = {f"module.{name}": tensor for name, tensor in linear().items()}
     found = training("cuda:0", args=UNKNOWN, state_dict=net, rng_state=torch.get_rng_state())
     assert kinds(found) == ["device", "code", "prefix", "optimizer", "rng"]
-    assert found["findings"][1]["command"] == "ckptconv convert m.pt m-loadable.pt --drop args"
-    assert found["remedy"] == "ckptconv convert m.pt m-fixed.pt --drop args --strip-prefix module. --to cpu"
-    made = run(found["remedy"])
-    assert look(made)["findings"] == []
+    assert found.findings[1].command == "ckptconv convert m.pt m-loadable.pt --drop args"
+    assert found.remedy == "ckptconv convert m.pt m-fixed.pt --drop args --strip-prefix module. --to cpu"
+    made = run(found.remedy)
+    assert look(made).findings == ()
     assert loads(made)
     with_rng = training("cuda:3", TWO, rng_state=torch.get_rng_state())
-    assert with_rng["remedy"] == "ckptconv convert m.pt m-fixed.pt --to cpu"
-    assert training("cuda:3", TWO)["remedy"] == "ckptconv convert m.pt m-fixed.pt --map cuda:3=cpu"
+    assert with_rng.remedy == "ckptconv convert m.pt m-fixed.pt --to cpu"
+    assert training("cuda:3", TWO).remedy == "ckptconv convert m.pt m-fixed.pt --map cuda:3=cpu"
     found = diagnosed({"model": linear(), "ema": net, "args": UNKNOWN})
     assert kinds(found) == ["code", "prefix"]
     made.unlink()
-    assert look(run(found["remedy"]))["findings"] == []
-    remedy = diagnosed(linear("module."), name="n.pt", pickle_protocol=4)["remedy"]
-    assert look(run(remedy))["findings"] == []
+    assert look(run(found.remedy)).findings == ()
+    remedy = diagnosed(linear("module."), name="n.pt", pickle_protocol=4).remedy
+    assert look(run(remedy)).findings == ()
 
 
 def pickled(obj: Any, tag: str) -> Summary:
@@ -599,13 +599,13 @@ def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
     pickled(linear(), "cuda:0")
     for name, kind in (("m.pkl", "pickle"), ("four_cuda.pt", "opcodes"), ("old_cuda.pt", "legacy")):
         found = look(name)
-        assert (only(found, kind)["blocks"], only(found, kind)["command"], found["remedy"]) == (True, None, None)
+        assert (only(found, kind).blocks, only(found, kind).command, found.remedy) == (True, None, None)
         assert kind not in kinds(look(made := mended(name, "device")))
         assert loads(made)
-        assert only(look(name, TWO), kind)["command"].split()[4:] == []  # type: ignore[union-attr]
+        assert only(look(name, TWO), kind).command.split()[4:] == []  # type: ignore[union-attr]
     found = pickled(linear("module."), "cpu")
-    assert only(found, "pickle")["command"] is None
-    assert look(run(found["remedy"]))["findings"] == []
+    assert only(found, "pickle").command is None
+    assert look(run(found.remedy)).findings == ()
     to_torch = "ckptconv convert m.pkl m-torch.pt"
     assert command_of(pickled(linear(), "xpu:1"), "pickle") == to_torch
     net = fresh()
@@ -619,7 +619,7 @@ def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
 
 
 def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
-    assert look(fixtures / "cuda0.pt")["remedy"] is None
+    assert look(fixtures / "cuda0.pt").remedy is None
 
 
 @pytest.mark.parametrize(
@@ -640,7 +640,7 @@ def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
 def test_commands_run_as_typed(name: str, target: str) -> None:
     """Whatever the file is called; the output has a name of its own and the source's suffix."""
     zoo.save({"a": torch.ones(1)}, Path(name), ["cuda:0"])
-    command = look(f"./{name}" if name.startswith("-") else name)["findings"][0]["command"]
+    command = look(f"./{name}" if name.startswith("-") else name).findings[0].command
     assert shlex.split(str(command))[3] == target
     assert run(command).name == Path(target).name
 
@@ -658,7 +658,7 @@ def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
 def test_torch_is_not_imported(fixtures: Path) -> None:
     """Nor by the diagnosis of the file that has most to say."""
     path = str(fixtures / "training.pt")
-    run_without_torch(f"import ckptconv; assert len(ckptconv.inspect({path!r})['findings']) >= 2")
+    run_without_torch(f"import ckptconv; assert len(ckptconv.inspect({path!r}).findings) >= 2")
 
 
 # Everything that people save, and the corpus
@@ -668,19 +668,19 @@ def check_every_command(path: Path | str) -> Summary:
     """Each command of `path` runs, and nobody complains so any more; what it says of loading is what torch does."""
     found = look(path)
     if not torch.cuda.is_available():
-        assert found["loads_here"] == loads(path), (path, found["findings"])
-    for finding in found["findings"]:
-        if finding["command"]:
-            made = run(finding["command"])
+        assert found.loads_here == loads(path), (path, found.findings)
+    for finding in found.findings:
+        if finding.command:
+            made = run(finding.command)
             left = look(made)
-            assert finding["kind"] not in kinds(left), (finding, left["findings"])
-            if finding["kind"] == "code" and "device" not in kinds(left):
+            assert finding.kind not in kinds(left), (finding, left.findings)
+            if finding.kind == "code" and "device" not in kinds(left):
                 assert loads(made), finding
             made.unlink()
-    if found["remedy"]:
-        made = run(found["remedy"])
-        gone = {f["kind"] for f in found["findings"] if f["command"]} - {"inner-prefix", "views", "ties"}
-        assert gone.isdisjoint(kinds(look(made))), found["remedy"]
+    if found.remedy:
+        made = run(found.remedy)
+        gone = {f.kind for f in found.findings if f.command} - {"inner-prefix", "views", "ties"}
+        assert gone.isdisjoint(kinds(look(made))), found.remedy
         made.unlink()
     return found
 
@@ -705,7 +705,7 @@ def test_every_command_mends_the_corpus(corpus: Path) -> None:
     for row in rows:
         path = corpus / row["path"]
         if row["container"] == "safetensors":
-            assert look(path)["loads_here"]
+            assert look(path).loads_here
         else:
             seen.update(kinds(check_every_command(path)))
     assert seen == {"device", "code", "prefix", "inner-model", "optimizer", "ties"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import Style, cells, count, fact, size
 from ckptconv.errors import some
 from ckptconv.hints import option
+from ckptconv.render.text import Style, cells, count, fact, fitting, size
 
 if TYPE_CHECKING:
     from ckptconv.conversion.jobs import Outcome
@@ -120,16 +120,6 @@ def _line(style: Style, path: str, said: str) -> str:
     """`path` and what is `said` of it; on a terminal as much of both as fits a line, of the path its end."""
     path, said = style.text(path), style.text(said)
     if style.width is not None:
-        mark = style.text("…")
-        said = _fitting(said, style.columns - 20, lambda text: text[:-1], lambda text: text + mark)
-        path = _fitting(path, style.columns - 2 - cells(said), lambda text: text[1:], lambda text: mark + text)
+        said = fitting(said, style.columns - 20, style)
+        path = fitting(path, style.columns - 2 - cells(said), style, end=True)
     return f"{path}: {said}"
-
-
-def _fitting(text: str, room: int, shorter: Callable[[str], str], marked: Callable[[str], str]) -> str:
-    """`text`, or as much of it as fits `room` columns once it is `marked`."""
-    if cells(text) <= room:
-        return text
-    while text and cells(marked(text)) > room:
-        text = shorter(text)
-    return marked(text)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
 from ckptconv.errors import some
 from ckptconv.hints import command_in
+from ckptconv.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
 
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (

@@ -22,18 +22,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptconv.cli.render.facts import facts
-from ckptconv.cli.render.folding import leaves, tree_of
-from ckptconv.cli.render.renames import patterns
-from ckptconv.cli.render.report import report_lines
-from ckptconv.cli.render.table import table_lines
-from ckptconv.cli.render.text import Style, broken, cells, command_lines, natural, wrapped
-from ckptconv.cli.render.tree import tree_lines
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.errors import count
 from ckptconv.hints import Command, Message, Option, command
-from ckptconv.inspection.diagnosis.findings import Advice
-from ckptconv.inspection.summary import Summary, TensorSummary, inspect
+from ckptconv.inspection.diagnosis.findings import Advice, Diagnosis
+from ckptconv.inspection.summary import Share, Summary, TensorSummary, inspect
+from ckptconv.render.facts import facts
+from ckptconv.render.folding import leaves, tree_of
+from ckptconv.render.renames import patterns
+from ckptconv.render.report import report_lines
+from ckptconv.render.table import table_lines
+from ckptconv.render.text import Style, broken, cells, command_lines, natural, wrapped
+from ckptconv.render.tree import tree_lines
 from tests.support.paths import FIXTURES, GOLDEN
 
 
@@ -42,12 +43,11 @@ def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSum
     nbytes = 4
     for n in shape:
         nbytes *= n
-    row: TensorSummary = {
-        "path": path, "name": path, "kind": "strided", "dtype": "float32", "shape": list(shape), "stride": [],
-        "offset": 0, "device": "cpu", "module": None, "nbytes": nbytes, "storage_nbytes": nbytes,
-        "requires_grad": False, "tied_to": None,
-    }  # a table  # fmt: skip
-    return {**row, **fields}  # type: ignore[typeddict-item]
+    row = TensorSummary(
+        path=path, name=path, kind="strided", dtype="float32", shape=shape, stride=(), offset=0, device="cpu",
+        module=None, nbytes=nbytes, storage_nbytes=nbytes, requires_grad=False, tied_to=None,
+    )  # a table  # fmt: skip
+    return replace(row, **fields)
 
 
 def typed(line: str) -> Message:
@@ -70,13 +70,9 @@ def finding(kind: str, text: str, line: str | None, *, blocks: bool = True) -> A
 
 def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
     """`summary` with the findings given and no others, whatever this machine has."""
-    summary["findings"] = list(findings)
-    summary["loads_here"] = not any(found["blocks"] for found in findings)
-    if summary["loads_here"] and any(found["kind"] == "device" for found in findings):
-        summary["loads_here"] = None
-    summary["remedy"] = remedy and typed(remedy)
-    summary["path"] = "model.pt"
-    return summary
+    loads_here = Diagnosis([*findings], None).loads_here
+    said = remedy and typed(remedy)
+    return replace(summary, findings=findings, loads_here=loads_here, remedy=said, path="model.pt")
 
 
 def assert_golden(lines: list[str], name: str, width: int | None) -> None:
@@ -116,20 +112,21 @@ def two_gpus(folder: Path) -> Summary:
         folder / "x.pt",
     )
     summary = inspect(folder / "x.pt")
-    for row in summary["tensors"]:
-        if row["path"] != "rng" and not row["path"].endswith("step"):
-            row["device"] = (
-                "cuda:1" if ".2." in row["path"] or "[2]" in row["path"] or "[3]" in row["path"] else "cuda:0"
-            )
-    summary["devices"] = {
-        device: {
-            "tensors": sum(row["device"] == device for row in summary["tensors"]),
-            "nbytes": sum(row["nbytes"] for row in summary["tensors"] if row["device"] == device),
-        }
+    tensors = tuple(
+        row
+        if row.path == "rng" or row.path.endswith("step")
+        else replace(row, device="cuda:1" if any(each in row.path for each in (".2.", "[2]", "[3]")) else "cuda:0")
+        for row in summary.tensors
+    )
+    devices = {
+        device: Share(
+            tensors=sum(row.device == device for row in tensors),
+            nbytes=sum(row.nbytes for row in tensors if row.device == device),
+        )
         for device in ("cuda:0", "cuda:1", "cpu")
     }
     return judged(
-        summary,
+        replace(summary, tensors=tensors, devices=devices),
         finding(
             "device",
             "12 of 17 tensors (2.54 kB) are on cuda:0 and cuda:1, and no GPU is here",
@@ -199,10 +196,9 @@ def hub(folder: Path) -> Summary:
 )
 def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: int, tmp_path: Path) -> None:
     """None is longer than a terminal of 50 rows."""
-    summary = make(tmp_path)
-    summary["path"], summary["size"] = f"{name}.pt", 123_456
+    summary = replace(make(tmp_path), path=f"{name}.pt", size=123_456)
     look = Style(width)
-    lines = [*facts(summary, look), "", *draw(summary["tensors"], look, limit=40)]
+    lines = [*facts(summary, look), "", *draw(summary.tensors, look, limit=40)]
     assert_golden(lines, f"{name}_{width}.txt", width)
     assert len(lines) <= 50
 
@@ -324,6 +320,7 @@ OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z
 SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
 
 #: Findings, the command for all of them, and what is drawn of them from the second line on.
+YES = "  loads here    yes: torch.load(path, weights_only=True), rules of torch 2.13"
 VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "however many findings block, the command for all stands above them; notes come last": (
         [NOTE, *DEVICES],
@@ -337,7 +334,8 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
             f"    {CONVERT} --map cuda:1=cpu",
             "                reason 2",
             f"    {CONVERT} --map cuda:2=cpu",
-            "  note          a note",
+            "  devices       cpu",
+            "  names         a note",
             "    ckptconv convert a b --strip-prefix module.",
         ],
     ),
@@ -346,8 +344,9 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         [NOTE, finding("rng", "another", "ckptconv convert a b --to cpu", blocks=False)],
         f"{CONVERT} --add-prefix x.",
         [
-            "  loads here    yes, by the rules of torch 2.13",
-            "  note          a note",
+            YES,
+            "  devices       cpu",
+            "  names         a note",
             "    ckptconv convert a b --strip-prefix module.",
             "  note          another",
             "    ckptconv convert a b --to cpu",
@@ -369,7 +368,8 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         [
             f"  loads here    it depends: {NPU}",
             "    ckptconv convert model.pt model-cpu.pt --map npu=cpu",
-            "  note          a note",
+            "  devices       cpu",
+            "  names         a note",
         ],
     ),
     "danger is loud": (
@@ -382,7 +382,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         "ckptconv convert a b --to cpu",
         ["  loads here    no: no GPU", "    ckptconv convert a b --to cpu"],
     ),
-    "without findings it is a word": ([], None, ["  loads here    yes, by the rules of torch 2.13"]),
+    "without findings it is a word": ([], None, [YES]),
     "a cure is said once: other flags, or the same for another input, are another": (
         [
             *SAME,
@@ -395,6 +395,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
             f"    {OUTPUTS[0]}",
             "                reason 1",
             "                reason 2",
+            "  devices       cpu",
             "  note          note",
             "    ckptconv convert 'a b.pt' x.pt --to cuda",
             "  note          note",
@@ -415,7 +416,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "a note's cure is said once": (
         [finding("x", "note", OUTPUTS[1], blocks=False)],
         OUTPUTS[0],
-        ["  loads here    yes, by the rules of torch 2.13", "  note          note", f"    {OUTPUTS[1]}"],
+        [YES, "  devices       cpu", "  note          note", f"    {OUTPUTS[1]}"],
     ),
 }
 
@@ -465,7 +466,7 @@ def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
     assert refused.count("frozenset") == 1
     summary = judged(transformer(tmp_path))
     assert not any("needs code" in line for line in facts(summary, Style(80)))
-    summary["loads_here"] = False
+    summary = replace(summary, loads_here=False)
     assert {"  loads here    no", "  needs code    no"} <= {*facts(summary, Style(80))}
     unsure = judged(summary, finding("device", NPU, None, blocks=False))
     assert "  needs code    no" in list(facts(unsure, Style(80)))
@@ -478,11 +479,11 @@ def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
     for name in ("x{}", "a/name of some words {0} " * 2, "y" * 3000 + "{}"):
         torch.save({name.format(i): state.copy() for i in range(300)}, tmp_path / "x.pt")
         summary = judged(inspect(tmp_path / "x.pt"))
-        assert len(summary["state_dicts"]) == 300
-        for key in ("others", "metadata"):
-            summary[key] = {name.format(i): f"{i} text" * 30 for i in range(300)}
+        assert len(summary.state_dicts) == 300
+        texts = {name.format(i): f"{i} text" * 30 for i in range(300)}
+        summary = replace(summary, others=texts, metadata=texts)
         lines = list(facts(summary, Style(width)))
-        for label in ("state dict", "other", "metadata"):
+        for label in ("model", "values", "metadata"):
             first = next(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
             last = max(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
             while last + 1 < len(lines) and lines[last + 1].startswith(" " * 16):
@@ -491,17 +492,48 @@ def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
             assert re.search(r"29\d\s+more", " ".join(lines[first : last + 1]))
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("most", range(4, 30))
+def test_facts_fit_the_lines_that_there_are(width: int, most: int, tmp_path: Path) -> None:
+    """What matters least goes first, and its lines are counted; the answer and its command stay."""
+    reasons = [finding("code", f"reason {i} of some words", None) for i in range(4)]
+    notes = [finding("x", f"note {i}", f"{CONVERT} --drop x{i}", blocks=False) for i in range(4)]
+    summary = judged(two_gpus(tmp_path), *reasons, finding("device", "no GPU", f"{CONVERT} --to cpu"), *notes)
+    style = Style(width)
+    whole, lines = list(facts(summary, style)), list(facts(summary, style, most=most))
+    forced = next(i for i, line in enumerate(whole) if "reason 1" in line)
+    assert lines[:forced] == whole[:forced]
+    assert len(lines) <= max(most, forced + 1)
+    if lines != whole:
+        *kept, last = lines
+        assert last == f"  … {count(len(whole) - len(kept), 'more line')} (--all shows them)"
+        rest = iter(whole)
+        assert all(line in rest for line in kept)  # in their order
+    command_stands = any("--to cpu" in line for line in lines)
+    assert command_stands or not any("reason 1" in line or "note" in line for line in lines)
+
+
+def test_what_is_empty_has_no_extents(tmp_path: Path) -> None:
+    """A dash stands for them, in plain ASCII where that is asked for; a scalar is one."""
+    torch.save({"a": torch.ones(0, 3), "b": torch.tensor(1.0), "c": torch.ones(2, 3)}, tmp_path / "x.pt")
+    tensors = inspect(tmp_path / "x.pt").tensors
+    for unicode, shapes in ((True, ["–", "scalar", "2×3"]), (False, ["-", "scalar", "2x3"])):
+        for width in (None, 80):
+            drawn = list(table_lines(tensors, Style(width, unicode=unicode)))[0 if width is None else 2 :]
+            assert [line.split()[2] for line in drawn] == shapes
+
+
 def test_numbers_have_their_grammar(tmp_path: Path) -> None:
     """One parameter, one name that starts with, one slice; several of them otherwise."""
     base = torch.ones(3, 4)
     torch.save({"m": OrderedDict({"module.a": torch.ones(1)}), "v": base[1]}, tmp_path / "x.pt")
     one = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
-    assert "m: 1 name, 1 parameter, 1 starts with module.\n" in one
+    assert "m: 1 name, 1 parameter, 4 B, 1 starts with module.\n" in one
     assert "views         1 tensor is a slice of a larger storage, or transposed: v" in one
     state = OrderedDict({"module.a": torch.ones(1), "b": base.T, "c": base[:1], "module.d": torch.ones(1)})
     torch.save({"m": state}, tmp_path / "x.pt")
     two = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
-    assert "m: 4 names, 18 parameters, 2 start with module.\n" in two
+    assert "m: 4 names, 18 parameters, 72 B, 2 start with module.\n" in two
     assert "2 tensors are slices of a larger storage, or transposed: m/b, m/c" in two
 
 
@@ -520,7 +552,7 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
     words = [word for word in words if word.isprintable()]
     advice = Advice(kind="device", blocks=True, text="reason", command=command("convert", *words))
     words = ["ckptconv", "convert", *words]
-    summary = judged(PLAIN.copy(), advice)
+    summary = judged(PLAIN, advice)
     lines = list(facts(summary, Style(width)))
     assert pasted(lines[2:3] if len(pasted(lines)) == 0 else lines) == [words]
     assert all(cells(line) <= width for line in lines if max(map(cells, map(shlex.quote, words))) < width - 10)
@@ -609,7 +641,7 @@ def test_folded_rows_stand_for_each_tensor_once(names: list[list[str]], data: st
     back: list[tuple[str, tuple[int, ...]]] = []
     for name, leaf in leaves(tree_of([tensor(path, shapes[path]) for path in paths], fold=True)):
         assert leaf.tensor is not None
-        every = [(path, tuple(leaf.tensor["shape"])) for path in unfolded(name)]
+        every = [(path, tuple(leaf.tensor.shape)) for path in unfolded(name)]
         assert len(every) == leaf.times
         back += every
     assert sorted(back) == sorted(shapes.items())
@@ -683,11 +715,12 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicod
         for name in names
     ]
     look = Style(width, unicode=unicode)
-    summary = judged(PLAIN.copy(), finding("device", " ".join(names), None), finding("x", names[0], None, blocks=False))
+    summary = judged(PLAIN, finding("device", " ".join(names), None), finding("x", names[0], None, blocks=False))
     if data.draw(st.booleans()):
-        judged(summary, finding("device", names[0], None, blocks=False))
-    summary["path"], summary["notes"], summary["views"] = names[0] * 3, names, names
-    summary["others"] = summary["metadata"] = dict(zip(names, names, strict=True))
+        summary = judged(summary, finding("device", names[0], None, blocks=False))
+    texts = dict(zip(names, names, strict=True))
+    seen = tuple(names)
+    summary = replace(summary, path=names[0] * 3, notes=seen, views=seen, others=texts, metadata=texts)
     for line in (*facts(summary, look), *table_lines(tensors, look), *tree_lines(tensors, look)):
         assert cells(line) <= width
         assert line.isprintable()
@@ -771,9 +804,9 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
 def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
-        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.cli.render.facts import facts;"
-        " from ckptconv.cli.render.table import table_lines; from ckptconv.cli.render.text import Style\ns ="
-        f" inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s['tensors'],"
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.render.facts import facts;"
+        " from ckptconv.render.table import table_lines; from ckptconv.render.text import Style\ns ="
+        f" inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s.tensors,"
         " Style(80))])\nassert n > 20; assert 'rich' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

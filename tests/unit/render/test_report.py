@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.cli.render.report import report_lines
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.render.report import report_lines
 
 
 def test_report_lines_group_names() -> None:

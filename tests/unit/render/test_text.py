@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptconv.cli.render.text import size
+from ckptconv.render.text import size
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.text import count, size
 from ckptconv.errors import printable
+from ckptconv.render.text import count, size
 
 if TYPE_CHECKING:
     from ckptconv.inspection.verification import Verdict

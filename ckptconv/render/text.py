@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import click
-
-from ckptconv.errors import count, printable
+from ckptconv.errors import count, printable, size
 from ckptconv.hints import Command, quoted
 
 __all__ = [
@@ -22,9 +20,11 @@ __all__ = [
     "count",
     "fact",
     "first_of",
+    "fitting",
     "headline",
     "natural",
     "padded",
+    "rows_of",
     "size",
     "wrapped",
 ]
@@ -35,7 +35,9 @@ _NARROWEST = 40  # columns; below that lines are as for 40
 _TIE = "\N{NO-BREAK SPACE}"  # stands between words that stay together; printable() lets none through from a file
 # Patterns are texts, compiled when a terminal needs them: that takes longer than all else that is done here for a pipe.
 _TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit, a word and how often
-_ASCII = str.maketrans({"×": "x", "…": "...", "→": "->", "─": "-"})
+_ASCII = str.maketrans(
+    {"×": "x", "…": "...", "→": "->", "←": "<-", "─": "-", "–": "-", "—": "--", "·": "*", "≤": "<=", "≥": ">="}
+)
 _STYLES = {
     "good": {"fg": "green"},
     "bad": {"fg": "red", "bold": True},
@@ -70,22 +72,15 @@ class Style(NamedTuple):
         return text if self.unicode else text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
 
     def paint(self, text: str, style: str | None) -> str:
-        return click.style(text, **_STYLES[style]) if self.colour and style and text else text  # type: ignore[arg-type]
+        if not (self.colour and style and text):
+            return text
+        from click import style as styled  # which results that nobody prints do without
+
+        return styled(text, **_STYLES[style])  # type: ignore[arg-type]
 
 
 #: For programs.
 PLAIN = Style()
-
-
-# Numbers
-
-
-def size(nbytes: int) -> str:
-    """`nbytes` in the decimal units that disks and the Hub use."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
-    return f"{nbytes / 1000**power:.3g} {' kMGT'[power]}B"
 
 
 # Widths and breaks
@@ -101,6 +96,11 @@ def _cells_of(character: str) -> int:
     if unicodedata.category(character) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def rows_of(lines: Iterable[str], style: Style) -> int:
+    """How much of the screen `lines` take: the terminal breaks what is too long for it."""
+    return sum(max(1, -(-cells(re.sub(r"\x1b\[[0-9;]*m", "", line)) // style.columns)) for line in lines)
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
@@ -153,6 +153,16 @@ def _head(text: str, room: int) -> str:
         if used > room and i:
             return text[:i]
     return text
+
+
+def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
+    """`text`, or as much of its beginning, or of its `end`, as fits `room` columns, and a mark."""
+    if cells(text) <= room:
+        return text
+    mark = style.text("…")
+    while text and cells(mark + text) > room:
+        text = text[1:] if end else text[:-1]
+    return mark + text if end else text + mark
 
 
 # Order

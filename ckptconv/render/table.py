@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptconv.cli.render.text import Style, broken, cells, count, padded, size, wrapped
 from ckptconv.hints import option
 from ckptconv.pickles.paths import key_segment
+from ckptconv.render.text import Style, broken, cells, count, padded, size, wrapped
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
@@ -19,7 +20,6 @@ _HEADINGS = ("tensor", "dtype", "shape", "device", "size")
 _NARROW = 70  # columns; below that there is no room for bars
 _LEAST_NAME = 16  # columns of a name, below which other columns make room
 _LONGEST_NAME = 300  # characters of a name on a terminal, so that no name fills the screen
-_FEWEST = 10  # rows, however low the terminal
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -36,13 +36,13 @@ class Row(NamedTuple):
 
 def fields(tensor: TensorSummary, style: Style) -> tuple[str, str, str]:
     """Dtype, shape and device of `tensor` as texts."""
-    kind = "" if tensor["kind"] == "strided" else f" ({tensor['kind']})"
-    shape = "×".join(map(str, tensor["shape"])) or "scalar"
-    return style.text(tensor["dtype"] + kind), style.text(shape), style.text(tensor["device"] or "-")
+    kind = "" if tensor.kind == "strided" else f" ({tensor.kind})"
+    shape = "–" if 0 in tensor.shape else "×".join(map(str, tensor.shape)) or "scalar"
+    return style.text(tensor.dtype + kind), style.text(shape), style.text(tensor.device or "-")
 
 
 def table_lines(
-    tensors: list[TensorSummary],
+    tensors: Sequence[TensorSummary],
     style: Style,
     *,
     limit: int | None = None,
@@ -60,49 +60,47 @@ def table_lines(
     tensors = _as_in_state_dicts(tensors)
     if style.width is None:
         for tensor in tensors[:limit]:
-            yield "\t".join((style.text(named(tensor["path"], tensor)), *fields(tensor, style), str(tensor["nbytes"])))
+            yield "\t".join((style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes)))
         n = len(tensors[:limit])
         yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
-    from ckptconv.cli.render.folding import leaves, tree_of  # not for a pipe
+    from ckptconv.render.folding import leaves, tree_of  # not for a pipe
 
     every = list(leaves(tree_of(tensors, fold=fold)))
     every.sort(key=lambda leaf: leaf[1].first)
     if by_size:
-        every.sort(key=lambda leaf: -leaf[1].times * leaf[1].tensor["nbytes"] if leaf[1].tensor else 0)
+        every.sort(key=lambda leaf: -leaf[1].times * leaf[1].tensor.nbytes if leaf[1].tensor else 0)
     rows = []
     for name, leaf in every[:limit]:
         assert leaf.tensor is not None
-        nbytes = leaf.times * leaf.tensor["nbytes"]
+        nbytes = leaf.times * leaf.tensor.nbytes
         name = named(name, leaf.tensor) + (f" ×{leaf.times:,}" if leaf.times > 1 else "")
         rows.append(Row((style.text(name), *fields(leaf.tensor, style), size(nbytes)), nbytes, leaf.times))
     yield from drawn(rows, style, len(tensors), every=len(every), height=height)
 
 
-def _as_in_state_dicts(tensors: list[TensorSummary]) -> list[TensorSummary]:
+def _as_in_state_dicts(tensors: Sequence[TensorSummary]) -> Sequence[TensorSummary]:
     """`tensors` under the paths that they would have in the state dicts of whole modules."""
     new = {
-        tensor["path"]: ("" if tensor["module"] == "." else tensor["module"]) + key_segment(tensor["name"], 0)
+        tensor.path: ("" if tensor.module == "." else tensor.module) + key_segment(tensor.name, 0)
         for tensor in tensors
-        if tensor["module"] is not None and tensor["name"] is not None
+        if tensor.module is not None and tensor.name is not None
     }
-    return (
-        [
-            {
-                **tensor,
-                "path": new.get(tensor["path"], tensor["path"]).removeprefix("/"),
-                "tied_to": new.get(tensor["tied_to"] or "", tensor["tied_to"]),
-            }
-            for tensor in tensors
-        ]
-        if new
-        else tensors
-    )
+    if not new:
+        return tensors
+    return [
+        replace(
+            tensor,
+            path=new.get(tensor.path, tensor.path).removeprefix("/"),
+            tied_to=new.get(tensor.tied_to or "", tensor.tied_to),
+        )
+        for tensor in tensors
+    ]
 
 
 def named(name: str, tensor: TensorSummary) -> str:
     """`name`, and the path of the tensor that `tensor` is tied to, if it is."""
-    return f"{name} = {tensor['tied_to']}" if tensor["tied_to"] else name
+    return f"{name} = {tensor.tied_to}" if tensor.tied_to else name
 
 
 def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
@@ -130,7 +128,7 @@ def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: in
     while True:
         shown = sum(row.tensors for row in rows[:n])
         lines = [*_draw(rows[:n], style), *footer(style, tensors, drawn=n, rows=every, shown=shown)]
-        if height is None or len(lines) <= height or n <= _FEWEST:
+        if height is None or len(lines) <= height or n <= 1:
             return lines
         n -= 1
 

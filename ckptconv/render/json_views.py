@@ -1,17 +1,52 @@
-"""What ``--json`` prints: reports, verdicts and differences as plain, versioned dicts. All sizes in bytes."""
+"""What ``--json`` prints: results as plain, versioned dicts. All sizes in bytes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import cache
 from math import isinf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptconv.conversion.plan import Report
-from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
-from ckptconv.inspection.summary import SCHEMA_VERSION
-from ckptconv.inspection.verification import Verdict
+if TYPE_CHECKING:
+    from ckptconv.conversion.plan import Report
+    from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
+    from ckptconv.inspection.summary import Summary
+    from ckptconv.inspection.verification import Verdict
 
-__all__ = ["difference_as_dict", "report_as_dict", "skipped_as_dict", "verdict_as_dict"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "difference_as_dict",
+    "report_as_dict",
+    "skipped_as_dict",
+    "summary_as_dict",
+    "verdict_as_dict",
+]
+
+SCHEMA_VERSION = 1
+
+
+def summary_as_dict(summary: Summary) -> dict[str, Any]:
+    """`summary` for ``--json``."""
+    shown = _plain(summary)
+    del shown["parts"]  # its schema has none
+    return {"schema_version": SCHEMA_VERSION, **shown}
+
+
+def _plain(value: Any) -> Any:
+    """`value` with its objects as dicts and its tuples as lists."""
+    if isinstance(value, (str, int)) or value is None:
+        return value
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    kind: Any = type(value)
+    return {name: _plain(getattr(value, name)) for name in _names_of(kind)}
+
+
+@cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:

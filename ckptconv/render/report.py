@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.renames import Pattern, patterns
-from ckptconv.cli.render.text import PLAIN, Style, count, fact, first_of, headline, size
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
+from ckptconv.render.renames import Pattern, patterns
+from ckptconv.render.text import PLAIN, Style, count, fact, first_of, headline, size
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckptconv.cli.render.table import Row, drawn, fields, footer, named
-from ckptconv.cli.render.text import Style, count, size
+from ckptconv.render.table import Row, drawn, fields, footer, named
+from ckptconv.render.text import Style, count, size
 
 if TYPE_CHECKING:
-    from ckptconv.cli.render.folding import Branch
     from ckptconv.inspection.summary import TensorSummary
+    from ckptconv.render.folding import Branch
 
 __all__ = ["tree_lines"]
 
@@ -18,7 +18,7 @@ _LONGEST_TWICE = 12  # columns of a prefix that is said for the first and for th
 
 
 def tree_lines(
-    tensors: list[TensorSummary],
+    tensors: Sequence[TensorSummary],
     style: Style,
     *,
     limit: int | None = None,
@@ -29,7 +29,7 @@ def tree_lines(
     """The tree of `tensors`, `limit` rows of it and no more than fit `height` lines, siblings in their order or
     `by_size`.
     """
-    from ckptconv.cli.render.folding import tree_of
+    from ckptconv.render.folding import tree_of
 
     rows = list(_rows(tree_of(tensors, fold=fold and style.width is not None), style, by_size=by_size))
     shown = rows[:limit]
@@ -51,7 +51,7 @@ def _rows(branches: list[Branch], style: Style, *, by_size: bool, indent: int = 
             (branch,) = branch.below
         name = _label(name, branch)
         if branch.tensor is not None:
-            nbytes = branch.times * branch.tensor["nbytes"]
+            nbytes = branch.times * branch.tensor.nbytes
             texts = (style.text(named(name, branch.tensor)), *fields(branch.tensor, style), size(nbytes))
             yield Row(texts, nbytes, branch.times, indent)
         else:

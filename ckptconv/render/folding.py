@@ -10,7 +10,7 @@ it, so this costs what sorting the names would.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,17 +64,17 @@ class Branch:
         return f"{opening}{runs}{closing}" if opening else f"{{{runs}}}{closing}"
 
 
-def tree_of(tensors: list[TensorSummary], *, fold: bool) -> list[Branch]:
+def tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
     """The tree's first level."""
     with gc_paused():
         return _tree_of(tensors, fold=fold)
 
 
-def _tree_of(tensors: list[TensorSummary], *, fold: bool) -> list[Branch]:
+def _tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
     root = _Node(0)
     for i, tensor in enumerate(tensors):
         at = root
-        for piece in _pieces(tensor["path"]):
+        for piece in _pieces(tensor.path):
             at = at.below.get(piece) or at.below.setdefault(piece, _Node(i))
         at.tensor = tensor
     if fold:
@@ -112,12 +112,12 @@ def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
     """Give `node` and all below it their kinds, each a number for what was not seen before."""
     tensor = node.tensor
     alike = tensor and (
-        tensor["dtype"],
-        tuple(tensor["shape"]),
-        tensor["device"],
-        tensor["kind"],
-        tensor["nbytes"],
-        tensor["tied_to"],
+        tensor.dtype,
+        tensor.shape,
+        tensor.device,
+        tensor.kind,
+        tensor.nbytes,
+        tensor.tied_to,
     )
     below = tuple(sorted((piece, _compare(inner, kinds)) for piece, inner in node.below.items()))
     node.kind = kinds.setdefault((alike, below), len(kinds))
@@ -140,7 +140,7 @@ def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> B
     branch = Branch(piece, numbers, times, node.first, node.tensor, _branches(node, times, fold=fold))
     if node.tensor is not None:
         branch.tensors = times
-        branch.nbytes = times * node.tensor["nbytes"] if node.tensor["tied_to"] is None else 0
+        branch.nbytes = times * node.tensor.nbytes if node.tensor.tied_to is None else 0
     branch.tensors += sum(inner.tensors for inner in branch.below)
     branch.nbytes += sum(inner.nbytes for inner in branch.below)
     return branch

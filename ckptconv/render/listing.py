@@ -1,0 +1,91 @@
+"""Render many checkpoints as one table: a line for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptconv.errors import size
+from ckptconv.hints import option
+from ckptconv.render.text import Style, cells, count, fitting, padded, wrapped
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.summary import Summary
+
+__all__ = ["Line", "line_of", "listing_lines", "unread_line"]
+
+_GAP = "  "
+_HEADINGS = ("checkpoint", "format", "size", "tensors", "devices", "loads here")
+#: What is said of one, and of several.
+_ANSWERS = {
+    "yes": ("loads here", "load here"),
+    "no": ("does not", "do not"),
+    "DANGEROUS": ("is dangerous", "are dangerous"),
+    "not known": ("is not known to", "are not known to"),
+    "not readable": ("cannot be read", "cannot be read"),
+}
+_RIGHT = (2, 3)  # columns of numbers
+_LEAST_PATH = 12  # columns
+_LINES = 23  # on a terminal, which has 24 and shows a prompt
+
+
+class Line(NamedTuple):
+    """A checkpoint in the table: its path, what is said of it, its bytes, and what it counts as in the sum."""
+
+    path: str
+    texts: tuple[str, ...]
+    nbytes: int
+    answer: str
+
+
+def line_of(summary: Summary) -> Line:
+    """The line of a checkpoint."""
+    blocking = next((finding.kind for finding in summary.findings if finding.blocks), "")
+    answer = (
+        "DANGEROUS" if blocking == "dangerous" else {True: "yes", False: "no", None: "not known"}[summary.loads_here]
+    )
+    loads = f"no: {blocking}" if answer == "no" and blocking else answer
+    devices = ", ".join(list(summary.devices)[:2]) + (", …" if len(summary.devices) > 2 else "") or "–"
+    return Line(summary.path, (summary.format, f"{len(summary.tensors):,}", devices, loads), summary.size, answer)
+
+
+def unread_line(path: str) -> Line:
+    """The line of what could not be read, for which an error says why."""
+    return Line(path, ("–", "–", "–", "not readable"), 0, "not readable")
+
+
+def listing_lines(
+    lines: Sequence[Line], style: Style, *, limit: int | None = None, everything: bool = False
+) -> Iterator[str]:
+    """A table of `lines`, `limit` of them or `everything`, else what fits a terminal of 24 lines; then their sum."""
+    if limit is None and style.width is not None and not everything and len(lines) > _LINES - 3:
+        limit = _LINES - 4
+    shown = lines if everything else lines[:limit]
+    if style.width is None:
+        for line in shown:
+            form, *others = (style.text(text) for text in line.texts)
+            yield "\t".join((style.text(line.path), form, str(line.nbytes), *others))
+    else:
+        yield from _drawn(shown, style)
+    if len(shown) < len(lines):
+        more = f"  … {count(len(lines) - len(shown), 'more checkpoint')} ({option('all')} shows them)"
+        yield style.paint(style.text(more), "quiet")
+    answers = Counter(line.answer for line in lines)
+    said = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
+    why = "; each by itself says why" if answers.keys() - {"yes"} else ""
+    total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes for line in lines))}: {said}{why}"
+    yield from wrapped(style.text(total), style.columns) if style.width else [style.text(total)]
+
+
+def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
+    """`lines` under headings, none wider than the terminal: of a path that is too long stands the end."""
+    rows = [(line.path, line.texts[0], size(line.nbytes), *line.texts[1:]) for line in lines]
+    table = [_HEADINGS, *([style.text(text) for text in row] for row in rows)]
+    widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
+    room = style.columns - sum(widths[1:]) - len(_GAP) * (len(widths) - 1)
+    widths[0] = min(widths[0], max(room, _LEAST_PATH))
+    for at, (path, *texts) in enumerate(table):
+        texts = [fitting(path, widths[0], style, end=True), *texts]
+        line = _GAP.join(padded(text, widths[i], right=i in _RIGHT) for i, text in enumerate(texts)).rstrip()
+        yield style.paint(fitting(line, style.columns, style), None if at else "title")
