@@ -977,6 +977,10 @@ def sites_of(case: Case) -> set[Site]:
 
 #: What other modules type and judge: site → the test.
 ELSEWHERE: dict[Site, str] = {
+    "render/facts.py:facts:option all": "cli/test_inspect.py::test_the_verdict_and_the_parts_come_first",
+    "render/listing.py:listing_lines:option all": (
+        "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
+    ),
     "conversion/in_place.py:_remedy:chmod": "conversion/test_in_place.py::test_what_may_not_be_written",
     "conversion/in_place.py:_remedy:chattr": "conversion/test_in_place.py::test_what_is_immutable",
     "conversion/in_place.py:_remedy:lsattr": "conversion/test_in_place.py::test_what_is_immutable",
@@ -1006,6 +1010,7 @@ _FAULT = "it needs a fault of the disk, or another program, at one moment; the w
 _NO_ADVICE = "no advice: a description, or a table that others read"
 #: Where nothing is said that could be typed, or nobody can type it here: site → why.
 NOT_TYPED: dict[Site, str] = {
+    "render/facts.py:_how:text": _NO_ADVICE,
     "checkpoint/describe.py:_short_call:text": _NO_ADVICE,
     "safety/torch_load.py::text": _NO_ADVICE,
     "edits/options.py:option_of:option *": _NO_ADVICE,

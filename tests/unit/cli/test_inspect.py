@@ -148,6 +148,9 @@ def test_a_folder_and_more_than_two_files_are_a_table(
     terminal(80)
     drawn = command("inspect", *some * 8).out.splitlines()
     assert len(drawn) == 23 and max(map(len, drawn)) <= 80
+    assert "(--all shows them)" in drawn[-2] + drawn[-3]
+    everything = command("inspect", *some * 8, "--all").out.splitlines()
+    assert sum("torch zip" in line for line in everything) == 24
     assert drawn[0].split() == ["checkpoint", "format", "size", "tensors", "devices", "loads", "here"]
 
 
