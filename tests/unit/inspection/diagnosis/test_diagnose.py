@@ -294,7 +294,7 @@ HEALTHY: dict[str, Any] = {
 def test_nothing_is_wrong_with_healthy_files(name: str) -> None:
     """No finding, no remedy, and torch loads it."""
     found = diagnosed(HEALTHY[name])
-    assert (found.findings, found.remedy, found.loads_here) == ([], None, True)
+    assert (found.findings, found.remedy, found.loads_here) == ((), None, True)
     assert loads("m.pt")
 
 
