@@ -134,7 +134,7 @@ def test_nothing_is_looked_for_beside_a_name(tmp_path: Path) -> None:
     ckptconv.convert(path, in_place=True, map_location="cuda:0")
     journal = next(tmp_path.glob(".*undo"))
     journal.write_bytes(b"odd")
-    assert "interrupted" in str(ckptconv.inspect(path)["notes"])
+    assert "interrupted" in str(ckptconv.inspect(path).notes)
     found = ckptconv.inspect(Named(path))
     assert not found["journals"] and "interrupted" not in str(found["notes"])
 
@@ -311,7 +311,7 @@ def test_paths_of_any_kind(tmp_path: Path) -> None:
     ckptconv.convert(out, in_place=True, map_location="cuda:1")
     ckptconv.undo(out)
     assert ckptconv.diff(src, out).same is False
-    assert ckptconv.inspect(out)["tensors"] and ckptconv.verify(out).ok
+    assert ckptconv.inspect(out).tensors and ckptconv.verify(out).ok
     with ckptconv.open(out) as opened:
         assert opened.tensors
     ckptconv.save(ckptconv.load(out), At(tmp_path / "again.pt"))
