@@ -1,10 +1,13 @@
-"""The documentation holds: every command and flag stands in the README, and what it shows runs."""
+"""The documentation holds: every command and flag stands in it, what it shows runs, and every link leads somewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import html
 import inspect
+import io
 import itertools
+import json
 import pickle
 import re
 import runpy
@@ -22,31 +25,64 @@ from tests.support.paths import ROOT
 from tests.support.writers import scripted
 
 README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs/reference/options.md").read_text()
+API = (ROOT / "docs/reference/api.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def shell_lines() -> list[str]:
-    return re.findall(r"^    (ckptconv .*?)(?:   .*)?$", README, re.MULTILINE)
+    """The commands of the README and of the page of options, without what is said beside them."""
+    return list(dict.fromkeys(re.findall(r"^(ckptconv .*?)(?:   .*)?$", README + OPTIONS, re.MULTILINE)))
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    """And its first shell block is the two commands that do all the set-up."""
+    assert len(README.split()) <= 1500
+    first = re.findall(r"^```sh\n(.*?)```", README, re.MULTILINE | re.DOTALL)[0].splitlines()
+    assert len(first) == 2 and "ckptconv convert" in first[0] and "pytest" in first[1]
+
+
+def test_every_link_leads_somewhere() -> None:
+    """Links to other pages and files; those to other hosts are not followed."""
+    seen = 0
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not link.startswith("http"):
+                seen += 1
+                assert (page.parent / link.partition("#")[0]).exists(), (page, link)
+    assert seen > 50
+
+
+def test_every_page_stands_in_a_table_of_contents() -> None:
+    """Of each index; `sphinx-build -W` refuses others too."""
+    listed = set()
+    for index in (ROOT / "docs").rglob("index.md"):
+        for block in re.findall(r"^```\{toctree\}\n(.*?)```", index.read_text(), re.MULTILINE | re.DOTALL):
+            words = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed |= {(index.parent / f"{word}.md").resolve() for word in words}
+    assert listed == {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs/index.md"}
 
 
 def test_every_command_and_flag_is_documented() -> None:
-    """A command or flag that the README does not name fails."""
+    """A command or flag that the page of options does not name fails."""
     context = click.Context(cli)
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         assert command is not None
-        assert f"ckptconv {name}" in README
+        assert f"ckptconv {name}" in OPTIONS
         assert command.help
         assert "Example: " in str(command.epilog)
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help, option.name
                 for flag in option.opts:
-                    assert f"`{flag}" in README, flag
+                    assert f"`{flag}" in OPTIONS, flag
 
 
 def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command line of the README ends with status 0 on files of the kind that it names."""
-    assert len(shell_lines()) >= 8
+    """Each command line of these ends with status 0 on files of the kind that it names."""
+    assert len(shell_lines()) >= 35
     for line in shell_lines():
         folder = tmp_path / str(abs(hash(line)))
         folder.mkdir()
@@ -90,15 +126,30 @@ def test_python_in_the_readme_runs(here: Path, fixtures: Path) -> None:
     assert torch.load("b.pt", map_location="cpu")
 
 
-def test_every_public_function_is_in_the_readme() -> None:
-    """With all the parameters that the README says it has."""
+def test_every_public_name_is_documented() -> None:
+    """Each function with all the parameters that the table says it has."""
     for name in ckptconv.__all__:
+        assert name in ("__version__", "MapLocation") or f":: ckptconv.{name}\n" in API, name
         value = getattr(ckptconv, name)
         if inspect.isfunction(value):
-            rows = re.findall(rf"`{name}\((.*?)\)`", README)
+            rows = re.findall(rf"`{name}\((.*?)\)`", API)
             assert rows, name
             documented = {part.split("=")[0].strip() for part in rows[0].split(",")} - {"...", "*"}
             assert documented <= inspect.signature(value).parameters.keys(), name
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "verify", "diff"])
+def test_every_key_of_the_json_is_documented(command: str, here: Path, fixtures: Path) -> None:
+    """And each that the page names is there."""
+    shutil.copy(fixtures / "training.pt", "a.pt")
+    words = {"convert": ["b.pt", "--to", "cpu"], "diff": ["a.pt"]}.get(command, [])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main([command, "a.pt", *words, "--json"])
+    page = (ROOT / "docs/reference/json.md").read_text()
+    (section,) = re.findall(rf"^## {command}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named | {"schema_version"} == json.loads(out.getvalue()).keys()
 
 
 def test_the_picture_is_what_inspect_shows() -> None:

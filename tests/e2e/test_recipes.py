@@ -1,4 +1,4 @@
-"""RECIPES.md holds: each error is torch's own and comes up before, each command runs as
+"""The pages under docs/fix and docs/how-to hold: each error is torch's own and comes up before, each command runs as
 it stands, and the error is gone after.
 """
 
@@ -30,7 +30,12 @@ from tests.support.writers import distributed, scripted
 
 pytestmark = pytest.mark.usefixtures("here")
 
-RECIPES = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", (ROOT / "RECIPES.md").read_text(), re.MULTILINE))
+#: What stands under the title of each page, which is the error as it stands on the screen.
+RECIPES: dict[str, str] = {}
+for _page in sorted([*(ROOT / "docs/fix").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]):
+    if _page.name != "index.md":
+        _title, _, _body = _page.read_text().removeprefix("# ").partition("\n")
+        RECIPES[re.sub(r"\\(.)", r"\1", _title)] = _body
 
 
 def net() -> nn.Module:
@@ -98,6 +103,11 @@ def dumped() -> Callable[[], Any]:
     with zoo.tagging(["cuda:0"]):
         Path("data.pkl").write_bytes(pickle.dumps(state()))
     return lambda: pickle.loads(Path("data.pkl").read_bytes())
+
+
+def pickled() -> Callable[[], Any]:
+    Path("data.pkl").write_bytes(pickle.dumps(state(), 2))
+    return lambda: torch.load("data.pkl", weights_only=False)
 
 
 def loads_the_dumped() -> None:
@@ -230,6 +240,8 @@ def writing(make: Callable[[], bytes], attempt: Callable[[], Any] | None = load)
 
 
 cut = writing(lambda: saved(state())[:1500])
+pointer = writing(lambda: POINTER, lambda: load(weights_only=False))
+empty = writing(lambda: b"")
 of_export = writing(lambda: exported(), None)
 
 
@@ -313,7 +325,12 @@ def takes_parts() -> None:
 #: What the recipes' Python has made.
 SPACE: dict[str, Any] = {}
 #: What inspect says of what cannot be read.
-UNREAD = {cut: "bytes missing", of_export: "a .pt2 archive"}
+UNREAD = {
+    cut: "bytes missing",
+    of_export: "a .pt2 archive",
+    pointer: "a Git LFS pointer",
+    empty: "the file is empty",
+}
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (
@@ -386,6 +403,12 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         cut,
         lambda: None,
     ),
+    "UnpicklingError: invalid load key, 'v'": (pointer, lambda: None),
+    "EOFError": (empty, lambda: None),
+    "RuntimeError: Invalid magic number; corrupt file?": (
+        pickled,
+        lambda: net().load_state_dict(torch.load("model.pt"), strict=True),
+    ),
     "The file is far too big": (saving(lambda: {"a": torch.randn(100_000)[:10]}, None), is_small),
     "The weights in half the bytes": (saved_training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),
@@ -418,7 +441,7 @@ def parts(heading: str) -> list[str]:
 
 def test_every_recipe_has_a_story() -> None:
     """And the other way round."""
-    assert list(RECIPES) == list(STORIES)
+    assert RECIPES.keys() == STORIES.keys()
 
 
 @pytest.mark.filterwarnings(

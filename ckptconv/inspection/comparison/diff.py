@@ -96,7 +96,7 @@ def diff(
     Args:
         a: The one checkpoint.
         b: The other one.
-        rtol: Numbers are the same if |a - b| <= atol + rtol * |b|, as for ``torch.allclose``.
+        rtol: Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``.
         atol: See `rtol`.
         names_only: Compare the names of tensors and nothing else.
         full: Read what has one checksum in both files too, which is taken for equal else.

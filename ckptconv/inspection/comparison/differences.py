@@ -31,9 +31,9 @@ class OnlyIn:
 class ValueDifference:
     """How far two tensors of one shape are apart: of so many `elements`, how many differ, by at most what.
 
-    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is |a - b| and
-    ``largest_relative`` |a - b| / |b|, each the largest of all other elements; the second is inf where b is 0 and a is
-    not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
+    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is ``|a - b|`` and
+    ``largest_relative`` ``|a - b| / |b|``, each the largest of all other elements; the second is inf where b is 0 and
+    a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
     equals 0.0. Whole numbers are exact.
     """
 

@@ -1,0 +1,29 @@
+"""The site: ``sphinx-build -W docs site``. Neither building nor reading it asks another host for anything."""
+
+import ckptconv
+
+project = "ckptconv"
+author = "the ckptconv authors"
+release = version = ckptconv.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["make_picture.py"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
+html_title = "ckptconv"
+html_show_sourcelink = False
+html_copy_source = False
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+add_module_names = False
+smartquotes = False  # they would turn -- into a dash
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
