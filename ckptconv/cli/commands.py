@@ -42,6 +42,18 @@ class Command(click.Command):
                 self.name, typed, _commands_of(ctx.parent.command if ctx.parent else self, ctx)
             ) from None
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by their groups, each with an example; those in none last."""
+        groups: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+        for each in self.get_params(ctx):
+            title, example = vars(each).get("group", ("Options", ""))
+            if isinstance(each, click.Option) and (record := each.get_help_record(ctx)):
+                groups.setdefault(title, (example, []))[1].append(record)
+        groups["Options"] = groups.pop("Options")  # --help is one in any case
+        for title, (example, records) in groups.items():
+            with formatter.section(f"{title} ({ctx.command_path} {example})" if example else title):
+                formatter.write_dl(records)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the exit statuses mean, and the epilog."""
         formatter.write_paragraph()

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from ckptconv.cli.commands import Command
+from ckptconv.cli.completion import complete_device, complete_rule
 from ckptconv.cli.convert_batch import convert_batch
-from ckptconv.cli.options import PATH, debug_option, edit_options
+from ckptconv.cli.options import PATH, debug_option, group, name_options, take_options
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place, check_edits
@@ -37,79 +38,106 @@ __all__ = ["convert_command"]
     epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.",
 )
 @click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
-@click.option(
-    "--to",
-    metavar="DEVICE",
-    help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
+@group(
+    "Devices",
+    "model.pt cpu.pt --to cpu",
+    click.option(
+        "--to",
+        metavar="DEVICE",
+        shell_complete=complete_device,
+        help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
+    ),
+    click.option(
+        "--map",
+        "maps",
+        metavar="OLD=NEW",
+        shell_complete=complete_rule,
+        multiple=True,
+        help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
+    ),
+    click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW."),
 )
-@click.option(
-    "--map",
-    "maps",
-    metavar="OLD=NEW",
-    multiple=True,
-    help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
-)
-@click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW.")
-@edit_options
-@click.option(
-    "--drop",
-    metavar="PATH",
-    multiple=True,
-    help="Leave out what stands at PATH, such as optimizer, whatever it is; a glob with a / is for several.",
-)
-@click.option(
-    "--dtype",
-    metavar="D",
-    multiple=True,
-    help=(
-        "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB means, by"
-        " DST's names."
+@name_options
+@take_options
+@group(
+    "What to take",
+    "train.pt model.pt --drop optimizer",
+    click.option(
+        "--drop",
+        metavar="PATH",
+        multiple=True,
+        help="Leave out what stands at PATH, such as optimizer, whatever it is; a glob with a / is for several.",
     ),
 )
-@click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows.")
-@click.option(
-    "--format",
-    type=click.Choice([*WRITERS]),
-    help=(
-        "The format of DST, where its suffix does not say it: "
-        + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
-        + "."
+@group(
+    "Numbers",
+    "model.pt half.pt --dtype bf16",
+    click.option(
+        "--dtype",
+        metavar="D",
+        multiple=True,
+        help=(
+            "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB"
+            " means, by DST's names."
+        ),
+    ),
+    click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows."),
+)
+@group(
+    "Output",
+    "run/ cpu/ --to cpu -j 2 --copy-others",
+    click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC."),
+    click.option("-i", "--in-place", is_flag=True, help="Change SRC in its own file, at once; no DST. See undo."),
+    click.option("--no-undo", is_flag=True, help="In place: keep no journal for undo once the change is on the disk."),
+    click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done."),
+    click.option(
+        "--format",
+        type=click.Choice([*WRITERS]),
+        help=(
+            "The format of DST, where its suffix does not say it: "
+            + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
+            + "."
+        ),
+    ),
+    click.option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
+    ),
+    click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names."),
+    click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too."),
+    click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says."),
+    click.option(
+        "-j",
+        "--jobs",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=1,
+        help="Convert N checkpoints, or write N shards, at once.",
     ),
 )
-@click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names.")
-@click.option(
-    "--max-shard-size",
-    metavar="SIZE",
-    help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
+@group(
+    "Safety",
+    "model.pt cpu.pt --to cpu --verify",
+    click.option(
+        "--verify",
+        is_flag=True,
+        help="Compare SRC's records with their checksums, where it has some, and read DST back before it appears.",
+    ),
+    click.option(
+        "--allow-unsafe",
+        is_flag=True,
+        help="Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
+    ),
 )
-@click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too.")
-@click.option("-i", "--in-place", is_flag=True, help="Change SRC in its own file, in milliseconds; no DST. See undo.")
-@click.option("--no-undo", is_flag=True, help="In place: keep no journal for undo once the change is on the disk.")
-@click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC.")
-@click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says.")
-@click.option(
-    "-j",
-    "--jobs",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Convert N checkpoints, or write N shards, at once.",
+@group(
+    "Reports",
+    "model.pt cpu.pt --to cpu --json",
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes."),
+    click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still."),
+    click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind."),
+    debug_option,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done.")
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="Compare SRC's records with their checksums, where it has some, and read DST back before it appears.",
-)
-@click.option(
-    "--allow-unsafe",
-    is_flag=True,
-    help="Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
-@click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
-@click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
-@debug_option
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
     folder with several checkpoints, become as many in the folder DST.

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option, edit_options
+from ckptconv.cli.options import PATH, debug_option, group, name_options, take_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
@@ -34,21 +34,30 @@ __all__ = ["diff_command"]
 )
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
-@click.option(
-    "--rtol",
-    metavar="X",
-    type=float,
-    default=0.0,
-    help="Let numbers differ by X times that of B, as torch.allclose does.",
+@group(
+    "What counts",
+    "a.pt b.pt --rtol 1e-5",
+    click.option(
+        "--rtol",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="Let numbers differ by X times that of B, as torch.allclose does.",
+    ),
+    click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X."),
+    click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else."),
+    click.option("--full", is_flag=True, help="Read what has one checksum in A and B too; else it is taken for equal."),
 )
-@click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X.")
-@click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else.")
-@click.option("--full", is_flag=True, help="Read what has one checksum in A and B too; else that is taken for equal.")
-@edit_options
-@click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
-@click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it.")
-@click.option("-v", "--verbose", is_flag=True, help="List each tensor, those that differ alike too.")
-@debug_option
+@name_options
+@take_options
+@group(
+    "Reports",
+    "a.pt b.pt -q",
+    click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes."),
+    click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it."),
+    click.option("-v", "--verbose", is_flag=True, help="List each tensor, those that differ alike too."),
+    debug_option,
+)
 def diff_command(
     a: str,
     b: str,

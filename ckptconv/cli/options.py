@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the groups in which ``--help`` shows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-__all__ = ["PATH", "debug_option", "edit_options"]
+from ckptconv.cli.completion import complete_prefix
+
+__all__ = ["PATH", "debug_option", "group", "name_options", "take_options"]
 PATH = click.Path(path_type=str)
 
 
@@ -29,8 +31,25 @@ def _no_flag_as_replacement(
     return value
 
 
-#: What takes a part of a checkpoint and edits names.
-_EDITS = (
+def group(title: str, example: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`options` that stand together in ``--help``, under `title` and above the arguments of an `example`.
+
+    Options of one title may be given in several groups; the first example counts.
+    """
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+            vars(command.__click_params__[-1])["group"] = title, example  # where click collects them
+        return command
+
+    return decorate
+
+
+#: What takes a part of a checkpoint.
+take_options = group(
+    "What to take",
+    "train.pt weights.pt --state-dict",
     click.option(
         "--state-dict",
         is_flag=True,
@@ -47,13 +66,23 @@ _EDITS = (
         help="Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
     ),
     click.option("--exclude", metavar="GLOB", multiple=True, help="Leave out tensors whose name matches."),
+)
+#: What edits names.
+name_options = group(
+    "Names",
+    "ddp.pt plain.pt --strip-prefix module.",
+    click.option(
+        "--strip-prefix",
+        metavar="P",
+        multiple=True,
+        shell_complete=complete_prefix,
+        help="Take P off the start of names; a missing last dot is added.",
+    ),
+    click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict."),
     click.option(
         "--unwrap",
         is_flag=True,
         help="Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in.",
-    ),
-    click.option(
-        "--strip-prefix", metavar="P", multiple=True, help="Take P off the start of names; a missing last dot is added."
     ),
     click.option(
         "--rename",
@@ -63,12 +92,4 @@ _EDITS = (
         callback=_no_flag_as_replacement,
         help="Replace in names, as re.sub does.",
     ),
-    click.option("--add-prefix", metavar="P", multiple=True, help="Put P before the names of the state dict."),
 )
-
-
-def edit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with the options that take parts and edit names."""
-    for option in reversed(_EDITS):
-        command = option(command)
-    return command

@@ -108,6 +108,47 @@ def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> N
     assert ("3 some of several failed" in said) == (name == "convert")
 
 
+@pytest.mark.parametrize(("name", "groups"), [("convert", 7), ("diff", 4)])
+def test_help_has_groups_with_examples(name: str, groups: int, command: Command) -> None:
+    """Each option stands in one of them, and each example has options that there are."""
+    titles = re.findall(r"^(\w.*) \((ckptconv .*)\):$", command(name, "-h").out, re.MULTILINE)
+    assert len(titles) == groups
+    found = cli.get_command(click.Context(cli), name)
+    assert found
+    for option in found.params:
+        assert isinstance(option, click.Argument) or vars(option)["group"][0] in dict(titles), option.name
+    for _, example in titles:
+        assert {word for word in example.split() if word[0] == "-"} <= {
+            flag for each in found.params for flag in each.opts
+        }
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("con", ["convert"]),
+        ("convert {ddp} o.pt --strip", ["--strip-prefix"]),
+        ("convert {ddp} o.pt --strip-prefix ", ["module."]),
+        ("convert {ddp} o.pt --to cuda", ["cuda:0", "cuda:1"]),
+        ("convert {ddp} o.pt --map ", ["cuda:0=", "any="]),
+        ("convert {ddp} o.pt --map cuda:0=m", ["cuda:0=mps"]),
+        ("diff {ddp} b.pt --strip-prefix mod", ["module."]),
+        ("convert missing.pt o.pt --strip-prefix ", []),
+    ],
+)
+def test_a_shell_completes(words: str, offered: list[str], ddp: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As bash asks click, with the last word not yet typed to its end."""
+    typed = f"ckptconv {words.format(ddp=ddp)}"
+    environment = {
+        "_CKPTCONV_COMPLETE": "bash_complete",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split(" ")) - 1),
+    }
+    subprocess.run([sys.executable, "-m", "ckptconv"], env={**os.environ, **environment}, check=True)
+    said = capfd.readouterr()
+    assert [line.partition(",")[2] for line in said.out.splitlines() if line] == offered and not said.err
+
+
 def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Ctrl-C is status 130 and one line."""
 
