@@ -27,3 +27,5 @@ add_module_names = False
 smartquotes = False  # they would turn -- into a dash
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
+#: ``sphinx-build -b man docs docs/man`` makes the manual page that the wheel installs.
+man_pages = [("reference/help", "ckptconv", "change what a PyTorch checkpoint says about its tensors", [author], 1)]

@@ -80,6 +80,18 @@ def test_every_command_and_flag_is_documented() -> None:
                     assert f"`{flag}" in OPTIONS, flag
 
 
+def test_the_manual_page_has_every_flag() -> None:
+    """``sphinx-build -b man docs docs/man`` makes it anew."""
+    page = (ROOT / "docs/man/ckptconv.1").read_text().replace("\\-", "-")
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command
+        for option in command.params:
+            for flag in option.opts if isinstance(option, click.Option) else ():
+                assert re.search(rf"{flag}\b", page), (name, flag)
+
+
 def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command line of these ends with status 0 on files of the kind that it names."""
     assert len(shell_lines()) >= 35
