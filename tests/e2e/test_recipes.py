@@ -322,6 +322,51 @@ def takes_parts() -> None:
     assert not any(name.startswith("head") for name in ckptconv.load("headless.pt", "cpu"))
 
 
+def saved_ddp_training() -> None:
+    model = nn.DataParallel(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    saving(lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, None, ["cuda:0", "cuda:1"])()
+
+
+def goes_on_there_and_back() -> None:
+    """The model takes the weights, and the optimizer its state, plain and wrapped."""
+    assert tags("laptop.pt") == {"cpu"} and tags("cluster.pt") == {"cuda:0"}
+    for name, model in (("laptop.pt", net()), ("cluster.pt", nn.DataParallel(net()))):
+        there = torch.load(name, map_location="cpu")
+        model.load_state_dict(there["model"], strict=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.load_state_dict(there["optimizer"])
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+
+
+def a_lightning_checkpoint() -> None:
+    names = {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
+    zoo.save(
+        {"epoch": 3, "pytorch-lightning_version": "2.5.0", "state_dict": names, "optimizer_states": [], "loops": {}},
+        "epoch.ckpt",
+        ["cuda:0"],
+    )
+
+
+def a_trainers_folder() -> None:
+    Path("checkpoint-500").mkdir()
+    save_file(state(), "checkpoint-500/model.safetensors")
+    zoo.save(training()["optimizer"], "checkpoint-500/optimizer.pt", ["cuda:0", "cuda:1"])
+    torch.save({"cpu": torch.get_rng_state()}, "checkpoint-500/rng_state_0.pth")
+    Path("checkpoint-500/config.json").write_text("{}")
+
+
+def is_elsewhere() -> None:
+    for folder, tag in (("first-gpu", "cuda:0"), ("without-gpu", "cpu")):
+        names = {path.name for path in Path(folder).iterdir()}
+        assert names == {path.name for path in Path("checkpoint-500").iterdir()}
+        assert tags(f"{folder}/optimizer.pt") <= {tag, "cpu"} and tag in tags(f"{folder}/optimizer.pt")
+        torch.set_rng_state(torch.load(f"{folder}/rng_state_0.pth")["cpu"])
+
+
 #: What the recipes' Python has made.
 SPACE: dict[str, Any] = {}
 #: What inspect says of what cannot be read.
@@ -419,6 +464,13 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"],
     ),
     "Are these two checkpoints the same?": (saved_again, the_same_is_said),
+    "From several GPUs to a laptop, and back, with the optimizer": (saved_ddp_training, goes_on_there_and_back),
+    "A Lightning checkpoint for plain PyTorch": (a_lightning_checkpoint, loads_into("weights.pt")),
+    "A folder of the Hugging Face Trainer for another machine": (a_trainers_folder, is_elsewhere),
+    "In a notebook, a Dataset, a server": (
+        saving(state, None),
+        lambda: net().load_state_dict(SPACE["weights"], strict=True) and len(SPACE["loaded"]),
+    ),
     "Names and shapes without loading": (saved_training, lambda: None),
     "AttributeError: 'Adam' object has no attribute 'to'": (
         lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),  # type: ignore[attr-defined]
