@@ -23,7 +23,8 @@ class Command(click.Command):
     """
 
     def __init__(self, *args: Any, exits: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        # Said again for each: click remembers the option of help as the first context has it, which may have no parent.
+        super().__init__(*args, context_settings={"help_option_names": ["-h", "--help"]}, **kwargs)
         self.exits = exits
         for each in self.params:
             if isinstance(each, click.Option) and not (each.is_flag or each.multiple):
