@@ -23,8 +23,7 @@ class Command(click.Command):
     """
 
     def __init__(self, *args: Any, exits: str, **kwargs: Any) -> None:
-        # Said again for each: click remembers the option of help as the first context has it, which may have no parent.
-        super().__init__(*args, context_settings={"help_option_names": ["-h", "--help"]}, **kwargs)
+        super().__init__(*args, **kwargs)
         self.exits = exits
         for each in self.params:
             if isinstance(each, click.Option) and not (each.is_flag or each.multiple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import click
 
@@ -129,7 +130,7 @@ def _flags(command: click.Command) -> list[str]:
 def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
     """Where the first option stands in `args` that `command` has not."""
     try:
-        command.make_parser(click.Context(command)).parse_args([*args])
+        _parser_of(command).parse_args([*args])
     except click.NoSuchOption as error:
         words = [n for n, word in enumerate(args) if word.startswith(error.option_name)]
         return words[0] if words else next(n for n, word in enumerate(args) if word.startswith("-"))
@@ -141,7 +142,7 @@ def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
 def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
     """The paths in `args`; none where `command` does not take these."""
     try:
-        found, rest, _ = command.make_parser(click.Context(command)).parse_args([*args])
+        found, rest, _ = _parser_of(command).parse_args([*args])
     except click.UsageError:
         return []
     paths: list[str] = []
@@ -149,3 +150,8 @@ def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
         given = found.get(each.name or "") if isinstance(each, click.Argument) and not rest else None
         paths += [given] if isinstance(given, str) else given if isinstance(given, tuple) else []
     return paths
+
+
+def _parser_of(command: click.Command) -> Any:
+    """The parser of `command`. Its context knows -h: click remembers the option of help as it was first asked for."""
+    return command.make_parser(click.Context(command, help_option_names=["-h", "--help"]))
