@@ -41,5 +41,5 @@ def _summary(context: click.Context) -> dict[str, Any]:
     typed = [*(context.params.get("paths") or ()), context.params.get("a"), *context.args]  # the last before Tab
     first = next(filter(None, typed), None)
     with contextlib.suppress(CkptconvError):
-        return dict(inspect(first)) if first else {}
+        return inspect(first).as_dict() if first else {}
     return {}

@@ -136,7 +136,7 @@ def test_nothing_is_looked_for_beside_a_name(tmp_path: Path) -> None:
     journal.write_bytes(b"odd")
     assert "interrupted" in str(ckptconv.inspect(path).notes)
     found = ckptconv.inspect(Named(path))
-    assert not found["journals"] and "interrupted" not in str(found["notes"])
+    assert not found.journals and "interrupted" not in str(found.notes)
 
 
 class Forward(io.BytesIO):
@@ -149,8 +149,8 @@ class Forward(io.BytesIO):
 def test_messages_name_it_and_commands_have_a_placeholder() -> None:
     """A command cannot name what has no path."""
     found = ckptconv.inspect(io.BytesIO((FIXTURES / "dataparallel.pt").read_bytes()))
-    assert found["path"] == "<file object>"
-    commands = [advice["command"] or "" for advice in found["findings"]]
+    assert found.path == "<file object>"
+    commands = [advice.command or "" for advice in found.findings]
     assert any(line.startswith("ckptconv convert FILE ") for line in commands) and "file object" not in str(commands)
 
 
