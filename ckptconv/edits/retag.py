@@ -16,7 +16,7 @@ from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
 from ckptconv.pickles.paths import Place
 
-__all__ = ["retag", "tags_of", "unmatched_rules", "user_devices"]
+__all__ = ["kept_devices", "retag", "tags_of", "unmatched_rules", "user_devices"]
 
 _DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 
@@ -47,10 +47,6 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             _count(changes, argument.device, new, 1, 0)
     checkpoint.changed(same_tensors=True)
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
-    data = user_devices(checkpoint.index.every_place)
-    stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
-    if stay:
-        changes.notes.append(f"devices that are data, and stay: {some(stay)}")
     if devices.to and not changes.devices:
         there = (
             f"every tensor is on {devices.to} already" if seen_tags == {devices.to.tag("")} else "nothing goes there"
@@ -62,6 +58,13 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             + " changed nothing"
         )
         changes.notes.append(no_match("to DEVICE", error))
+
+
+def kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
+    """A note on devices in `checkpoint` that are data, where `devices` would send tensors from there elsewhere."""
+    data = user_devices(checkpoint.index.every_place)
+    stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
+    return [f"devices that are data, and stay: {some(stay)}"] if stay else []
 
 
 def tags_of(checkpoint: Checkpoint) -> set[str]:

@@ -224,7 +224,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
             open, and its position is then behind what was written, as with ``torch.save``; where writing it fails,
             what was written until then stays.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
-        force: The path `path` may exist; False: it must not.
+        force: `path` may exist; False: it must not.
 
     Returns:
         A report of what was done. `map_location` changes what the file says; no tensor moves.

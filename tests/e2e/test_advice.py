@@ -582,7 +582,7 @@ CASES: dict[str, Case] = {
         "all are there", is_there("all/b.pt"), "conversion/targets.py:find_item:command convert_many",
     ),
     "a folder of several, to diff": Case(
-        lambda m: (_folder(m), torch.save({}, "b.pt")), "inspect {m}", r"or convert all of them: (ckptconv .*)",
+        lambda m: (_folder(m), torch.save({}, "b.pt")), "convert {m} o.pt", r"or convert all of them: (ckptconv .*)",
         "all are there", is_there("all/b.pt"), "formats/foreign/folders.py:_or_all:command convert_many",
         {"OUT_FOLDER": "all"},
     ),
@@ -720,11 +720,11 @@ CASES: dict[str, Case] = {
         r"give its path: (.*)", "that is the file", nothing, "formats/sharded/index.py:_several:*",
     ),
     "a model in a folder": Case(
-        lambda m: (Path(m).mkdir(), save_file(weights(), Path(m, "model.safetensors"))), "inspect {m}",
+        lambda m: (Path(m).mkdir(), save_file(weights(), Path(m, "model.safetensors"))), "convert {m} o.pt",
         r"give that file: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_model:*",
     ),
     "a checkpoint in a folder": Case(
-        lambda m: (Path(m, "in").mkdir(parents=True), torch.save({}, Path(m, "in", "a b.pt"))), "inspect {m}",
+        lambda m: (Path(m, "in").mkdir(parents=True), torch.save({}, Path(m, "in", "a b.pt"))), "convert {m} o.pt",
         r"give its path: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_listed:*",
     ),
     "a folder of DCP": Case(

@@ -153,7 +153,7 @@ def _use(given: Given, folder: Path, choice: int) -> bool:
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return False
-    json.dumps(summary)
+    json.dumps(summary.as_dict())
     if choice % 4 == 0:
         _draw(summary)
     if choice % 2:

@@ -201,11 +201,14 @@ class Refused:
                 return []
             else:
                 unwanted.append(place)
-        nodes = [place.node for place in unwanted]
-        gone = {id(node) for node in nodes}
-        kept = [*walk([index.root.node, *self.checkpoint.graph.discarded], set(gone))]
-        lost = set(index.storages_below(*nodes)) - set(index.storages_below(index.root.node, seen=gone))
-        if lost or len(unwanted) > _MOST_DROPPED or not refused.isdisjoint(map(id, kept)):
+        gone = {id(place.node) for place in unwanted}
+        kept = {id(node) for node in walk([index.root.node, *self.checkpoint.graph.discarded], gone)}
+        tensors = {reference.storage for reference in self.checkpoint.references if id(reference.node) in kept}
+        if (
+            len(unwanted) > _MOST_DROPPED
+            or not refused.isdisjoint(kept)
+            or len(tensors) < len(self.checkpoint.storages)
+        ):
             return []
         return [place.path for place in unwanted]
 

@@ -611,7 +611,8 @@ def test_said(write: Write, command: Command) -> None:
     path = write(ways.checkpoint(HIDDEN["bytes"]))
     shown = ckptconv.inspect(path)
     assert shown.dangerous == ("os.system",)
-    assert shown.concerns == ({"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0},)
+    (concern,) = shown.as_dict()["concerns"]
+    assert concern == {"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0}
     assert "os.system (at x (pickle inside))" in shown.findings[0].text
     command("inspect", path, out="os.system at x (pickle inside)")
     command("verify", path, status=1, out="x (pickle inside)")
