@@ -158,7 +158,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
         listing = list_in_place(paths)
         if listing.is_batch:
             return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
-        return _say(change_in_place(paths[0], edits, output), as_json=as_json, quiet=quiet, verbose=verbose)
+        return _say(change_in_place(listing.items[0].src, edits, output), as_json=as_json, quiet=quiet, verbose=verbose)
     if output.no_undo:
         raise UsageError(option("no_undo") + " goes with " + option("in_place"))
     srcs, dst = _sources_and_target(paths)

@@ -28,6 +28,7 @@ from ckptconv.edits.wrappers import is_wrapped
 from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
+from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.in_place import patches_of
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of
@@ -123,7 +124,7 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
     if found is None and path.is_dir() and dcp.looks_like_metadata(path):
         return None, [path / dcp.METADATA]
     if found is None:
-        raise UsageError("no sharded set is in the folder", where=path, expected="a file, or a folder with shards")
+        raise folder_error(path)
     folder = path if path.is_dir() else path.parent
     if found.index is None:
         return None, [folder / name for name in found.shards]

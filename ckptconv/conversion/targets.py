@@ -144,7 +144,8 @@ def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:
         here = [each for each in found if each.kind not in ("unentered", "other")]
         if not here:
             raise folder_error(src)
-        paths = [each.path for each in here] if len(here) > 1 or here[0].parts[0].parent != src else [src]
+        is_set = len(here) == 1 and here[0].kind != "file" and here[0].parts[0].parent == src
+        paths = [src] if is_set else [each.path for each in here]
         items += [Item(path, path, each.kind) for path, each in zip(paths, here, strict=True)]
     return Listing(tuple(items), len(items) > 1, unentered=tuple(unentered))
 

@@ -845,6 +845,19 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.parametrize("where", [".", "deep"])
+def test_a_folder_with_one_checkpoint(where: str, tmp_path: Path, command: Command) -> None:
+    """That is changed; from Python the file has to be said."""
+    folder = tmp_path / "run"
+    path = folder / where / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, path)
+    with pytest.raises(ckptconv.InputError, match=r"model\.safetensors"):
+        ckptconv.convert(folder, in_place=True, add_prefix="x.")
+    command("convert", folder, "--in-place", "--add-prefix", "x.", err="a → x.a")
+    assert [*ckptconv.inspect(path).state_dicts[0].prefixes] == ["x."]
+
+
 def test_a_folder_of_checkpoints(run_folder: Path, command: Command) -> None:
     """Each in turn; an edit that means nothing in one of them is left out there; undo gives each back."""
     ckptconv.convert(run_folder / "epochs/1.pt", in_place=True, no_undo=True, strip_prefix="module.")
