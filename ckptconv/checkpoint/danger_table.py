@@ -1,4 +1,4 @@
-"""The table of what Python, torch and what they need lend that does harm: ``dangerous_globals.txt`` beside this module.
+"""The table of harmful functions in Python, torch and what they need: ``dangerous_globals.txt`` beside this module.
 
 ``tests/danger_table/make.py`` in the repository makes it, by reading their source. It is read here when the first
 global is looked up that torch's safe loader does not take, and each module's line when something of that module is.

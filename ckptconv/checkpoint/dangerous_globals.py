@@ -1,6 +1,6 @@
 """Dangerous globals: functions that no checkpoint needs and that attacks are made of.
 
-What Python, torch and what they need lend that does harm is a table, made by reading their source
+Harmful functions of Python, torch and what they need stand in a table, made by reading their source
 (:mod:`ckptconv.checkpoint.danger_table`). Here stand the modules that are dangerous as a whole, what is written in C,
 what other packages have, and how a name with dots is looked up. Both are narrow, to be sure of each: what an honest
 file names is on neither. What is called, and with what, is followed by :mod:`ckptconv.checkpoint.dangerous_calls`.
@@ -135,7 +135,7 @@ DANGEROUS_NAMES = frozenset(
 )  # a table  # fmt: skip
 _MOST_PARTS = max(name.count(".") for name in DANGEROUS_NAMES) + 1
 
-#: Attributes under which modules lend others' functions and modules, whatever the module: what they are called there,
+#: Attributes under which modules have others' functions and modules, whatever the module: what they are called there,
 #: or are elsewhere.
 _LENT = frozenset([
     "bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType",

@@ -163,7 +163,7 @@ def _typos(parts: Iterable[_Part]) -> list[_Part]:
 def _others(
     folder: Path, target: Path, every: list[Found], chosen: list[Found], *, is_whole: bool
 ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
-    """What comes along from `folder` to `target`, and what does not, and why."""
+    """What is copied from `folder` to `target` besides, and what is not, and why."""
     taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
     if not is_whole:  # the files beside an index, but for other checkpoints
         beside = {each.path.name for each in every if each.kind == "other"}
@@ -172,7 +172,7 @@ def _others(
 
 
 def _about_left(folder: Path, every: list[Found]) -> list[str]:
-    """What to say of that in `folder` which is no checkpoint, where it does not come along."""
+    """What to say of that in `folder` which is no checkpoint, where it is not copied."""
     notes: list[str] = []
     for kind, what in (("other", "other file"), ("unentered", "hidden or linked folder")):
         if names := [str(each.path.relative_to(folder)) for each in every if each.kind == kind]:

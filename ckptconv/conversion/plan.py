@@ -44,7 +44,7 @@ class Plan:
     """Everything that is decided before the first byte is written.
 
     ``formats`` are the source's and the target's; `is_folder`: `target` is a folder, and `files` stand in it, with
-    `others`, which come along as they are; else it is the one file.
+    `others`, which are copied as they are; else it is the one file.
     """
 
     formats: tuple[str, str]

@@ -306,7 +306,7 @@ def _byteorder(source: Readable, note: bytes | None) -> str:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that `checkpoint`, edited, becomes at `path`, and what of its container cannot come along.
+    """The file that `checkpoint`, edited, becomes at `path`, and what of its container cannot be kept.
 
     Raises RefusedError.
     """

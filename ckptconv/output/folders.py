@@ -73,7 +73,7 @@ class NewFolder:
     Attributes:
         target: Its path.
         files: Planned files, whose paths are below `target`.
-        others: What comes along as it is, below `target` too.
+        others: What is copied as it is, below `target` too.
         may_go: Which names in an old folder may go, beside those that the new one has.
         like: The folder whose modes, and those of whose folders, new ones get.
     """

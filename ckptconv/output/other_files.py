@@ -24,7 +24,7 @@ __all__ = ["OtherFile", "check_inside", "copy_into", "others_in", "rest_of"]
 
 @dataclass(frozen=True)
 class OtherFile:
-    """Something that is no checkpoint and comes along from `source` to `path`, with `size` bytes to copy.
+    """Something that is no checkpoint and is copied from `source` to `path`, with `size` bytes to copy.
 
     `kind`: ``file``, ``link``, ``folder``; ``kept``: it stays in the folder that is converted in place.
     """
@@ -39,7 +39,7 @@ def others_in(
     folder: Path, target: Path, taken: Collection[str], *, deep: bool
 ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
     """All that is in `folder` and, if that is to go `deep`, below, but for the files `taken`, and where it goes in
-    `target`; and what cannot come along, and why: devices and the like, links that lead out of the folder.
+    `target`; and what cannot be copied, and why: devices and the like, links that lead out of the folder.
     """
     found: list[OtherFile] = []
     left: list[tuple[Path, CkptconvError]] = []
@@ -98,7 +98,7 @@ def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tu
 
 
 def _kind(folder: Path, name: str, status: os.stat_result) -> str:
-    """How what is called `name` in `folder` comes along: a link by its text if that leads to a place in the folder;
+    """How what is called `name` in `folder` is copied: a link by its text if that leads to a place in the folder;
     else as the file that it leads to. Raises RefusedError: not at all.
     """
     if stat.S_ISREG(status.st_mode):

@@ -128,7 +128,7 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
 
 def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
     """What is dangerous in `checkpoint`, edited, or cannot be judged, and would be in all that is written of it but
-    safetensors; the worst first. `as_archive`: what its own archive has besides comes along.
+    safetensors; the worst first. `as_archive`: what its own archive has besides is kept.
     """
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")

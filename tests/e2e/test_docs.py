@@ -54,6 +54,21 @@ def test_every_link_leads_somewhere() -> None:
     assert seen > 50
 
 
+#: Words that say a thing by a picture, or in a language of our own; and what to write in their place.
+_UNUSED = {
+    "stranger": "somebody else", "lend": "have", "lends": "has", "comes along": "is copied, is kept",
+    "come along": "are copied, are kept", "cut short": "truncated", "utilize": "use", "in order to": "to",
+}  # fmt: skip
+
+
+def test_plain_words() -> None:
+    """On every page, and in the package."""
+    for path in [*PAGES, *(ROOT / "ckptconv").rglob("*.py")]:
+        if path.name != "CHANGELOG.md":
+            found = re.search(rf"(?i)\b({'|'.join(_UNUSED)})\b", path.read_text())
+            assert not found, (path, found[0], _UNUSED[found[0].lower()])
+
+
 def test_every_page_stands_in_a_table_of_contents() -> None:
     """Of each index; `sphinx-build -W` refuses others too."""
     listed = set()
