@@ -9,7 +9,7 @@ Layout, integers little-endian:
     state     4 bytes: b"hot " or b"done"; the only bytes that ever change, within one sector
     length    4 bytes: of the header
     header    JSON: version, inode, old_size, new_size, patches [[offset, old length, new length], ...],
-              poison [[offset, byte], ...], leader, members
+              poison [[offset, byte], ...], leader, members, rest
     bytes     of each change the old ones, then the new ones
     sum       32 bytes: SHA-256 of all but the state
 
@@ -71,6 +71,7 @@ class Journal:
         poison: Offsets, and the byte that stands at each while the change goes on: no reader takes such a file.
         leader: The name of the file whose journal says whether the whole set is done; None: this one.
         members: In the leader's journal, the names of all files of the set.
+        rest: The SHA-256, in hex, of what is no tensor in the file before; None where the patches are all of it.
     """
 
     inode: int
@@ -80,6 +81,7 @@ class Journal:
     poison: tuple[tuple[int, int], ...] = ()
     leader: str | None = None
     members: tuple[str, ...] = ()
+    rest: str | None = None
 
     @property
     def fits_a_sector(self) -> bool:
@@ -98,6 +100,7 @@ class Journal:
             "poison": [list(each) for each in self.poison],
             "leader": self.leader,
             "members": list(self.members),
+            "rest": self.rest,
         }
         text = json.dumps(header).encode()
         rest = _LENGTH.pack(len(text)) + text + b"".join(part for each in self.patches for part in (each.old, each.new))
@@ -219,12 +222,15 @@ def _parsed(path: Path, data: bytes) -> Journal:
     damaged = MalformedError("the undo journal is damaged", where=path)
     if len(data) < _HEAD + _SUM or not data.startswith(MAGIC) or data[16:20] not in (HOT, DONE):
         raise damaged
-    body = data[len(MAGIC) + len(HOT) : -_SUM]
-    if hashlib.sha256(MAGIC + body).digest() != data[-_SUM:]:
+    body = memoryview(data)[len(MAGIC) + len(HOT) : -_SUM]  # no copy: it may be large
+    summed = hashlib.sha256(MAGIC)
+    summed.update(body)
+    if summed.digest() != data[-_SUM:]:
         raise damaged
     (length,) = _LENGTH.unpack_from(body)
     try:
-        journal = _from_header(json.loads(body[_LENGTH.size : _LENGTH.size + length]), body[_LENGTH.size + length :])
+        header = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
+        journal = _from_header(header, body[_LENGTH.size + length :])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged from error
     if not _is_sound(journal):
@@ -232,12 +238,14 @@ def _parsed(path: Path, data: bytes) -> Journal:
     return journal
 
 
-def _from_header(header: dict[str, Any], data: bytes) -> Journal:
+def _from_header(header: dict[str, Any], data: memoryview) -> Journal:
     patches = []
     at = 0
     for offset, n_old, n_new in header["patches"]:
         middle, end = at + n_old, at + n_old + n_new
-        patches.append(Patch(offset, data[at:middle], data[middle:end]))
+        if min(n_old, n_new) < 0 or at == end:  # one of nothing hides what stands behind it
+            raise ValueError
+        patches.append(Patch(offset, bytes(data[at:middle]), bytes(data[middle:end])))
         at = end
     if at != len(data) or header["version"] != 1:
         raise ValueError
@@ -251,6 +259,7 @@ def _from_header(header: dict[str, Any], data: bytes) -> Journal:
         tuple((offset, byte) for offset, byte in header["poison"]),
         header["leader"],
         tuple(header["members"]),
+        header["rest"],
     )
 
 

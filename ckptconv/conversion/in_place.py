@@ -29,14 +29,14 @@ from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputE
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.in_place import patches_of
+from ckptconv.formats.in_place import patches_of, rest_sum
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import Option, Placeholder, command, option, shell
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import apply as write_new
-from ckptconv.output.in_place.writing import restore
+from ckptconv.output.in_place.writing import restore, spoil
 from ckptconv.pickles.graph import gc_paused
 
 __all__ = ["change_in_place", "check_edits", "open_locked", "resolved"]
@@ -54,6 +54,7 @@ class _File:
     path: Path
     fd: int
     patches: Patches | None = None
+    rest: str | None = None
 
     @property
     def changes(self) -> bool:
@@ -83,6 +84,8 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
         files = []
         for path in paths:
             target, about = resolved(path)
+            if path != Path(os.fsdecode(src)) or len(paths) > 1:
+                _check_inside(path, target)
             notes += about
             files.append(_File(target, opened.enter_context(open_locked(target))))
             _check_file(files[-1], force=output.force)
@@ -175,6 +178,7 @@ def _plan_file(
         if not source.is_same_file(os.fstat(file.fd)):
             raise RefusedError("another file took its place", where=file.path, hint="try again")
         format_ = checkpoint.format
+        file.rest = None if of_folder else rest_sum(checkpoint)
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         changes = apply(checkpoint, edits)
         writer = writer_of(format_)
@@ -296,6 +300,16 @@ def _check_file(file: _File, *, force: bool) -> None:
         )
 
 
+def _check_inside(path: Path, target: Path) -> None:
+    """Raise RefusedError where `path`, a file of a folder or set, is a link to a `target` in another folder: who looks
+    for journals looks in one, and those of a set name each other's files by their names there.
+    """
+    if os.path.realpath(path.parent) != os.path.realpath(target.parent):
+        raise RefusedError(
+            "a link leads out of the folder", where=path, got=target, hint="convert the folder to another one"
+        )
+
+
 def _does_not_fit(path: Path) -> RefusedError:
     return RefusedError(
         "the new header does not fit where the old one stands",
@@ -331,6 +345,8 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
     for i, (file, journal) in enumerate(zip(files, journals_, strict=True), 1):
         try:
             with as_output_error(file.path):
+                if i == 1 and names:
+                    written += spoil(files[-1].fd, journals_[-1])
                 written += write_new(file.fd, journal)
         except OutputError as error:
             back = _take_back([*zip(files, journals_, strict=True)], begun=i)
@@ -351,12 +367,13 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
 
 
 def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:
-    """After a fault, give the first of `files`, which were `begun`, their old bytes back, and remove their journals.
+    """After a fault, give the first of `files`, which were `begun`, and the last, which is spoilt at once, their old
+    bytes back, and remove their journals.
 
     Whether that worked; else what is there is hot. A journal that is done is of an earlier change, and stays.
     """
     try:
-        for file, journal in files[:begun]:
+        for file, journal in [*files[:-1][:begun], *files[-1:]] if begun else ():
             restore(file.fd, journal)
         for file, _ in files[::-1]:
             if state_of(file.path) == HOT:
@@ -371,4 +388,4 @@ def _journal(file: _File, members: tuple[str, ...], leader: str | None) -> Journ
     patches = file.patches
     inode = os.fstat(file.fd).st_ino
     own = () if leader else members
-    return Journal(inode, patches.old_size, patches.new_size, patches.patches, patches.poison, leader, own)
+    return Journal(inode, patches.old_size, patches.new_size, patches.patches, patches.poison, leader, own, file.rest)

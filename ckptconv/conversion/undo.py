@@ -15,10 +15,12 @@ from ckptconv.errors import InputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import read_metadata
+from ckptconv.formats.in_place import rest_sum, tensor_spans
+from ckptconv.formats.sharded.index import read_index
 from ckptconv.hints import command, for_python
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
-from ckptconv.output.in_place.writing import check_restorable, restore
+from ckptconv.output.in_place.writing import WRITTEN_ANEW, check_restorable, restore, spoil
 from ckptconv.pickles.graph import gc_paused
 
 __all__ = ["take_back", "undo"]
@@ -62,11 +64,13 @@ def take_back(path: str | os.PathLike[str]) -> int:
             raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names), hint=one)
         for each, fd, journal, state in files:
             check_restorable(fd, journal, each, done=state == DONE)
-            _check_whole(each, journal)
+            _check_whole(each, fd, journal)
         written = 0
         with as_output_error(target):
             for each, *_ in files:  # the leader first: from here on the set is hot, whatever happens
                 journals.mark(each, HOT)
+            if len(files) > 1:
+                spoil(files[-1][1], files[-1][2])
             for _, fd, journal, _ in files:
                 written += restore(fd, journal)
             for each, *_ in files[::-1]:  # the leader last
@@ -133,22 +137,26 @@ class _AsBefore(Source):
             buffer[start - offset : stop - offset] = each.old[start - each.offset : stop - each.offset]
 
 
-def _check_whole(path: Path, journal: Journal) -> None:
-    """Raise RefusedError unless what `journal` gives back is a checkpoint, and nothing of it is in its tensors."""
-    if path.suffix == ".json":  # the index of a set has no tensors
-        return
+def _check_whole(path: Path, fd: int, journal: Journal) -> None:
+    """Raise RefusedError unless what `journal` gives back to the open file `fd` at `path` is a checkpoint, nothing of
+    it is in its tensors, and all else is as it was. An index, and metadata, have no tensors.
+    """
     with _AsBefore(path, journal) as source, gc_paused():
+        if not source.is_same_file(os.fstat(fd)):
+            raise RefusedError("another file took its place", where=path, hint="try again")
         try:
-            if path.name == dcp.METADATA:  # it has no tensors either
+            if path.name == dcp.METADATA:
                 read_metadata(source)
+                return
+            if path.suffix == ".json" and source.read(0, source.size).lstrip().startswith(b"{"):
+                read_index(source)
                 return
             checkpoint = opening.read(source)
         except InputError as error:
             raise RefusedError(
                 f"what the undo journal would give back is no checkpoint ({error.what})", where=path
             ) from error
-        spans = [span for storage in checkpoint.storages.values() if (span := storage.data.stored())]
-    spans.sort(key=lambda span: span.offset)
+        spans, rest = tensor_spans(checkpoint), rest_sum(checkpoint)
     starts, ends = [span.offset for span in spans], [*accumulate((span.offset + span.length for span in spans), max)]
     for patch in journal.patches:
         before = bisect_left(starts, patch.offset + len(patch.old))  # so many begin before it ends
@@ -156,3 +164,5 @@ def _check_whole(path: Path, journal: Journal) -> None:
             raise RefusedError(
                 "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"
             )
+    if rest != journal.rest:
+        raise RefusedError(WRITTEN_ANEW, where=path, got="other bytes around those of that change")

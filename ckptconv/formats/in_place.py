@@ -11,12 +11,14 @@ In a plain pickle the bytes of storages stand between opcodes: what is between t
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 
 from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
+from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Literal
+from ckptconv.byteranges.spans import ByteRange, Inflate, Literal
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.errors import UnsupportedError
@@ -45,7 +47,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph
 
-__all__ = ["patches_of"]
+__all__ = ["patches_of", "rest_sum", "tensor_spans"]
 
 #: No pickle, no end of an archive, starts with it.
 _POISON = 0xFF
@@ -74,6 +76,27 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
     if isinstance(checkpoint.container, dcp.DcpFolder):
         return _metadata(checkpoint, checkpoint.container)
     raise _unsupported(checkpoint, f"{checkpoint.format} cannot be changed in place")
+
+
+def tensor_spans(checkpoint: Checkpoint) -> list[ByteRange]:
+    """Where in the file of `checkpoint` the bytes of its tensors stand, in the order of their offsets."""
+    stored = [
+        storage.data.of if isinstance(storage.data, Inflate) else storage.data.stored()
+        for storage in checkpoint.storages.values()
+    ]
+    here = [span for span in stored if span and span.source is checkpoint.source]
+    return sorted(here, key=lambda span: span.offset)
+
+
+def rest_sum(checkpoint: Checkpoint) -> str:
+    """The SHA-256, in hex, of all bytes in the file of `checkpoint` that are none of a tensor."""
+    summed = hashlib.sha256()
+    source, at = checkpoint.source, 0
+    for span in [*tensor_spans(checkpoint), ByteRange(source, source.size, 0)]:
+        for part in read(ByteRange(source, at, max(0, span.offset - at))):
+            summed.update(part)
+        at = max(at, span.offset + span.length)
+    return summed.hexdigest()
 
 
 def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from ckptconv.byteranges.locks import lock_shared
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
-from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of, target_of
+from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.output import linux
@@ -54,6 +55,7 @@ def check_target(path: Path, *, replace: bool) -> None:
     """
     mode = mode_at(path)
     if mode is None:
+        refuse_interrupted(path)
         return
     if stat.S_ISLNK(mode) and os.path.exists(path):
         mode = os.stat(path).st_mode
@@ -65,10 +67,17 @@ def check_target(path: Path, *, replace: bool) -> None:
 
 
 def refuse_interrupted(path: Path) -> None:
-    """Raise RefusedError where a change in place of what is to be replaced, a file or folder, was not finished."""
-    hot = [target for target, state in journals_of(path, follow=False) if state == HOT]
-    if hot:
-        raise RefusedError("a change of it in place was interrupted", where=path, hint=command("undo", hot[0]))
+    """Raise RefusedError where a change in place of what is, or was, at `path` was not finished: its journal would go
+    with it.
+    """
+    if state_of(path) != HOT:
+        return
+    gone = f"the file is gone: put it back, or delete {shell(journal_path(path))}"
+    raise RefusedError(
+        "a change of it in place was interrupted",
+        where=path,
+        hint=command("undo", path) if os.path.lexists(path) else gone,
+    )
 
 
 def mode_at(path: Path) -> int | None:
@@ -108,9 +117,11 @@ def write(
                 ours = False
                 raise
             source.check_unchanged()
-            _publish(temporary, file.path, replace)
-            with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
-                os.unlink(journal_path(file.path))
+            with _kept_from_changes(file.path), _kept_from_changes(temporary):
+                refuse_interrupted(file.path)  # again: filling the new one took a while
+                _publish(temporary, file.path, replace)
+                with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
+                    os.unlink(journal_path(file.path))
     finally:
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
@@ -210,6 +221,23 @@ def _forget(target: Path, source: Readable) -> None:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
+
+
+@contextlib.contextmanager
+def _kept_from_changes(path: Path) -> Iterator[None]:
+    """Keep the file at `path`, if one that we can read is there, from being changed in place: whoever does that writes
+    a journal, which would go with that of the file that is replaced. Raises InputError where somebody changes it now.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield
+        return
+    try:
+        lock_shared(fd, path)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _reserve(fd: int, file: OutFile, beside: int) -> None:

@@ -165,9 +165,11 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
         raise TargetExistsError(
             "the output exists, and is not empty", where=target, hint=option("force") + " replaces the folder"
         )
-    refuse_interrupted(target)
-    going = [name for name in there if name not in new.names and not target_of(os.path.basename(name))]
-    lost = [name for name in going if not new.may_go(name)]
+    going = [name for name in there if name not in new.names]
+    for name in going:
+        if of := target_of(os.path.basename(name)):
+            refuse_interrupted((target / name).with_name(of))
+    lost = [name for name in going if not target_of(os.path.basename(name)) and not new.may_go(name)]
     if lost:
         raise RefusedError(
             f"the folder has what the new one would not have: {some(lost)}",

@@ -74,7 +74,7 @@ def torn(path: Path, *wholes: Contents) -> str | None:
     for file in files_of(path):
         if all(found[file.name] != whole[file.name] for whole in wholes) and loads(file):
             return f"{file.name} is torn and loads"
-    return None
+    return "a mixture of which every file loads" if all(map(loads, files_of(path))) else None
 
 
 def hot_file(path: Path) -> Path | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 from ckptconv.byteranges.undo_journal import MAGIC, Journal, journal_path
@@ -38,9 +40,15 @@ def write(target: Path, journal: Journal) -> None:
 
 
 def mark(target: Path, state: bytes) -> None:
-    """Let the journal of `target` say `state`, on the disk before this returns. Raises OSError."""
-    fd = os.open(journal_path(target), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Let the journal of `target` say `state`, on the disk before this returns.
+
+    Raises OSError, also where something else took its place: nothing else is written to.
+    """
+    fd = os.open(journal_path(target), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or os.pread(fd, len(MAGIC), 0) != MAGIC:
+            raise OSError(errno.ESTALE, "another file took the place of the undo journal")
         os.pwrite(fd, state, len(MAGIC))
         os.fsync(fd)
     finally:

@@ -2,7 +2,8 @@
 
 A change of more than one sector first writes, and syncs, one byte that makes every reader refuse the file (the
 *poison*); then the rest, synced; then that byte, synced. Whatever happens in between, the file is the old one, the new
-one, or one that nobody takes, and the journal has the old bytes.
+one, or one that nobody takes, and the journal has the old bytes. Of a set the last file, the index, is poisoned before
+the first is written, so that nobody takes a set of old and new files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from ckptconv.byteranges.patches import SECTOR, Patch
 from ckptconv.byteranges.undo_journal import Journal
 from ckptconv.errors import RefusedError
 
-__all__ = ["apply", "check_restorable", "restore"]
+__all__ = ["WRITTEN_ANEW", "apply", "check_restorable", "restore", "spoil"]
+
+WRITTEN_ANEW = "the file was written anew since it was changed in place: nothing was restored"
 
 
 def apply(fd: int, journal: Journal) -> int:
@@ -35,6 +38,17 @@ def restore(fd: int, journal: Journal) -> int:
     return _write(fd, [(each.offset, each.old) for each in journal.patches], journal, journal.old_size)
 
 
+def spoil(fd: int, journal: Journal) -> int:
+    """Let every reader refuse the open file `fd` until it is written or restored; how many bytes were written.
+
+    Raises OSError.
+    """
+    here = os.fstat(fd).st_size
+    written = sum(_pwrite(fd, bytes([byte]), offset) for offset, byte in journal.poison if offset < here)
+    os.fsync(fd)
+    return written
+
+
 def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: int) -> int:
     if journal.fits_a_sector:
         start = parts[0][0]
@@ -46,12 +60,7 @@ def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: 
         os.fsync(fd)
         return len(block)
     poison = dict(journal.poison)
-    here = os.fstat(fd).st_size
-    written = 0
-    for offset, byte in poison.items():
-        if offset < here:
-            written += _pwrite(fd, bytes([byte]), offset)
-    os.fsync(fd)
+    written = spoil(fd, journal)
     held: list[tuple[int, bytes]] = []
     for offset, data in parts:
         poisoned = bytearray(data)
@@ -73,24 +82,25 @@ def check_restorable(fd: int, journal: Journal, where: object, *, done: bool) ->
     """Raise RefusedError unless the ranges of `journal` are, in the open file `fd`, as this program left them.
 
     Where the change is `done`, all bytes are the new ones. Where it was interrupted, each sector is the old one, the
-    new one, or one of them poisoned; what the file has beyond its old size may be anything, because it goes. Somebody
-    may have written the file anew since: ``torch.save`` keeps the inode, and often the size.
+    new one, or one of them poisoned; where the new bytes end, the old ones follow until the file is cut; what the file
+    has beyond its old size may be anything, because it goes, and what it lacks is written. Somebody may have written
+    the file anew since: ``torch.save`` keeps the inode, and often the size.
     """
     info = os.fstat(fd)
     smallest, largest = sorted((journal.old_size, journal.new_size))
     sizes = (journal.new_size, journal.new_size) if done else (smallest, largest)
     if info.st_ino != journal.inode or not sizes[0] <= info.st_size <= sizes[1]:
-        raise RefusedError("the file was written anew since it was changed in place: nothing was restored", where=where)
+        raise RefusedError(WRITTEN_ANEW, where=where)
     poison = {} if done else dict(journal.poison)
     for change in journal.patches:
-        parts = (change.new,) if done else (change.old, change.new)
-        end = min(change.end, info.st_size if done else journal.old_size)
+        parts = (change.new,) if done else (change.old, change.new + change.old[len(change.new) :])
+        end = min(change.end, info.st_size, journal.new_size if done else journal.old_size)
         wrong = next(
             (at for at, stop in _sectors(change.offset, end) if not _is_ours(fd, change, parts, at, stop, poison)), None
         )
         if wrong is not None:
             raise RefusedError(
-                "the file was written anew since it was changed in place: nothing was restored",
+                WRITTEN_ANEW,
                 where=where,
                 expected="the bytes from before or after that change",
                 got=f"others at byte {wrong:,}",

@@ -20,7 +20,7 @@ import stat
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,13 +34,15 @@ from ckptconv.byteranges import undo_journal
 from ckptconv.byteranges.patches import Patch
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal, state_of
 from ckptconv.conversion import in_place
+from ckptconv.conversion import undo as undoing
 from ckptconv.limits import LIMITS
+from ckptconv.output import files as output_files
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place import writing
 from tests.support.command import Command
 from tests.support.judge import assert_same
 from tests.support.reduced import Reduced
-from tests.support.torn_writes import operations_of, torn_states
+from tests.support.torn_writes import loads, operations_of, torn_states
 
 LONG = [("^", "a.name.that.is.much.longer.than.it.was.")]
 EDITS: dict[str, dict[str, Any]] = {
@@ -493,6 +495,44 @@ def test_a_journal_of_another_file(checkpoint: Path) -> None:
         assert other.read_bytes() == before
 
 
+@pytest.mark.parametrize("state", [DONE, HOT])
+@pytest.mark.parametrize("kind", ["safetensors", "legacy"])
+def test_a_journal_of_an_earlier_change_under_another_name(tmp_path: Path, kind: str, state: bytes) -> None:
+    """Undo of it would leave what was changed since, and give back the rest: a file that there never was."""
+    names = [f"{letter}.weight_{i:04}" for letter in "ab" for i in range(60)]
+    path, other = tmp_path / "model.pt", tmp_path / "other.pt"
+    if kind == "legacy":
+        torch.save({name: torch.ones(2) for name in names}, path, _use_new_zipfile_serialization=False)
+        ckptconv.convert(path, in_place=True, no_undo=True, rename=[("^a", "A")])  # now spelled as we do
+    else:
+        path = path.with_suffix(".safetensors")
+        save_file({name: torch.ones(2) for name in names}, path)
+    ckptconv.convert(path, in_place=True, rename=[("(a|A).weight_0000", "x.weight_0000")])
+    journals.mark(path, state)
+    path.rename(other)
+    ckptconv.convert(other, in_place=True, rename=[("b.weight_0059", "y.weight_0059")])
+    other.rename(path)
+    now = path.read_bytes()
+    with pytest.raises(ckptconv.RefusedError, match="written anew"):
+        ckptconv.undo(path)
+    assert path.read_bytes() == now
+
+
+def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write the folder swaps them between the change and the mark."""
+    other = checkpoint.with_name("other")
+    other.write_bytes(bytes(100))
+
+    def swapped(fd: int, journal: Journal) -> int:
+        other.rename(journal_path(checkpoint))
+        return writing.apply(fd, journal)
+
+    monkeypatch.setattr(in_place, "write_new", swapped)
+    with pytest.raises(ckptconv.OutputError, match="another file took the place"):
+        ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    assert journal_path(checkpoint).read_bytes() == bytes(100)
+
+
 def forged(target: Path, *patches: Patch) -> None:
     """Let a journal with other patches stand beside `target`."""
     size = target.stat().st_size
@@ -512,6 +552,30 @@ def test_a_journal_may_not_change_tensors(checkpoint: Path) -> None:
     assert checkpoint.read_bytes() == now
 
 
+def test_a_journal_may_not_change_deflated_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.arange(100.0)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        at = new.getinfo("stored/data/0").header_offset + 30 + len("stored/data/0")
+    now = path.read_bytes()
+    forged(path, Patch(at, bytes(4), now[at : at + 4]))
+    with pytest.raises(ckptconv.RefusedError, match="the bytes of a tensor"):
+        ckptconv.undo(path)
+    assert path.read_bytes() == now
+
+
+def test_a_journal_gives_back_no_json_but_an_index(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"auto_map": {}}')
+    now = path.read_bytes()
+    forged(path, Patch(2, b"AUTO", now[2:6]))
+    with pytest.raises(ckptconv.RefusedError, match="no checkpoint"):
+        ckptconv.undo(path)
+    assert path.read_bytes() == now
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -521,6 +585,7 @@ def test_a_journal_may_not_change_tensors(checkpoint: Path) -> None:
         {"patches": []},
         {"patches": [[0, 1, 2]]},
         {"patches": [[0, -1, -1]]},
+        {"patches": [[0, 0, 0], [0, 1, 1]]},
         {"patches": [["a", 1, 1]]},
         {"patches": {}},
         {"poison": [[0, 999]]},
@@ -811,6 +876,97 @@ def test_a_hot_journal_in_a_set(sharded: Path) -> None:
     assert contents(sharded) == before
 
 
+@pytest.mark.parametrize("prefix", ["", "m."])
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_an_index_that_becomes_shorter_or_longer(sharded: Path, prefix: str, *, back: bool) -> None:
+    """Whatever of it power leaves there: nobody takes it for whole, and its journal gives the old one back."""
+    (index,) = sharded.glob("[!.]*.json")
+    if prefix:
+        ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    old = index.read_bytes()
+    ckptconv.convert(sharded, in_place=True, rename=[("^module." if not prefix else "^", prefix)])
+    new = index.read_bytes()
+    assert len(new) != len(old)
+    journal, _ = read_journal(index, os.getuid())
+    function = writing.restore if back else writing.apply
+    index.write_bytes(new if back else old)
+    operations = operations_of(writing, lambda fd: function(fd, journal), index)
+    for content in set(torn_states(new if back else old, operations, random.Random(1), 20)) - {old, new}:
+        index.write_bytes(content)
+        assert not loads(index)
+        with open(index, "r+b") as file:
+            writing.check_restorable(file.fileno(), journal, index, done=False)
+            writing.restore(file.fileno(), journal)
+        assert index.read_bytes() == old
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest.MonkeyPatch, *, undoes: bool) -> None:
+    """Killed before any of its files is written or restored: its index is torn, and undo gives the old set back."""
+    before = checkpoint_files(sharded)
+    for number in range(4):
+        if undoes:
+            ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+        calls = itertools.count()
+        real = writing.restore if undoes else writing.apply
+
+        def killed(
+            fd: int,
+            journal: Journal,
+            real: Callable[[int, Journal], int] = real,
+            calls: Iterator[int] = calls,
+            number: int = number,
+        ) -> int:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return real(fd, journal)
+
+        monkeypatch.setattr(*((undoing, "restore") if undoes else (in_place, "write_new")), killed)
+        with pytest.raises(KeyboardInterrupt):
+            ckptconv.undo(sharded) if undoes else ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+        monkeypatch.undo()
+        (index,) = sharded.glob("[!.]*.json")
+        assert not loads(index)
+        with pytest.raises(ckptconv.InputError, match="was interrupted"):
+            ckptconv.inspect(sharded)
+        ckptconv.undo(sharded)
+        assert contents(sharded) == before
+
+
+@pytest.mark.parametrize("fault", range(4))
+def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(sharded)
+    calls = itertools.count()
+
+    def failing(fd: int, journal: Journal) -> int:
+        if next(calls) == fault:
+            raise OSError(errno.EIO, "Input/output error")
+        return writing.apply(fd, journal)
+
+    monkeypatch.setattr(in_place, "write_new", failing)
+    with pytest.raises(ckptconv.OutputError, match="nothing was changed"):
+        ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    assert contents(sharded) == before
+
+
+def test_links_in_a_set(sharded: Path, tmp_path: Path) -> None:
+    """Files that stand elsewhere have their journals there, where undo of the set would not find them."""
+    (shard,) = sharded.glob("[!.]*-00002-of-*")
+    shutil.move(shard, tmp_path / shard.name)
+    shard.symlink_to(tmp_path / shard.name)
+    before = contents(sharded)
+    for path in (sharded, next(sharded.glob("*.json"))):
+        with pytest.raises(ckptconv.RefusedError, match="leads out of the folder"):
+            ckptconv.convert(path, in_place=True, strip_prefix="module.")
+    assert contents(sharded) == before
+    shard.unlink()
+    shutil.move(tmp_path / shard.name, sharded / "elsewhere")
+    shard.symlink_to("elsewhere")
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    ckptconv.undo(sharded)
+    assert {**contents(sharded), "elsewhere": b""} == {**before, "elsewhere": b""}
+
+
 def test_undo_of_a_folder_with_several_checkpoints(sharded: Path) -> None:
     other = sharded / "other.pt"
     torch.save({"module.a": torch.ones(1)}, other)
@@ -989,6 +1145,53 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
     journals.mark(checkpoint, DONE)
     ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
     assert not journal_path(checkpoint).exists()
+
+
+def test_a_journal_of_a_file_that_was_moved_away_is_kept(checkpoint: Path) -> None:
+    """A new file of its name would take it along, and with it the old bytes of the torn one."""
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+    journals.mark(checkpoint, HOT)
+    aside = checkpoint.with_name("aside.pt")
+    checkpoint.rename(aside)
+    with pytest.raises(ckptconv.RefusedError, match="was interrupted; the file is gone"):
+        ckptconv.convert(aside, checkpoint, map_location="cpu", format="pt")
+    with pytest.raises(ckptconv.RefusedError, match="was interrupted; the file is gone"):
+        ckptconv.save({"a": torch.ones(1)}, checkpoint, format="pt")
+    assert state_of(checkpoint) == HOT
+
+
+def test_a_file_that_is_replaced_cannot_be_changed_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the journal of that change would go with the one of the old file."""
+    other = checkpoint.with_name("other" + checkpoint.suffix)
+    shutil.copy(checkpoint, other)
+    real, refused = os.replace, []
+
+    def replace(old: Path, new: Path) -> None:
+        for when in ("before", "after"):
+            if when == "after":
+                real(old, new)
+            try:
+                ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+            except ckptconv.RefusedError as error:
+                refused.append(f"{when}: {error.what}")
+
+    monkeypatch.setattr(output_files.os, "replace", replace)
+    ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
+    said = "another process reads or changes the file"
+    assert refused == [f"before: {said}", f"after: {said}"]
+
+
+def test_a_hot_journal_below_a_folder_that_is_replaced(sharded: Path, tmp_path: Path) -> None:
+    below = sharded / "below"
+    below.mkdir()
+    torch.save({"a": torch.ones(1)}, below / "model.pt")
+    ckptconv.convert(sharded, tmp_path / "out", map_location="cpu")
+    for folder in (tmp_path / "out", sharded):
+        ckptconv.convert(folder / "below/model.pt", in_place=True, map_location="cuda:1")
+        journals.mark(folder / "below/model.pt", HOT)
+        with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
+            ckptconv.convert(sharded, folder, map_location="cpu", force=True)
+        assert state_of(folder / "below/model.pt") == HOT
 
 
 def test_a_set_that_is_replaced_loses_its_journals(sharded: Path) -> None:
