@@ -72,7 +72,7 @@ def refuse_interrupted(path: Path) -> None:
     """
     if state_of(path) != HOT:
         return
-    gone = f"the file is gone: put it back, or delete {shell(journal_path(path))}"
+    gone = f"the file is gone: put it back, or delete {journal_path(path)}"
     raise RefusedError(
         "a change of it in place was interrupted",
         where=path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.formats.writers import writer_of
@@ -59,7 +60,7 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
     if report.in_place:
         yield from fact(style, "in place", _IN_PLACE[report.in_place.way])
         if report.in_place.journal and report.written:
-            yield from fact(style, "undo", command("undo", report.dst) + " gives the old bytes back")
+            yield from fact(style, "undo", command("undo", Path(report.dst)) + " gives the old bytes back")
     if report.verified:
         yield from fact(style, "verified", _verified(report.verified))
     for note in report.notes:
