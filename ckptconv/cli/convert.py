@@ -70,7 +70,7 @@ __all__ = ["convert_command"]
     ),
 )
 @group(
-    "Numbers",
+    "Numbers and objects",
     "model.pt half.pt --dtype bf16",
     click.option(
         "--dtype",
@@ -80,6 +80,14 @@ __all__ = ["convert_command"]
             "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB"
             " means, by DST's names."
         ),
+    ),
+    click.option(
+        "--loadable",
+        is_flag=True,
+        help="Make plain what is only data (numpy, Namespace, OmegaConf, ...), so that weights_only=True loads it all.",
+    ),
+    click.option(
+        "--loadable-objects", is_flag=True, help="The same, and make of other objects dicts that name their class."
     ),
     click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows."),
 )
@@ -143,8 +151,8 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     folder with several checkpoints, become as many in the folder DST.
 
     Edits apply in this order: select, state dict, drop, include and exclude (by SRC's names), unwrap, strip, rename,
-    add, dtype (by DST's names), devices, compact. The output appears whole or not at all. States of random generators
-    stay on the CPU, where torch needs them.
+    add, dtype (by DST's names), devices, loadable, compact. The output appears whole or not at all. States of random
+    generators stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags)
     output = OutputOptions.of(flags)

@@ -12,6 +12,7 @@ from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow,
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
+from ckptconv.conversion.loading_proof import prove_that_it_loads
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
@@ -128,7 +129,7 @@ class Report(Result):
     def changed(self) -> bool:
         """Whether the output says anything else than the source, or in another format."""
         changes = self.changes
-        edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages
+        edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
         return bool(edited or self.left_behind or self.formats[0] != self.formats[1])
 
     @property
@@ -163,6 +164,13 @@ def make_plan(
     if output.copy_tied and writer.ties:
         why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
         raise UsageError(option("copy_tied") + why, where=path)
+    is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
+    if is_loadable and not writer.safe_loader:
+        raise UsageError(
+            option("loadable") + f" is for torch.load, which reads no {writer.name}",
+            where=path,
+            hint=option("format", DEFAULT.word) + " writes what it reads",
+        )
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.in_shards)
@@ -182,6 +190,9 @@ def make_plan(
     computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
+    if is_loadable:
+        for file in layout.files:
+            prove_that_it_loads(file, checkpoint.source.path)
     name = f"{sharded.NAME} {writer.name}" if len(layout.files) > 1 else writer.name
     return Plan(
         (checkpoint.format, name),
@@ -237,6 +248,8 @@ def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
         state_dict=edits.state_dict or in_shards or not writer.objects,
         devices=edits.devices if writer.devices else Devices(),
         compact=edits.compact and writer.views,
+        loadable=edits.loadable and writer.objects,
+        loadable_objects=edits.loadable_objects and writer.objects,
     )
 
 
@@ -248,6 +261,8 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
         notes.append(f"no device was changed: {writer.name} stores none, and whoever loads it says where to")
     elif not writer.devices and (tags := {storage.device for storage in checkpoint.storages.values()} - {"cpu"}):
         notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")
+    if (edits.loadable or edits.loadable_objects) and not writer.objects:
+        notes.append(option("loadable") + f" has nothing to do for {writer.name}, which holds tensors alone")
     if edits.compact and not writer.views:
         notes.append(
             option("compact") + f" has nothing to do for {writer.name}, which holds what tensors show and no more"

@@ -1,6 +1,6 @@
 """Apply edits to the graph of a checkpoint, in place, and return what changed.
 
-Order: selection, unwrap, strip, rename, add, dtypes, devices, compaction.
+Order: selection, unwrap, strip, rename, add, dtypes, devices, loadable, compaction.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
+from ckptconv.edits.loadable.making import make_loadable
 from ckptconv.edits.options import Edits
 from ckptconv.edits.rename import NameEditor
 from ckptconv.edits.retag import kept_devices, retag
@@ -43,6 +44,8 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         changes.rng_states = [
             info.path for info in detected.rng_states if info.storage and info.storage.device == "cpu"
         ]
+    if edits.loadable or edits.loadable_objects:
+        make_loadable(checkpoint, changes, objects=edits.loadable_objects)
     if edits.compact:
         compact(checkpoint, changes)
     return changes

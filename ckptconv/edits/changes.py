@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptconv.checkpoint.model import LeftBehind
 
-__all__ = ["CastCount", "Changes", "Dropped", "NameChange"]
+__all__ = ["CastCount", "Changes", "Dropped", "MadePlain", "NameChange"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,15 @@ class Dropped(NamedTuple):
     nbytes: int
 
 
+class MadePlain(NamedTuple):
+    """An object at `path` of the source that became plain: what it was, what it is, and how code reads it now."""
+
+    path: str
+    old: str
+    new: str
+    reads: str
+
+
 @dataclass
 class Changes:
     """What the edits change, for ``--dry-run`` and the report.
@@ -41,7 +50,8 @@ class Changes:
     ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to
     what was cast so; ``not_cast`` maps why tensors keep their dtype to their paths; ``separated`` has for each storage
     that was taken apart the paths of those that go on sharing one, by their dtype. ``compacted`` is what storages lost.
-    ``rng_states`` are the paths of those that were kept on or brought to the CPU.
+    ``rng_states`` are the paths of those that were kept on or brought to the CPU, ``made_plain`` the objects that
+    became plain.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -53,4 +63,5 @@ class Changes:
     separated: list[dict[str, list[str]]] = field(default_factory=list)
     compacted: Dropped = field(default_factory=lambda: Dropped(0, 0))
     rng_states: list[str] = field(default_factory=list)
+    made_plain: list[MadePlain] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

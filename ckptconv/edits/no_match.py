@@ -30,6 +30,7 @@ POLICY: dict[str, Kind] = {
     "to DEVICE": "state",
     "dtype D": "state",
     "unwrap": "state",
+    "loadable": "state",
     "compact": "state",
 }
 

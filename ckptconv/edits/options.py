@@ -57,6 +57,14 @@ class EditOptions(PartOptions, NameOptions, total=False):
         "``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs"
         " mean, or several of both (``['bf16', '*.norm.*=fp32']``).",
     ]
+    loadable: Annotated[
+        bool,
+        "Make plain what is only data (arrays and numbers of numpy, namespaces, configurations, paths, dates), so that"
+        " ``torch.load(weights_only=True)`` takes all of a training file; what is left is refused.",
+    ]
+    loadable_objects: Annotated[
+        bool, "The same, and make of other objects dicts that name their class, ``{'__class__': 'module.Name', ...}``."
+    ]
     compact: Annotated[bool, "Drop the bytes of storages that no tensor shows."]
 
 
@@ -79,6 +87,8 @@ class Edits:
     add_prefix: tuple[str, ...] = ()
     unwrap: bool = False
     dtypes: tuple[DTypeRule, ...] = ()
+    loadable: bool = False
+    loadable_objects: bool = False
     compact: bool = False
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from ckptconv.hints import Option, command, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
 from ckptconv.pickles.paths import Place, item_segments, key_segment
 
-__all__ = ["select"]
+__all__ = ["holder_of", "select"]
 
 _LISTED = 20  # candidates in an error
 _KEYED = "what has a key"  # of which globs speak
@@ -307,7 +307,7 @@ def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
     return [place for place in found if inside.isdisjoint(id(above) for above in [*place.upwards()][1:])]
 
 
-def _holder(place: Place) -> tuple[Object, str] | None:
+def holder_of(place: Place) -> tuple[Object, str] | None:
     """What holds `place` so that it can be taken out, and its segment there. Arguments and members of tuples stay."""
     outer = place.parent.node if place.parent else None
     if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute: an item of a state
@@ -321,7 +321,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place], what: str) -> list[Left
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
     segments_of: dict[int, set[str]] = {}
     for place in unwanted:
-        holder, segment = _holder(place) or (None, "")
+        holder, segment = holder_of(place) or (None, "")
         if holder is not None and id(holder) not in segments_of:  # once: it can have as many items as there are places
             segments_of[id(holder)] = set(_segments(holder))
         has_key = segment == place.segment and isinstance(holder, (Dict, Call))

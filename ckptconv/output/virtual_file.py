@@ -12,21 +12,23 @@ from itertools import accumulate
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.spans import Assemble, Inflate, OutFile, Piece
+from ckptconv.byteranges.spans import Deferred, Literal, OutFile, Piece
 
 __all__ = ["VirtualFile"]
 
 
 class VirtualFile(io.RawIOBase):
-    """`file`, whose pieces are literals, ranges, deflated or not, and what is assembled of ranges.
-
+    """`file`, whatever its pieces are; checksums that only writing can tell are zero in it.
     Reading raises what reading its sources raises.
     """
 
     def __init__(self, file: OutFile) -> None:
         super().__init__()
         self._size = file.size
-        self._pieces = file.pieces
+        unsummed = [0] * len(file.sums)
+        self._pieces = [
+            Literal(piece.make(unsummed)) if isinstance(piece, Deferred) else piece for piece in file.pieces
+        ]
         self._lengths = [piece.length for piece in file.pieces]
         self._starts = [0, *accumulate(self._lengths)][:-1]
         self._at = 0
@@ -80,7 +82,7 @@ class VirtualFile(io.RawIOBase):
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
         """What `piece` has from `offset` on, as much as `buffer` takes."""
-        if isinstance(piece, (Inflate, Assemble)):
+        if not (isinstance(piece, Literal) or piece.ranges()):
             return self._read_stream(piece, offset, buffer)
         length = min(piece.length - offset, len(buffer))
         reading.read_into(piece, offset, buffer[:length])

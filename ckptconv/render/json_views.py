@@ -76,6 +76,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "overflowed": [{"paths": list(paths), "numbers": numbers} for paths, numbers in report.overflowed.items()],
         "compacted": changes.compacted._asdict(),
         "rng_states": changes.rng_states,
+        "made_plain": [each._asdict() for each in changes.made_plain],
         "left_behind": [{"path": left.path, "nbytes": left.nbytes, "why": left.why} for left in report.left_behind],
         "notes": list(report.notes),
         "in_place": report.in_place and asdict(report.in_place),

@@ -14,7 +14,7 @@ from ckptconv.render.text import PLAIN, Style, count, fact, first_of, headline, 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
     from ckptconv.conversion.plan import Report, Verified
-    from ckptconv.edits.changes import NameChange
+    from ckptconv.edits.changes import MadePlain, NameChange
 
 __all__ = ["report_lines"]
 
@@ -46,6 +46,7 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
     if changes.unprefixed:
         yield from fact(style, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
     yield from _dtype_lines(report, every_name, style)
+    yield from _plain_lines(changes.made_plain, every_name, style)
     if changes.rng_states:
         yield from fact(
             style,
@@ -107,6 +108,16 @@ def _dtype_lines(report: Report, every_one: bool, style: Style) -> Iterator[str]
     if changes.compacted.storages:
         gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
         yield from fact(style, "compacted", f"{gone} that no tensor shows left out of {of}")
+
+
+def _plain_lines(made_plain: list[MadePlain], every_one: bool, style: Style) -> Iterator[str]:
+    """What became plain, by what it was and is, and how code reads the first of them."""
+    groups: dict[tuple[str, str], list[MadePlain]] = {}
+    for each in made_plain:
+        groups.setdefault((each.old, each.new), []).append(each)
+    for (old, new), group in groups.items():
+        where = _all_or_some([each.path for each in group], every_one)
+        yield from fact(style, "plain", f"{old} → {new}: {where}; code reads {group[0].reads}")
 
 
 def _tie_lines(report: Report, style: Style) -> Iterator[str]:

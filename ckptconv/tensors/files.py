@@ -162,6 +162,7 @@ def load(
     state_dict: bool = False,
     select: str | None = None,
     strip_prefix: str | Iterable[str] = (),
+    loadable: bool = False,
 ) -> Any:
     """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container.
 
@@ -177,6 +178,7 @@ def load(
         state_dict: Take the state dict alone, wherever it is.
         select: The path of the part to take, such as ``ema/model``.
         strip_prefix: Prefixes to take off the start of names, such as ``module.``.
+        loadable: Make plain what is only data, as :func:`ckptconv.convert` does, and load all of it.
 
     Returns:
         The object, with real tensors.
@@ -187,7 +189,7 @@ def load(
         CkptconvError: Another of its subclasses.
     """
     require_torch("loading tensors", path_of(path))
-    edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix)
+    edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix, loadable=loadable)
     with open_input(path) as source:
         with gc_paused():
             checkpoint = _read(source)

@@ -23,8 +23,13 @@ import ckptconv
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.rebuild_functions import STRIDED
-from ckptconv.errors import CkptconvError, RefusedError
+from ckptconv.cli.main import main
+from ckptconv.conversion.convert import run
+from ckptconv.conversion.options import OutputOptions
+from ckptconv.edits.options import edits_from
+from ckptconv.errors import CkptconvError, RefusedError, UnsupportedError
 from ckptconv.formats import opening
+from ckptconv.hints import command_in
 from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
@@ -42,7 +47,7 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import key_segment
 from tests.support.conversions import read
-from tests.support.judge import assert_same, tags_of
+from tests.support.judge import assert_same, refusal, tags_of
 
 pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
@@ -276,6 +281,36 @@ def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], t
         for target, outcomes in kinds.items():
             print(f"{container:22}{target:13}", ", ".join(f"{outcome}: {n}" for outcome, n in outcomes.items()))
     assert {c: {t: dict(n) for t, n in kinds.items()} for c, kinds in table.items()} == OUTCOMES
+
+
+def test_what_is_only_data_loads(everything: list[dict[str, str]], tmp_path: Path) -> None:
+    """``--loadable``: what torch's safe loader took is what it was; of what it refused, what is only data loads now.
+
+    The rest is refused, and a command that leaves something out works.
+    """
+    out = tmp_path / "out.pt"
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in everything:
+        src = Path(row["path"])
+        before = "refused" if refusal(src) else "loads"
+        try:
+            run(src, out, edits_from(loadable=True), OutputOptions(format="pt", force=True))
+        except UnsupportedError:
+            counts[before, "not read"] += 1
+        except RefusedError as error:
+            counts[before, "refused"] += 1
+            typed = command_in(error.hint)
+            if typed is not None:
+                words = [word for flag in typed.words() for word in flag]
+                assert main([str(out) if word == "OUT" else word for word in words[1:]] + ["-f"]) == 0, words
+                assert refusal(out) is None
+        else:
+            counts[before, "loads"] += 1
+            assert refusal(out) is None
+            if before == "loads" and src.suffix != ".safetensors":
+                assert_same(torch.load(out, "cpu", weights_only=True), torch.load(src, "cpu", weights_only=True))
+    print(dict(counts))
+    assert counts["refused", "loads"] >= 5 and not counts["loads", "refused"]
 
 
 def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ it stands, and the error is gone after.
 
 from __future__ import annotations
 
+import argparse
 import io
 import pickle
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import load_torch_model, save_torch_state_dict
@@ -253,6 +255,12 @@ def loads_into(name: str) -> Callable[[], Any]:
     return lambda: into_net(name)
 
 
+def resumes_from_plain() -> None:
+    checkpoint = torch.load("plain.pt", weights_only=True)
+    net().load_state_dict(checkpoint["model"], strict=True)
+    assert (checkpoint["args"], checkpoint["epoch"]) == ({"lr": 0.1}, 3)
+
+
 def in_shards() -> None:
     Path("hub").mkdir()
     save_torch_state_dict(state(), "hub", max_shard_size=60)
@@ -414,6 +422,10 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "UnpicklingError: Weights only load failed": (
         saving(lambda: {"state_dict": state(), "args": Arguments()}),
         loads_into("weights.pt"),
+    ),
+    "UnpicklingError: Weights only load failed ... GLOBAL argparse.Namespace": (
+        saving(lambda: {"model": state(), "args": argparse.Namespace(lr=0.1), "epoch": np.int64(3)}),
+        resumes_from_plain,
     ),
     "UnpicklingError: Weights only load failed ... Unsupported operand 149": (
         saving(state, pickle_protocol=4),

@@ -1,15 +1,18 @@
-"""Real trainers as the judge: a run of Lightning's and one of transformers' Trainer go on from checkpoints that were
-sent to a GPU and back as from the originals, bit for bit.
+"""Real trainers as the judge: a run of Lightning's, one of transformers' Trainer and a state of accelerate's go on from
+checkpoints that were sent to a GPU and back, or made loadable, as from the originals, bit for bit.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,6 +163,29 @@ def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
         assert torch.load(checkpoint, weights_only=False)["hyper_parameters"]["config"] == config
 
 
+def test_a_lightning_run_goes_on_from_what_was_made_loadable(fit: Fit, tmp_path: Path) -> None:
+    """With hyperparameters that torch's safe loader refuses: made plain, the file resumes with ``weights_only=True``,
+    and has the losses and weights of the run that never stopped.
+    """
+    config = argparse.Namespace(width=8, path=tmp_path, scale=np.float32(0.5), table=np.arange(3.0))
+    config.sub = argparse.Namespace(steps=np.int64(3), random=np.random.RandomState(0).get_state())
+    losses, weights = fit("run", config=config)
+    original, ours = tmp_path / "run" / "epoch=1.ckpt", tmp_path / "loadable.ckpt"
+    with pytest.raises(Exception, match=r"argparse\.Namespace|_reconstruct"):
+        fit("refused", original, config, weights_only=True)
+    report = ckptconv.convert(original, ours, loadable=True)
+    changed = {each.path: each.new for each in report.changes.made_plain}
+    assert changed["hyper_parameters/config"] == "dict"
+    assert changed["hyper_parameters/config/.table"] == "tensor"
+    for name, checkpoint, weights_only in (("original", original, False), ("ours", ours, True)):
+        resumed, after = fit(name, checkpoint, config, weights_only=weights_only)
+        assert resumed == losses[len(losses) // 2 :], name
+        assert all(torch.equal(after[key], weights[key]) for key in weights), name
+    plain = torch.load(ours, weights_only=True)["hyper_parameters"]["config"]
+    assert (plain["width"], plain["path"], plain["scale"]) == (8, str(tmp_path), 0.5)
+    assert torch.equal(plain["table"], torch.arange(3.0, dtype=torch.float64))
+
+
 # transformers
 
 
@@ -234,6 +260,48 @@ def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
         resumed, after = train(name, checkpoint)
         assert resumed == losses, name
         assert all(torch.equal(after[key], weights[key]) for key in weights), name
+
+
+def test_a_run_of_the_trainer_goes_on_from_what_was_made_loadable(train: Fit, tmp_path: Path) -> None:
+    """Its states of generators hold numpy's, its arguments are objects: made plain, every file loads with
+    ``weights_only=True`` and nothing told to torch, and the losses and weights are those of the run that never stopped.
+    """
+    losses, weights = train("run")
+    original, ours = tmp_path / "run" / "checkpoint-4", tmp_path / "ours"
+    assert refusal(original / "rng_state.pth") and refusal(original / "training_args.bin")
+    shutil.copytree(original, ours)
+    for name, objects in (("rng_state.pth", False), ("training_args.bin", True), ("optimizer.pt", False)):
+        ckptconv.convert(original / name, ours / name, force=True, loadable=True, loadable_objects=objects)
+        assert refusal(ours / name) is None
+    arguments = torch.load(ours / "training_args.bin", weights_only=True)
+    assert arguments["__class__"] == "transformers.training_args.TrainingArguments"
+    assert (arguments["learning_rate"], arguments["max_steps"]) == (1e-2, 8)
+    resumed, after = train("resumed", ours)
+    assert resumed == losses
+    assert all(torch.equal(after[key], weights[key]) for key in weights)
+
+
+# accelerate
+
+
+def test_a_state_of_accelerate_goes_on_from_what_was_made_loadable(tmp_path: Path) -> None:
+    """Its states of generators, which hold numpy's: noise of torch, numpy and Python goes on where it was."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ckptconv[long]'")
+
+    def noise() -> list[float]:
+        return [torch.rand(1).item(), np.random.rand(), random.random()]
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = noise()
+    states = tmp_path / "state" / "random_states_0.pkl"
+    assert refusal(states)
+    ckptconv.convert(states, states, format="pt", force=True, loadable=True)
+    assert refusal(states) is None
+    accelerator.load_state(str(tmp_path / "state"))
+    assert noise() == expected
+    del model
 
 
 @pytest.mark.parametrize("wrong", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])

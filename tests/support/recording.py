@@ -48,6 +48,7 @@ CONVERSIONS = (
     ("out.pt", "--dtype bf16 -v"),
     ("out.pt", "--dtype *weight=fp64 --state-dict --verify --json"),
     ("out.pt", "--compact --json"),
+    ("out.pt", "--loadable --json"),
     ("out.pt", "--allow-unsafe --to cpu"),
     ("out.pt", "--format legacy -v"),
     ("out.pkl", "--format pickle -v"),

@@ -26,6 +26,7 @@ from ckptconv.inspection.diagnosis.findings import (
     with_names_apart,
 )
 from ckptconv.inspection.diagnosis.host import Host
+from ckptconv.inspection.diagnosis.plain_data import only_data
 from ckptconv.inspection.diagnosis.prefixes import averages, inner_models, inner_prefixes, prefixes
 from ckptconv.inspection.diagnosis.refusals import (
     LoadablePart,
@@ -73,7 +74,7 @@ def diagnose(
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
-    issues += [*partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
+    issues += [*partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole), *only_data(whole, refused)]
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]
     issues.sort(key=lambda issue: not issue.blocks)

@@ -32,6 +32,7 @@ TYPED = {
     "to DEVICE": "--to cpu",
     "dtype D": "--dtype float32",
     "unwrap": "--unwrap",
+    "loadable": "--loadable",
     "compact": "--compact",
 }
 STATUS = {"error": 1, "usage error": 2, "note": 0}

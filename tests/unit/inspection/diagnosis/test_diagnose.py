@@ -322,6 +322,19 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
     assert "Unknown, at log[0] and 1 more place;" in only(found, "code").text
 
 
+def test_what_is_only_data_can_be_made_plain() -> None:
+    """The command keeps all of it; it is not offered where something is no data, for a state dict there is one."""
+    obj = {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "epoch": 3}
+    found = diagnosed(obj)
+    (plain,) = [each for each in found.findings if each.command and "--loadable" in each.command]
+    assert not plain.blocks and "1 object made plain" in plain.text
+    run(plain.command)
+    assert torch.load("m-loadable.pt", weights_only=True)["args"] == {"lr": 1}
+    assert look("m-loadable.pt").loads_here
+    found = diagnosed({**obj, "model": Unknown()})
+    assert not any("--loadable" in (each.command or "") for each in found.findings)
+
+
 def test_many_classes_are_three_lines_and_one() -> None:
     """The rest is counted, and only the last line has the command."""
     found = diagnosed({"state_dict": linear(), "x": [UNKNOWN, Other(), argparse.Namespace(), frozenset(), range(3)]})
@@ -708,4 +721,4 @@ def test_every_command_mends_the_corpus(corpus: Path) -> None:
             assert look(path).loads_here
         else:
             seen.update(kinds(check_every_command(path)))
-    assert seen == {"device", "code", "prefix", "inner-model", "optimizer", "ties"}
+    assert seen == {"device", "code", "data", "prefix", "inner-model", "optimizer", "ties"}

@@ -1,0 +1,50 @@
+"""Bytes that a text says, read by position."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ckptconv.byteranges import latin1
+from ckptconv.byteranges.latin1 import Latin1Text
+from ckptconv.byteranges.sources import BytesSource
+from ckptconv.byteranges.spans import ByteRange
+
+
+def said(text: bytes, before: bytes = b"") -> Latin1Text:
+    """What stands behind `before` in a file, as bytes."""
+    return Latin1Text(ByteRange(BytesSource(before + text, Path("a.pt")), len(before), len(text)))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 64])
+def test_every_byte_at_every_place(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Wherever the steps end, within characters too."""
+    monkeypatch.setattr(latin1, "_STEP", step)
+    chance = random.Random(step)
+    data = bytes(chance.choice((chance.randrange(128), chance.randrange(256))) for _ in range(200))
+    text = said(data.decode("latin-1").encode(), os.urandom(5))
+    assert text.size == 200
+    for _ in range(300):
+        start, stop = sorted(chance.choices(range(201), k=2))
+        assert text.read(start, stop - start) == data[start:stop]
+        buffer = bytearray(stop - start)
+        text.read_into(start, memoryview(buffer))
+        assert buffer == data[start:stop]
+
+
+@pytest.mark.parametrize("text", ["aĀ".encode(), "\U0001f600".encode(), b"a\xff", b"\x80", b"a\xc3"])
+def test_what_says_no_bytes(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Characters above 255, and what is no UTF-8, wherever steps end."""
+    for step in (1, 2, 100):
+        monkeypatch.setattr(latin1, "_STEP", step)
+        with pytest.raises(ValueError):  # noqa: PT011 - of Python's own codec
+            said(text)
+
+
+def test_nothing() -> None:
+    """No bytes."""
+    assert said(b"").size == 0
+    assert said(b"").read(0, 0) == b""

@@ -1,0 +1,313 @@
+"""``--loadable``: what is left is named at once, with a command that takes it out; hostile files end in errors."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy._core.multiarray import _reconstruct, scalar
+
+import ckptconv
+from ckptconv.conversion.convert import run
+from ckptconv.edits.options import edits_from
+from ckptconv.errors import DangerousError, LimitError, RefusedError, UsageError
+from ckptconv.hints import command_in
+from tests.support import zoo
+from tests.support.command import Command
+from tests.support.conversions import refused
+from tests.support.judge import assert_same, refusal
+from tests.unit.edits.loadable.test_table import Odd, loadable
+
+NAME = f"{__name__.rpartition('.')[0]}.test_table.Odd"
+
+
+class Made:
+    """What a pickle makes of `parts`: a callable, its arguments, and a state."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return self.parts
+
+
+def typed(src: Path, dst: Path, **options: Any) -> Any:
+    """The options in the command that the error suggests, in the words of a shell."""
+    said = suggested(src, dst, **options)
+    assert said is not None
+    words = [word for flag in said.words() for word in flag]
+    return words[words.index("OUT") + 1 :]
+
+
+def suggested(src: Path, dst: Path, **options: Any) -> Any:
+    """The command that the error suggests; nothing is written."""
+    with pytest.raises(RefusedError, match="cannot become plain") as caught:
+        run(src, dst, edits_from(loadable=True, **options))
+    assert not dst.exists()
+    return command_in(caught.value.hint)
+
+
+#: Files with objects of no table, by where these stand: shared, nested in one another, in tuples, keys and attributes.
+ODD = Odd(a=1)
+INNER = {"deep": Odd(b=2), "n": 1}
+TUPLE = (1, Odd(c=3))
+LEFT: list[tuple[Any, Any]] = [
+    ({"w": torch.ones(1), "o": ODD, "l": [1, ODD, 2]}, {"w": torch.ones(1), "l": [1, 2]}),
+    ({"o": Odd(inner=INNER), "again": INNER}, {"again": {"n": 1}}),
+    ({"args": argparse.Namespace(lr=1, hook=Odd()), "w": 2}, {"args": {"lr": 1}, "w": 2}),
+    ({"t": TUPLE, "l": [TUPLE, 5]}, {"l": [5]}),
+    ({"t": ((TUPLE,), 1), "a": {"b": TUPLE}, "w": 0}, {"a": {}, "w": 0}),
+    ({"k": {(1, 2): Odd(), None: 3}}, {"k": {None: 3}}),
+    ({"kind": Odd, "f": len, "w": 1}, {"w": 1}),
+    ({"odd / [name": {"it's": Odd()}, "w": 1}, {"odd / [name": {}, "w": 1}),
+    ({"a": np.array([1, Odd()], object), "d": np.ma.masked_array([1], [0]), "w": 1}, {"w": 1}),
+    ({f"a{n}": {f"b{i}": Odd() for i in range(9)} for n in range(9)}, {}),
+]
+
+
+@pytest.mark.parametrize("n", range(len(LEFT)))
+def test_the_command_takes_it_all_out(tmp_path: Path, n: int, command: Command) -> None:
+    """Typed as it stands, it converts; what it leaves out is what could not become plain, and what that stands in."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    obj, expected = LEFT[n]
+    torch.save(obj, src)
+    words = typed(src, dst)
+    said = command("convert", src, dst, "--loadable", status=1)
+    assert shlex.join(words) in said.err
+    command("convert", src, dst, *words)
+    assert_same(torch.load(dst, weights_only=True), expected)
+
+
+def test_paths_are_the_sources(tmp_path: Path, command: Command) -> None:
+    """Names that change in the same conversion are dropped by their old ones, and a select goes before."""
+    obj = {"model": {"module.w": torch.ones(1), "module._extra_state": Odd()}, "rest": Odd()}
+    torch.save(obj, tmp_path / "a.pt")
+    options = {"select": "model", "strip_prefix": "module."}
+    words = typed(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+    assert words == ["--loadable", "--drop", "model/module._extra_state"]
+    command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--select", "model", "--strip-prefix", "module.", *words)
+    assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w"}
+
+
+def test_where_nothing_would_be_left(tmp_path: Path) -> None:
+    """No command that fails: the state dict is named if there is one in what would go."""
+    torch.save(Odd(w=torch.ones(2)), tmp_path / "a.pt")
+    assert suggested(tmp_path / "a.pt", tmp_path / "b.pt") is None
+    torch.save([torch.nn.Linear(2, 2)], tmp_path / "a.pt")
+    assert suggested(tmp_path / "a.pt", tmp_path / "b.pt").words()[-1] == ("--state-dict",)
+    ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", state_dict=True)
+
+
+def test_every_reason_is_said(tmp_path: Path) -> None:
+    """All at once, with the path of each."""
+    torch.save({"a": [Odd()], "b": np.longdouble(1) / 3, "c": len, "w": 1}, tmp_path / "a.pt")
+    error = refused(RefusedError, "3 objects", tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
+    assert error.got == (f"{NAME} at a[0], numpy scalar (a long double in it is no float) at b, __builtin__.len at c")
+
+
+def test_where_it_makes_no_sense(tmp_path: Path) -> None:
+    """In place, and for plain pickles, which torch does not load; safetensors holds tensors alone."""
+    src = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2)}, src)
+    for options in ({"loadable": True}, {"loadable_objects": True}):
+        with pytest.raises(UsageError, match="in_place"):
+            ckptconv.convert(src, in_place=True, **options)
+        refused(UsageError, "reads no pickle", src, tmp_path / "b.pkl", format="pickle", **options)
+        report = ckptconv.convert(src, tmp_path / "b.safetensors", force=True, **options)
+        assert any("holds tensors alone" in note for note in report.notes)
+
+
+def test_load_and_save(tmp_path: Path) -> None:
+    """The objects without a file, and a file without an old one."""
+    obj = {"args": argparse.Namespace(lr=1), "a": np.arange(3, dtype=">i8"), "w": torch.ones(2)}
+    plain = {"args": {"lr": 1}, "a": torch.arange(3), "w": torch.ones(2)}
+    torch.save(obj, tmp_path / "a.pt")
+    assert_same(ckptconv.load(tmp_path / "a.pt", loadable=True), plain)
+    ckptconv.save(obj, tmp_path / "b.pt", loadable=True)
+    assert_same(torch.load(tmp_path / "b.pt", weights_only=True), plain)
+    with pytest.raises(RefusedError, match=r"drop='o'"):
+        ckptconv.save({**obj, "o": Odd()}, tmp_path / "c.pt", loadable=True)
+
+
+def test_report_and_json(tmp_path: Path, command: Command) -> None:
+    """Each change with its path and how code reads it now; a dry run says the same."""
+    torch.save({"args": argparse.Namespace(lr=1, out=np.float32(2)), "w": torch.ones(1)}, tmp_path / "a.pt")
+    said = command.json("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", "-n")
+    assert said["changed"] and said["made_plain"] == [
+        {"path": "args", "old": "argparse.Namespace", "new": "dict",
+         "reads": "args['lr'], or argparse.Namespace(**args)"},
+        {"path": "args/.out", "old": "numpy scalar", "new": "float", "reads": "out"},
+    ]  # a table  # fmt: skip
+    shown = "argparse.Namespace → dict: args; code reads args['lr'], or argparse.Namespace(**args)"
+    command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err=shown)
+    command("convert", tmp_path / "a.pt", tmp_path / "c.pt", "--loadable", "-n", out=shown)
+
+
+def test_with_other_edits(tmp_path: Path) -> None:
+    """What becomes plain is neither cast nor sent away, and keeps all its bytes; the rest is edited as ever."""
+    obj = {"model": {"module.w": torch.ones(2)}, "a": np.arange(3.0), "r": np.random.RandomState(0).get_state()}
+    torch.save(obj, tmp_path / "a.pt")
+    options: dict[str, Any] = {"map_location": "cuda", "dtype": "bf16", "strip_prefix": "module.", "compact": True}
+    report = ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", loadable=True, **options)
+    assert report.changes.devices == {("cpu", "cuda:0"): (1, 4)}
+    found = torch.load(tmp_path / "b.pt", weights_only=True, map_location="cpu")
+    assert_same(found["model"], {"w": torch.ones(2, dtype=torch.bfloat16)})
+    assert_same(found["a"], torch.arange(3.0, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore")  # of protocols, and of what the objects are
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_everything_that_people_save(tmp_path: Path, name: str, protocol: int) -> None:
+    """What torch's safe loader takes is what it was; the rest loads, or is refused by path."""
+    if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
+        pytest.skip("needs a newer protocol")
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    zoo.save(zoo.ZOO[name](), src, ("cpu",), pickle_protocol=protocol)
+    took = refusal(src) is None
+    for options in ({"loadable": True}, {"loadable_objects": True}):
+        refused_at = None
+        try:
+            ckptconv.convert(src, dst, force=True, **options)
+        except (RefusedError, DangerousError) as error:
+            refused_at = error.got
+        else:
+            assert refusal(dst) is None
+        assert not (took and refused_at)
+        if took:
+            same = torch.load(src, map_location="cpu", weights_only=True)
+            assert_same(torch.load(dst, map_location="cpu", weights_only=True), same)
+
+
+# Hostile files
+
+F4 = np.dtype("f4")
+NDARRAY = (_reconstruct, (np.ndarray, (0,), b"b"))
+
+
+def array(*state: Any) -> Made:
+    """An array whose state is said so."""
+    return Made(*NDARRAY, state)
+
+
+def dtype(name: str, *state: Any) -> Made:
+    """A dtype that is said so."""
+    return Made(np.dtype, (name, False, True), (3, *state, -1, 0))
+
+
+#: Objects that claim what is not so.
+LIES: dict[str, Any] = {
+    "too few bytes": array(1, (3,), F4, False, b"12345678"),
+    "too many bytes": array(1, (1,), F4, False, b"12345678"),
+    "a negative shape": array(1, (-1, -2), F4, False, b"12345678"),
+    "a shape of texts": array(1, ("2",), F4, False, b"12345678"),
+    "a shape of truth": array(1, (True,), F4, False, b"1234"),
+    "a huge shape": array(1, (1 << 61, 4), F4, False, b""),
+    "a shape beyond": array(1, (1 << 70,), F4, False, b""),
+    "too many dimensions": array(1, (1,) * 70, F4, False, b"1234"),
+    "no dtype": array(1, (1,), "f4", False, b"1234"),
+    "another's dtype": array(1, (1,), dtype("f4", "<", F4, None, None, -1), 0, b"1234"),
+    "a dtype without an order": array(1, (1,), dtype("f4", "?", None, None, None, -1), 0, b"1234"),
+    "a dtype of two sizes": array(1, (1,), dtype("U1", "<", None, None, None, 8), 0, b"1234"),
+    "a dtype in a dtype": array(1, (1,), dtype("V4", "|", None, ("a",), {"a": (F4, 2)}, 4), 0, b"1234"),
+    "a dtype of objects": array(1, (1,), np.dtype("O"), False, b"12345678"),
+    "fewer objects": array(1, (3,), np.dtype("O"), False, [1, 2]),
+    "no bytes": array(1, (1,), F4, False, None),
+    "a text": array(1, (4,), np.dtype("u1"), False, "abcd"),
+    "no state": Made(*NDARRAY),
+    "a short state": array(1, (1,)),
+    "a class": Made(_reconstruct, (Odd, (0,), b"b"), (1, (1,), F4, False, b"1234")),
+    "a scalar of two": Made(scalar, (F4, b"12345678")),
+    "a scalar of nothing": Made(scalar, (F4,)),
+    "no Unicode": Made(scalar, (np.dtype("U1"), b"\xff\xff\xff\xff")),
+    "a path of numbers": Made(Path, (1, 2)),
+    "no month": Made(datetime.date, (b"\x07\xe6\x0d\x01",)),
+    "no date": Made(datetime.date, (b"\x07\xe6",)),
+    "a long time": Made(datetime.timedelta, (1 << 40, 0, 0)),
+    "a dict of two": Made(collections.defaultdict, (list, {"a": 1}, {"b": 2})),
+    "a dict of pairs": Made(collections.defaultdict, (list, [("a", 1)])),
+    "a short time": array(1, (1,), dtype("M4", "<", None, None, None, -1), 0, b"1234"),
+    "a namespace of numbers": Made(argparse.Namespace, (), {1: 2}),
+    "a namespace with arguments": Made(argparse.Namespace, (1,), {"a": 2}),
+}  # a table  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_lies(tmp_path: Path, what: str) -> None:
+    """A typed error that names the object, nothing written, and a command that takes it out."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"lie": LIES[what], "w": torch.ones(1)}, src)
+    words = typed(src, dst)
+    assert words == ["--loadable", "--drop", "lie"]
+    ckptconv.convert(src, dst, loadable=True, drop="lie")
+    assert_same(torch.load(dst, weights_only=True), {"w": torch.ones(1)})
+
+
+def test_little_that_says_much(tmp_path: Path) -> None:
+    """Shapes and shared bytes cannot ask for more than the file has."""
+    many = np.zeros((10**9, 0), "U1")
+    with pytest.raises(LimitError, match="far more bytes"):
+        loadable({"a": many}, tmp_path / "a.pt")
+    data = b"x" * (1 << 20)
+    arrays = [array(1, (1 << 20,), np.dtype("u1"), False, data) for _ in range(1100)]
+    with pytest.raises(LimitError, match="far more bytes"):
+        loadable({"a": arrays}, tmp_path / "a.pt")
+
+
+def test_many_objects(tmp_path: Path) -> None:
+    """A hundred thousand of them, shared and not."""
+    same = argparse.Namespace(x=1)
+    obj = [argparse.Namespace(n=n, same=same, f=np.float64(n)) for n in range(50_000)]
+    found, made = loadable(obj, tmp_path / "a.pt")
+    assert len(made) == 100_001
+    assert found[-1] == {"n": 49_999, "same": {"x": 1}, "f": 49_999.0}
+    assert found[0]["same"] is found[-1]["same"]
+
+
+def test_many_refused_objects(tmp_path: Path) -> None:
+    """The command names what they stand in, and is short."""
+    torch.save({"a": [Odd() for _ in range(3000)], "w": 1}, tmp_path / "a.pt")
+    assert typed(tmp_path / "a.pt", tmp_path / "b.pt") == ["--loadable", "--drop", "a"]
+
+
+def test_objects_in_one_another(tmp_path: Path) -> None:
+    """Nested as deep as anything may be; deeper, an error of the limit."""
+    obj: Any = 1
+    for _ in range(300):
+        obj = argparse.Namespace(x=obj)
+    found, _ = loadable({"o": obj}, tmp_path / "a.pt")
+    for _ in range(300):
+        (found,) = found.values()
+    assert found == {"x": 1}
+
+
+def test_what_is_dangerous_is_no_data(tmp_path: Path) -> None:
+    """It is refused, also where other objects become dicts; nothing is called."""
+    mark = tmp_path / "mark"
+    for made in (Made(os.system, (f"touch {mark}",)), Made(getattr, (Odd, "a"))):
+        torch.save({"o": made, "w": 1}, tmp_path / "a.pt")
+        for options in ({"loadable": True}, {"loadable_objects": True}):
+            with pytest.raises((DangerousError, RefusedError)):
+                ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+    assert not mark.exists()
+
+
+def test_a_dict_with_what_it_is_made_of(tmp_path: Path) -> None:
+    """Items that a defaultdict is called with are not lost."""
+    made = Made(collections.defaultdict, (list, {"a": 1}))
+    assert_same(loadable({"d": made}, tmp_path / "a.pt")[0], {"d": {"a": 1}})
+
+
+def test_what_cannot_be_proved_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is asked of the very file that would be written."""
+    torch.save({"a": np.arange(3), "w": torch.ones(1)}, tmp_path / "long.pt")
+    monkeypatch.setattr("ckptconv.safety.torch_load._LONGEST_NAME", 3)
+    refused(RefusedError, "cannot be proved", tmp_path / "long.pt", tmp_path / "b.pt", loadable=True)
