@@ -47,6 +47,10 @@ class Unknown:
     """What torch's safe loader does not know."""
 
 
+class Odd:
+    """An object that stands in no table."""
+
+
 class Parts(nn.Module):
     """A model of which one part can be wrapped."""
 
@@ -334,6 +338,22 @@ CASES: dict[str, Case] = {
         lambda m: (distributed(shard=True), os.rename("parts.tmp", m + ".pt")), "inspect {m}.pt",
         r"type on every rank `(from .*?)`, and on rank 0 `torch\.save", "loads, strict", nothing,
         f"{DIAGNOSIS}refusals.py:partial_tensors:text",
+    ),
+    "what is only data": Case(
+        saved(lambda: {"w": torch.ones(1), "args": argparse.Namespace(lr=1)}), "inspect {m}.pt",
+        FINDING.format("is only data"), "loads", loads,
+        f"{DIAGNOSIS}plain_data.py:only_data:issue data {DIAGNOSIS}plain_data.py:only_data:option loadable",
+    ),
+    "plain, for pickle": Case(
+        saved(lambda: {"w": torch.ones(1), "args": argparse.Namespace(lr=1)}),
+        "convert {m}.pt out.pkl --format pickle --loadable", r"(--format pt) writes", "loads", loads,
+        "conversion/plan.py:make_plan:option format conversion/plan.py:make_plan:option loadable",
+        made="convert {m}.pt out.pkl --loadable",
+    ),
+    "objects in no table": Case(
+        saved(lambda: {"w": torch.ones(1), "o": Odd()}), "convert {m}.pt out.pt --loadable",
+        r"(--loadable-objects) makes", "loads", loads, "edits/loadable/refusals.py:refusal:option loadable_objects",
+        made="convert {m}.pt out.pt",
     ),
     "protocol 4": Case(
         saved(lambda: {"model": net().state_dict(), "s": {1}}, pickle_protocol=4), "inspect {m}.pt",
@@ -981,6 +1001,16 @@ ELSEWHERE: dict[Site, str] = {
     "render/listing.py:listing_lines:option all": (
         "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
     ),
+    **dict.fromkeys(
+        [
+            f"edits/loadable/refusals.py:_without:{each}"
+            for each in ("command convert", "option drop", "option loadable")
+        ],
+        "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
+    ),
+    "edits/loadable/refusals.py:_without:option state_dict": (
+        "edits/loadable/test_refusals.py::test_where_nothing_would_be_left"
+    ),
     "conversion/in_place.py:_remedy:chmod": "conversion/test_in_place.py::test_what_may_not_be_written",
     "conversion/in_place.py:_remedy:chattr": "conversion/test_in_place.py::test_what_is_immutable",
     "conversion/in_place.py:_remedy:lsattr": "conversion/test_in_place.py::test_what_is_immutable",
@@ -1021,6 +1051,8 @@ NOT_TYPED: dict[Site, str] = {
     "conversion/in_place.py:check_edits:option *": _NAMED,
     "conversion/in_place.py:check_edits:option in_place": _NAMED,
     "conversion/plan.py:make_plan:option copy_tied": _NAMED,
+    "conversion/plan.py:_about_edits:option loadable": _NO_CHANGE,
+    "edits/loadable/making.py:make_loadable:option loadable": _NO_CHANGE,
     "conversion/targets.py:_of_one:option copy_others": _NAMED,
     "conversion/targets.py:_of_one:option max_shard_size": _NAMED,
     "conversion/targets.py:format_of:option format": _NAMED,

@@ -9,7 +9,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.edits.selection import holder_of
 from ckptconv.errors import RefusedError, count, some
 from ckptconv.hints import Message, Option, Placeholder, command, joined, option
-from ckptconv.pickles.graph import Call, Dict, List, Set, Value
+from ckptconv.pickles.graph import Call, Dict, Global, List, Set, Value
 from ckptconv.pickles.paths import Place, is_item
 from ckptconv.pickles.referrers import Referrers
 
@@ -26,7 +26,10 @@ def placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], place
     """
     found: set[int] = set()
     seen: set[int] = set()
-    todo = referrers.of(node)
+    todo: list[Value] = [node]
+    if isinstance(node, Global):  # what is called stands where its call does
+        users = referrers.users(node)
+        todo = [user if isinstance(user, Call) and user.callable is node else node for user in users] or todo
     while todo:
         each = todo.pop()
         old = old_of.get(id(each), each)
@@ -34,7 +37,7 @@ def placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], place
             found.add(id(old))
         elif id(each) not in seen:
             seen.add(id(each))
-            todo += referrers.users.get(id(each), [])
+            todo += referrers.users(each)
     return found
 
 

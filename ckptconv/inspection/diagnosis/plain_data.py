@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.edits.apply import apply
 from ckptconv.edits.loadable.table import BY_CLASS
 from ckptconv.edits.options import Edits
@@ -22,7 +22,7 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Is
     """That everything `refused` becomes plain, where it does: which is tried, on the file read once more."""
     source = scope.checkpoint.source
     known = any(isinstance(node, Global) and imported_name(node, 2) in BY_CLASS for _, node in refused)
-    if not known or not isinstance(source, Source) or scope.checkpoint.script_classes is not None:
+    if not known or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
         return
     try:
         changes = apply(opening.read_file(source), Edits(loadable=True))
@@ -30,4 +30,4 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Is
         return
     plain = count(len(changes.made_plain), "object")
     text = f"what torch refuses is only data: {plain} made plain, all of it loads, not the weights alone"
-    yield Issue("data", text, Fix("-loadable", part=(Option("loadable"),)))
+    yield Issue("data", text, Fix("-plain", part=(Option("loadable"),)))

@@ -47,7 +47,7 @@ def loadable(obj: Any, path: Path, save: Save = torch.save, **options: Any) -> t
     save(obj, path)
     out = path.with_name("out.pt")
     report = ckptconv.convert(path, out, force=True, **{"loadable": True, **options})
-    assert ckptconv.inspect(out)["torch_load"]["answer"] == "loads"
+    assert ckptconv.inspect(out).torch_load.answer == "loads"
     return torch.load(out, weights_only=True), [made[:3] for made in report.changes.made_plain]
 
 

@@ -329,8 +329,8 @@ def test_what_is_only_data_can_be_made_plain() -> None:
     (plain,) = [each for each in found.findings if each.command and "--loadable" in each.command]
     assert not plain.blocks and "1 object made plain" in plain.text
     run(plain.command)
-    assert torch.load("m-loadable.pt", weights_only=True)["args"] == {"lr": 1}
-    assert look("m-loadable.pt").loads_here
+    assert torch.load("m-plain.pt", weights_only=True)["args"] == {"lr": 1}
+    assert look("m-plain.pt").loads_here
     found = diagnosed({**obj, "model": Unknown()})
     assert not any("--loadable" in (each.command or "") for each in found.findings)
 
