@@ -101,6 +101,11 @@ class Limits:
     #: What sets one field of an object in the metadata of torch.distributed.checkpoint: keys, values and opcodes; no
     #: class there has more than eight fields.
     metadata_state: int = 32
+    #: Processes of one run whose files are merged. The largest runs have some ten thousands, and save in other ways.
+    ranks: int = 100_000
+    #: Pieces of one tensor that one process has; where tensor parallelism meets FSDP it has one for each of at most
+    #: some tens of processes.
+    strips: int = 10_000
     #: Each chunk in that metadata takes more than three times as many opcodes, a list of them at least one; one list
     #: that many tensors share must not be read for each of them.
     opcodes_of_a_chunk: int = 4

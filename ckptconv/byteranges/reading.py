@@ -1,4 +1,4 @@
-"""Read what stands somewhere a buffer at a time, and inflate what is deflated."""
+"""Read what stands somewhere a buffer at a time, inflate what is deflated, and compare two streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.spans import Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 
-__all__ = ["BUFFER", "inflated", "read", "read_into"]
+__all__ = ["BUFFER", "inflated", "read", "read_into", "same_streams"]
 
 BUFFER = 4 << 20  # bytes held at once
 
@@ -69,3 +69,21 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
     if length != piece.length or not inflater.eof:
         raise wrong_size
     check_crc32(piece.crc32, crc32, where)
+
+
+def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
+    """Whether `a` and `b` give the same bytes, in whatever buffers."""
+    left = right = memoryview(b"")
+    while True:
+        left, right = left or _next(a), right or _next(b)
+        n = min(len(left), len(right))
+        if not n:
+            return not (left or right)
+        if bytes(left[:n]) != bytes(right[:n]):
+            return False
+        left, right = left[n:], right[n:]
+
+
+def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
+    """The next buffer with anything in it; an empty one at the end."""
+    return next((memoryview(chunk) for chunk in stream if chunk), memoryview(b""))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.state_dicts import Detected, detect
-from ckptconv.checkpoint.tensor_info import DeviceArgument, LeftBehind, Reference, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import DeviceArgument, LeftBehind, Reference, Replica, Storage, TensorInfo
 from ckptconv.pickles.graph import Global, Graph, PersistentId, subgraph, walk
 from ckptconv.pickles.paths import Place
 
-__all__ = ["Checkpoint", "DeviceArgument", "LeftBehind", "Reference", "Storage", "TensorInfo"]
+__all__ = ["Checkpoint", "DeviceArgument", "LeftBehind", "Reference", "Replica", "Storage", "TensorInfo"]
 
 
 @dataclass(eq=False)
@@ -31,7 +31,9 @@ class Checkpoint:
     names in it; no conversion writes these. ``root``: where the checkpoint itself stands, which is below the source's
     root where it is a part. ``is_byteorder_said``: the file says it; else it is little, unless torch is told otherwise.
     ``warnings``: those of the ``notes`` that nobody should miss, who loads it, compares it or asks whether it is sound.
-    ``before_renaming``: the index from before names were edited, if they were.
+    ``replicas``: what its files each have a copy of, which must be the same
+    (:func:`~ckptconv.checkpoint.replicas.refuse_different`). ``before_renaming``: the index from before names were
+    edited, if they were.
     """
 
     format: str
@@ -51,6 +53,7 @@ class Checkpoint:
     beside: dict[str, Checkpoint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     root: Place = field(init=False)
     index: Index = field(init=False)
     before_renaming: Index | None = field(init=False, default=None)

@@ -41,6 +41,7 @@ __all__ = [
     "TensorReader",
     "device_arguments",
     "ints_of",
+    "is_spread",
     "is_word",
     "partial_notes",
     "strided_part",
@@ -187,7 +188,7 @@ class TensorReader:
             return
         known = self.nodes.get(id(node)) or self.known.get(id(node))
         function = None if known else _rebuilder(node)
-        if not known and function is None and not _is_partial(node.callable):
+        if not known and function is None and not is_spread(node.callable):
             return
         info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
         try:
@@ -240,7 +241,7 @@ class TensorReader:
         if function == "torch._utils._rebuild_meta_tensor_no_storage":
             return self.described("meta", args, 0, 1, 2, "meta", 3)
         if function == "torch._utils._rebuild_wrapper_subclass":
-            kind = "partial" if _is_partial(_at(args, 0)) else "wrapper"
+            kind = "partial" if is_spread(_at(args, 0)) else "wrapper"
             return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)), 7)
         if function == "torch._utils._rebuild_sparse_tensor":
             return self.sparse(args)
@@ -409,7 +410,8 @@ def _has_bit(metadata: Value, name: str) -> bool:
     return bool(values) and values[-1] is True
 
 
-def _is_partial(cls: Value) -> bool:
+def is_spread(cls: Value) -> bool:
+    """Whether the objects of `cls` hold one process's part of a tensor that is spread over many."""
     return isinstance(cls, Global) and cls.name in _PARTIAL and cls.module.startswith("torch.distributed.")
 
 

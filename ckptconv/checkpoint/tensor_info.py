@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptconv.byteranges.spans import Data
+from ckptconv.byteranges.spans import Data, Piece
 from ckptconv.pickles.graph import Call, PersistentId
+from ckptconv.pickles.paths import Place
 
-__all__ = ["DeviceArgument", "LeftBehind", "Reference", "Storage", "TensorInfo"]
+__all__ = ["DeviceArgument", "LeftBehind", "Reference", "Replica", "Storage", "TensorInfo"]
 
 
 @dataclass(eq=False)
@@ -97,3 +98,12 @@ class LeftBehind:
     path: str
     nbytes: int
     why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """What stands at `place` in two `files`, whose bytes are `pieces`; None where it is known that they differ."""
+
+    place: Place
+    files: tuple[str, str]
+    pieces: tuple[Piece, Piece] | None = None

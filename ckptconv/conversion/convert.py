@@ -22,7 +22,7 @@ from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
 from ckptconv.formats import opening
-from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.writers import usual_format, writer_for
 from ckptconv.hints import for_python, in_python, option
@@ -146,7 +146,7 @@ def _planned(
         meant = replace(output, format=output.format or usual)
         return make_plan(checkpoint, path, edits, meant, is_folder=is_folder)
 
-    if is_folder and isinstance(source, SourceFolder) and not _is_dcp(source):
+    if is_folder and isinstance(source, SourceFolder) and not _is_distributed(source):
         return plan_folder(source, path, edits, plan_one, output, opened)
     plan = plan_one(source, path, is_folder, edits)
     if not is_folder:
@@ -154,8 +154,8 @@ def _planned(
     return FolderPlan(plan, may_go=successor(plan), like=source.folder if isinstance(source, SourceFolder) else None)
 
 
-def _is_dcp(source: SourceFolder) -> bool:
-    return any(each.looks_like(source) for each in (dcp, safetensors_parts))
+def _is_distributed(source: SourceFolder) -> bool:
+    return any(each.looks_like(source) for each in (dcp, safetensors_parts, rank_files))
 
 
 def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Overflow:

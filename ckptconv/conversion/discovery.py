@@ -10,14 +10,16 @@ from typing import Literal, NamedTuple, TypeAlias
 from ckptconv.byteranges.sources import list_folder
 from ckptconv.errors import InputError
 from ckptconv.formats.distributed.dcp import looks_like_metadata
+from ckptconv.formats.distributed.rank_names import pattern_of
 from ckptconv.formats.foreign.folders import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
 from ckptconv.output.files import is_own_file
 
 __all__ = ["Found", "Kind", "find", "find_in", "is_hub_blob", "is_part"]
 
-#: ``unentered``: a hidden folder that holds something, or a link to a folder.
-Kind: TypeAlias = Literal["file", "shards", "dcp", "other", "unentered"]
+#: ``ranks``: the rank files of one run, where they are to become one; else each is a file. ``unentered``: a hidden
+#: folder that holds something, or a link to a folder.
+Kind: TypeAlias = Literal["file", "shards", "dcp", "ranks", "other", "unentered"]
 
 #: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
 _CHUNK = re.compile(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -63,6 +65,8 @@ def find_in(folder: Path) -> list[Found]:
 
 def is_part(path: Path, kind: Kind) -> bool:
     """Whether the file `path`, there or not, is a part of a checkpoint of this `kind` in its folder, by its name."""
+    if kind == "ranks":
+        return pattern_of(path.name) is not None
     names = sorted({*list_folder(path.parent)[1], path.name})
     return any(path in found.parts for found in _in_folder(path.parent, names) if found.kind == kind)
 

@@ -11,6 +11,7 @@ from ckptconv.byteranges.sources import list_folder
 from ckptconv.conversion.discovery import Found, Kind, find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
+from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
@@ -111,6 +112,8 @@ def list_items(
         raise InputError("no path given: it is empty")
     if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
         raise UsageError(option("copy_others") + " is for folders, and the input is none", where=srcs[0])
+    if len(srcs) > 1 and not _will_be_folder(path, dst):
+        srcs = _as_pattern([Path(src) for src in srcs])
     if len(srcs) == 1:
         listing = _of_one(Path(srcs[0]), path, dst, output)
     elif not _will_be_folder(path, dst):
@@ -245,6 +248,8 @@ def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOp
     if not to_folder and (output.in_shards or output.copy_others):
         asked = option("max_shard_size", None) if output.in_shards else option("copy_others")
         raise UsageError(asked + " writes a folder", where=path, expected="a folder, or a path without a suffix")
+    if rank_names.is_pattern(src) or (not kind and (output.in_shards or not to_folder) and rank_names.are_in(src)):
+        return _of_ranks(src, path, output, to_folder=to_folder)
     if kind == "file" and not output.in_shards:
         return Listing((Item(src, find_target(src, dst, output.format)[0], kind),))
     if not to_folder:
@@ -299,6 +304,38 @@ def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
     if _kind_of(src) == "shards":
         return Listing((Item(src, target, "shards", is_folder=True),))
     return _of_tree(src, target, path, output)
+
+
+def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
+    """The pattern of the rank files that `srcs` are, all of one run; `srcs` where they are others.
+
+    Raises UsageError where some of the run's files that are there are not among them.
+    """
+    found, folder = rank_names.set_of(srcs[0]), srcs[0].parent
+    if found is None or any(src.parent != folder or rank_names.pattern_of(src.name) != found.pattern for src in srcs):
+        return srcs
+    pattern, left = folder / found.pattern, {name for _, name in found.names} - {src.name for src in srcs}
+    if left:
+        raise UsageError(
+            f"{count(len(left), 'file')} of the same run left out: {some(sorted(left))}",
+            where=pattern,
+            expected="all files of a run, which become one",
+            hint=command("convert", pattern, Placeholder("OUT")),
+        )
+    return [pattern]
+
+
+def _of_ranks(src: Path, path: Path, output: OutputOptions, *, to_folder: bool) -> Listing:
+    """What the rank files become that `src` means, a folder or a pattern: one checkpoint at `path`."""
+    if not to_folder:
+        format_of(path, output.format)
+    elif not output.in_shards:
+        path = path / name_in_folder(Found(src, "ranks", ()), output.format)
+    other = [each.path for each in find(src) if each.kind != "unentered"] if src.is_dir() else []
+    other = [each for each in other if each.parent != src or not rank_names.pattern_of(each.name)]
+    left = f"{count(len(other), 'other file')} left: {some([str(each.relative_to(src)) for each in other])}"
+    item = Item(src, path, "ranks", is_folder=to_folder and output.in_shards, notes=(left,) if other else ())
+    return Listing((item,), other=tuple(other))
 
 
 def _kind_of(folder: Path) -> Kind | None:
@@ -362,7 +399,9 @@ def _refuse_among_parts(listing: Listing) -> None:
     """
     for item in listing.items:
         folder = item.src if item.src.is_dir() else item.src.parent
-        if item.kind not in ("dcp", "shards") or not (_is_inside(item.dst, folder) or _is_same(item.dst, folder)):
+        if item.kind not in ("dcp", "shards", "ranks") or not (
+            _is_inside(item.dst, folder) or _is_same(item.dst, folder)
+        ):
             continue
         is_file = not (listing.is_batch or item.is_folder)
         is_beside = is_file and _is_same(item.dst.parent, folder)
@@ -423,6 +462,8 @@ def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False)
     if is_folder:
         is_index = found.kind == "shards" and not found.path.is_dir()
         return name.split(".")[0] if is_index else stem or name
+    if found.kind == "ranks":
+        return rank_names.stem_of(name) + (WRITERS[format] if format else DEFAULT).new_suffix
     if found.kind == "dcp":
         of_parts = (each for each in WRITERS.values() if all(part.suffix in each.suffixes for part in found.parts))
         return name + (WRITERS[format] if format else next(of_parts, DEFAULT)).new_suffix

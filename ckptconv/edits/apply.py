@@ -6,6 +6,7 @@ Order: selection, unwrap, strip, rename, add, dtypes, devices, loadable, compact
 from __future__ import annotations
 
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.replicas import refuse_different
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.loadable.making import make_loadable
@@ -33,6 +34,7 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or none here.
     """
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
+    refuse_different(checkpoint)
     detected = checkpoint.detected
     kept = kept_devices(checkpoint, edits.devices) if edits.devices else []  # before the index is made anew
     NameEditor(checkpoint, detected, changes).run(edits)

@@ -16,7 +16,8 @@ from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
-from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
+from ckptconv.formats.distributed.rank_names import is_pattern
 from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.paths import no_path_error
@@ -54,12 +55,13 @@ class FolderFormat(Protocol):
 
 #: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
 FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickle)
-FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, sharded)
+FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, rank_files, sharded)
 _HEAD = 64
 
 
 def open_input(path: Input, faults: FaultSink = RAISED) -> Readable:
-    """What `path` means: a folder or the index of shards, else a file; or the file object that it is.
+    """What `path` means: a folder, the index of shards or the pattern of rank files, else a file; or the file object
+    that it is.
 
     A context manager; `faults` takes what readers find wrong with it. Raises InputError, and UsageError for a file
     object that cannot be read by position.
@@ -67,7 +69,7 @@ def open_input(path: Input, faults: FaultSink = RAISED) -> Readable:
     if is_file_object(path):
         return FileObjectSource(path, faults)
     name = os.fsdecode(path)
-    if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name))):
+    if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name)) or is_pattern(name)):
         return SourceFolder(name, faults, open_part)
     return open_file(path, faults)
 

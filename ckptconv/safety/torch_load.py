@@ -24,7 +24,7 @@ from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
-from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.torch_zip import record_bytes
 from ckptconv.formats.two_readings import is_tar
@@ -227,7 +227,7 @@ def _of_safetensors(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]
 
 def _of_folder(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     del checkpoint, blobs
-    yield _refused("torch.load reads files, and this is a folder with parts of tensors", is_spelling=True)
+    yield _refused("torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True)
 
 
 _BY_FORMAT: dict[str, Callable[[Checkpoint, Readable], Iterator[Reason]]] = {
@@ -238,4 +238,5 @@ _BY_FORMAT: dict[str, Callable[[Checkpoint, Readable], Iterator[Reason]]] = {
     safetensors.NAME: _of_safetensors,
     dcp.NAME: _of_folder,
     safetensors_parts.NAME: _of_folder,
+    rank_files.NAME: _of_folder,
 }

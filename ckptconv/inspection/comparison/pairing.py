@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
 
-from ckptconv.byteranges.reading import read
+from ckptconv.byteranges.reading import read, same_streams
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
@@ -31,7 +31,6 @@ from ckptconv.checkpoint.rebuild_functions import (
 from ckptconv.errors import LimitError, count
 from ckptconv.formats.pickle_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
-from ckptconv.inspection.comparison.same_bytes import same_streams
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from ckptconv.byteranges.spans import ByteRange
 
-__all__ = ["Unequal", "same_streams", "unequal_parts"]
+__all__ = ["Unequal", "unequal_parts"]
 
 _BUFFER = 1 << 20  # bytes of each side that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once
@@ -100,21 +100,3 @@ class _Reader:
             if left != right:  # of two bytearrays, and not of views, which would be compared number by number
                 return at
         return length
-
-
-def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
-    """Whether `a` and `b` give the same bytes, in whatever buffers."""
-    left = right = memoryview(b"")
-    while True:
-        left, right = left or _next(a), right or _next(b)
-        n = min(len(left), len(right))
-        if not n:
-            return not (left or right)
-        if bytes(left[:n]) != bytes(right[:n]):
-            return False
-        left, right = left[n:], right[n:]
-
-
-def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
-    """The next buffer with anything in it; an empty one at the end."""
-    return next((memoryview(chunk) for chunk in stream if chunk), memoryview(b""))

@@ -21,7 +21,7 @@ from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
 from ckptconv.hints import Placeholder, option
 from ckptconv.inspection.comparison.differences import ValueDifference
-from ckptconv.inspection.comparison.same_bytes import Unequal, same_streams, unequal_parts
+from ckptconv.inspection.comparison.same_bytes import Unequal, unequal_parts
 from ckptconv.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Values:
                 and all(each.is_record for each in data)
             ):
                 if pair not in same:
-                    same[pair] = same_streams(reading.read(data[0]), reading.read(data[1]))
+                    same[pair] = reading.same_streams(reading.read(data[0]), reading.read(data[1]))
                 if same[pair]:
                     self.equal(key)
                     continue
@@ -210,7 +210,11 @@ class Values:
             for key, a, b in slow:
                 infos = self.wanted[key]
                 stored = not any(isinstance(piece, (Gather, Cast)) for piece in (a, b))
-                if stored and infos[0].dtype == infos[1].dtype and same_streams(reader.chunks(a), reader.chunks(b)):
+                if (
+                    stored
+                    and infos[0].dtype == infos[1].dtype
+                    and reading.same_streams(reader.chunks(a), reader.chunks(b))
+                ):
                     self.equal(key)
                     continue
                 comparer = self.comparer(*infos)

@@ -11,7 +11,7 @@ from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import count, some
 from ckptconv.formats import plain_pickle, torch_legacy
-from ckptconv.formats.distributed import dcp, safetensors_parts
+from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, is_global, walk
@@ -272,8 +272,8 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart
 
 def containers(checkpoint: Checkpoint) -> list[Issue]:
     """What torch does not read, for what it is."""
-    if checkpoint.format in (dcp.NAME, safetensors_parts.NAME):
-        text = "torch.load reads files, and this is a folder with parts of tensors (torch.distributed.checkpoint)"
+    if checkpoint.format in (dcp.NAME, safetensors_parts.NAME, rank_files.NAME):
+        text = "torch.load reads files, and these are several, with parts of the same tensors"
         return [Issue("parts", text, Fix("-whole"), blocks=True)]
     if checkpoint.format == plain_pickle.NAME:
         text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"

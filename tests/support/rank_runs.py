@@ -1,0 +1,169 @@
+"""A run of four processes, each of which saves its state dict with torch.save, in folders of FOLDER; the first one also
+saves the whole: ``python -m tests.support.rank_runs FOLDER``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.dcp_ranks import MESH, RANKS, ROWS
+
+WHOLE = "whole.pt"
+
+
+class Tiny(nn.Module):
+    """Uneven sizes, a tie, a buffer, and a scalar parameter's neighbour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(10, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.down(self.up(self.embed(x)))))
+        return out
+
+
+def save(state: Any, folder: Path, name: str = "model") -> None:
+    """Save what this rank has in `folder`."""
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / f"{name}_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
+
+
+def save_whole(state: Any, folder: Path) -> None:
+    """Save `state` whole, by the first rank."""
+    state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    if dist.get_rank() == 0:
+        torch.save(state, folder.with_name(f"{folder.name}.{WHOLE}"))
+
+
+def spread(folder: Path, mesh: DeviceMesh) -> None:
+    """Tensors in all sizes, dtypes and placements."""
+    line = init_device_mesh("cpu", (RANKS,))
+    state: dict[str, Any] = {
+        name: distribute_tensor(whole.clone(), line, [Shard(0)], src_data_rank=None) for name, whole in ROWS.items()
+    }
+    for name, (whole, placements) in MESH.items():
+        state[name] = distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
+    state["scalar"] = distribute_tensor(torch.tensor(2.5), line, [Replicate()], src_data_rank=None)
+    plain = torch.arange(6.0).reshape(2, 3).t()
+    tied = "model.embed.weight"
+    save({**state, "tied": state[tied], "plain": plain}, folder / "spread")
+    wholes = {**ROWS, **{name: whole for name, (whole, _) in MESH.items()}, "scalar": torch.tensor(2.5)}
+    save_whole({**wholes, "tied": ROWS[tied], "plain": plain}, folder / "spread")  # gloo gathers no float8
+
+
+def fsdp2(folder: Path, mesh: DeviceMesh, name: str) -> None:
+    """A model of FSDP2 over the last dimension of `mesh`, or over both (HSDP), or with tensor parallelism (2-D)."""
+    model = Tiny()
+    if name == "tp":
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        for inner in (model.up, model.down):
+            fully_shard(inner, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    model(torch.arange(10) % 7).sum().backward()
+    optimizer.step()
+    state = model.state_dict()
+    save(state, folder / name)
+    save_whole(state, folder / name)
+    inner_state = get_optimizer_state_dict(model, optimizer)
+    save(inner_state, folder / name, "optim")
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(model, optimizer, options=options), get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        torch.save(full[0], folder / f"{name}.optim.{WHOLE}")
+        torch.save(full[1], folder / f"{name}.full.{WHOLE}")
+    extra = {"lr_scheduler": {"last_epoch": 3}, "rng": {"cpu": torch.full((9,), dist.get_rank(), dtype=torch.uint8)}}
+    save(extra, folder / name, "extra_state")
+
+
+def fsdp1(folder: Path) -> None:
+    """A model of FSDP1: SHARDED_STATE_DICT, and LOCAL_STATE_DICT, which is flat."""
+    model = FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu"), use_orig_params=True)
+    for kind, name in ((StateDictType.SHARDED_STATE_DICT, "fsdp1"), (StateDictType.LOCAL_STATE_DICT, "flat")):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            save(model.state_dict(), folder / name)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        save_whole(model.state_dict(), folder / "fsdp1")
+
+
+def sharded(folder: Path) -> None:
+    """ShardedTensors of rows and of columns; the last rank has nothing of the first."""
+    state = {}
+    whole = torch.rand(6, 5, generator=torch.Generator().manual_seed(9))
+    for dim, name in enumerate(("rows", "columns")):
+        spec = ChunkShardingSpec(dim=dim, placements=[f"rank:{rank}/cpu" for rank in range(RANKS)])
+        state[name] = sharded_tensor.zeros(spec, 6, 5)
+        for shard in state[name].local_shards():
+            index = (
+                slice(n, n + m) for n, m in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+            )
+            shard.tensor.copy_(whole[tuple(index)])
+    save(state, folder / "sharded")
+    save_whole(dict.fromkeys(state, whole), folder / "sharded")
+
+
+def run(rank: int, folder: Path) -> None:
+    """What the process `rank` does."""
+    warnings.simplefilter("ignore")  # torch's own, about itself
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    spread(folder, square)
+    sharded(folder)
+    fsdp2(folder, init_device_mesh("cpu", (RANKS,)), "fsdp2")
+    fsdp2(folder, init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")), "hsdp")
+    fsdp2(folder, square, "tp")
+    fsdp1(folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> int:
+    """Run all processes; how many failed."""
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                run(rank, folder)
+                status = 0
+            finally:
+                if status:
+                    import traceback
+
+                    traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
