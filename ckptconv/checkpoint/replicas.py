@@ -72,9 +72,13 @@ class _Held:
 
 
 def _error(checkpoint: Checkpoint, left: list[Replica]) -> RefusedError:
-    found = {each.place.path: each.files for each in left}
+    found: dict[str, tuple[str, str]] = {}
+    for each in left:
+        found.setdefault(each.place.path, each.files)
     dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in left))
-    hint = None
+    hint = "each rank needs its own: let the files be as they are"
+    if all(any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors):
+        dropped = ["."]  # a conversion leaves no tensor out but others stay
     if "." not in dropped:
         paths = tuple(dropped[:_MOST_DROPPED])
         more = f", and {len(dropped) - len(paths):,} more" if len(dropped) > len(paths) else ""

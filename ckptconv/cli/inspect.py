@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.terminal import show_error, style_of
 from ckptconv.errors import CkptconvError, InputError, NoMatchError
+from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.inspection.summary import Summary, TensorSummary, summary_of
 from ckptconv.inspection.verification import checkpoints_in
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
@@ -91,9 +93,11 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
 
 
 def _checkpoints(path: str) -> list[str]:
-    """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder."""
+    """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder, and the files
+    of all ranks by their pattern.
+    """
     try:
-        found = checkpoints_in(path)
+        found = as_sets(checkpoints_in(path)) if os.path.isdir(path) else [path]
     except InputError:  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found

@@ -44,8 +44,9 @@ def convert(
     """Write the checkpoint `src` to `dst`, changed as asked, without loading or running it.
 
     Args:
-        src: A file; a sharded set as the Hub has them, by its folder or index; or a folder of
-            ``torch.distributed.checkpoint``. A folder of many checkpoints is for :func:`convert_many`.
+        src: A file; a sharded set as the Hub has them, by its folder or index; a folder of
+            ``torch.distributed.checkpoint``; or the rank files of an FSDP run, by their folder or their name with ``*``
+            for the rank. A folder of many checkpoints is for :func:`convert_many`.
         dst: A file, which sets become too where it has a suffix; or a folder, where a set stays a set, with the
             checkpoints that stand beside it. Nothing with ``in_place=True``.
         **options: The keys of :class:`~ckptconv.conversion.options.ConvertOptions`.

@@ -17,7 +17,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
-from ckptconv.formats.distributed.rank_names import is_pattern
+from ckptconv.formats.distributed.rank_names import about_one, is_pattern
 from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.paths import no_path_error
@@ -149,7 +149,11 @@ def read_file(source: Readable) -> Checkpoint:
     format_ = _format_of(source)
     if format_:
         refuse_two_readings(source, format_.NAME)
-    return _read_as(source, format_)
+    checkpoint = _read_as(source, format_)
+    is_part = any(info.kind == "partial" for info in checkpoint.tensors.values())
+    about_ranks = about_one(source.path) if is_part else None
+    checkpoint.notes += [about_ranks] if about_ranks else []
+    return checkpoint
 
 
 def read_part(source: Readable) -> Checkpoint:

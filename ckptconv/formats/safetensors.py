@@ -24,6 +24,7 @@ from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError, count
+from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.formats.layout import HubName, Layout, Writer, file_of
 from ckptconv.formats.refusals import cannot_hold
@@ -220,7 +221,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     if troubles:
         error = cannot_hold(checkpoint, NAME, troubles)
         if any(trouble == _PART for _, trouble in troubles):
-            error.hint = joined(_MERGE, error.hint)
+            error.hint = joined(about_one(checkpoint.source.path) or _MERGE, error.hint)
         raise error
     others += index.attribute_places(place.node for place in tensors)
     kept = [info.storage for info in taken.values()]

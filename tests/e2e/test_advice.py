@@ -39,6 +39,7 @@ from tests.support import zoo
 from tests.support.advice import Site, come_by, sites
 from tests.support.archives import rezip
 from tests.support.paths import ROOT
+from tests.support.rank_runs import save_as_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("here")]
 
@@ -354,6 +355,28 @@ CASES: dict[str, Case] = {
         saved(lambda: {"w": torch.ones(1), "o": Odd()}), "convert {m}.pt out.pt --loadable",
         r"(--loadable-objects) makes", "loads", loads, "edits/loadable/refusals.py:refusal:option loadable_objects",
         made="convert {m}.pt out.pt",
+    ),
+    "files of ranks that differ": Case(
+        lambda m: _ranks(m, epoch=2), "convert {m} out.pt", r"to leave them out: (--drop \S+)", "loads",
+        same(weights), "checkpoint/replicas.py:_error:option drop",
+    ),
+    "files of ranks, one left out": Case(
+        lambda m: _ranks(m), "convert {m}/model_world_size_3_rank_0.pt {m}/model_world_size_3_rank_1.pt out.pt",
+        r"; (ckptconv convert .*)", "loads", same(weights), "conversion/targets.py:_as_pattern:command convert",
+        {"OUT": "out.pt"},
+    ),
+    "a file of one rank": Case(
+        lambda m: _ranks(m), "inspect {m}/model_world_size_3_rank_1.pt",
+        r"note .*?(ckptconv convert .* OUT) makes one of all of them", "loads", same(weights),
+        "formats/distributed/rank_names.py:about_one:command convert", {"OUT": "out.pt"},
+    ),
+    "files of ranks, of two models": Case(
+        lambda m: (_ranks(m), _ranks(m, "ema")), "convert {m} out.pt", r"one of them: (ckptconv convert .*)", "loads",
+        same(weights), "formats/distributed/rank_files.py:_chosen:command convert", {"OUT": "out.pt"},
+    ),
+    "files of ranks, of an optimizer too": Case(
+        lambda m: (_ranks(m), _ranks(m, "optim")), "convert {m} out.pt", r"of its own: (ckptconv inspect .*)",
+        "shows the optimizer's", nothing, "formats/distributed/rank_files.py:read:command inspect",
     ),
     "protocol 4": Case(
         saved(lambda: {"model": net().state_dict(), "s": {1}}, pickle_protocol=4), "inspect {m}.pt",
@@ -901,6 +924,14 @@ def _dcp(m: str) -> None:
     torch.distributed.checkpoint.save({"w": torch.ones(3), "epoch": 1}, checkpoint_id=m, no_dist=True)
 
 
+def _ranks(m: str, name: str = "model", epoch: int = 0) -> None:
+    """The files of three ranks, the last of which is in another epoch."""
+    save_as_ranks(weights(), Path(m), name, 3)
+    for rank, number in enumerate((1, 1, epoch) if epoch else ()):
+        path = Path(m, f"{name}_world_size_3_rank_{rank}.pt")
+        torch.save({**torch.load(path, weights_only=False), "epoch": number}, path)
+
+
 def _turned(index: Path) -> None:
     found = json.loads(index.read_text())
     names = found["weight_map"]
@@ -1081,6 +1112,8 @@ NOT_TYPED: dict[Site, str] = {
     "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",
     "formats/distributed/dcp.py:tensor:text": "it is for the run that saved the folder",
+    "formats/distributed/rank_parts.py::text": "it is for the run that saved the files",
+    "formats/distributed/rank_parts.py:_cut:text": "it is for the run that saved the files",
     "formats/distributed/sharding_info.py:part_error:command convert": (
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),

@@ -22,6 +22,7 @@ import torch
 import ckptconv
 from ckptconv.cli.main import cli, main
 from tests.support.paths import ROOT
+from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import scripted
 
 README = (ROOT / "README.md").read_text()
@@ -134,6 +135,7 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
             Path(name).parent.mkdir(exist_ok=True)
             shutil.copy("a.pt", name)
         ckptconv.convert("weights.safetensors", "sharded", max_shard_size=200)
+        save_as_ranks(net.state_dict(), Path("actor"))
         args = [arg.strip("'") for arg in line.split()[1:]]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")

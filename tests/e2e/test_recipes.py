@@ -28,6 +28,7 @@ from tests.support import zoo
 from tests.support.command import Command
 from tests.support.hostile_bytes import saved
 from tests.support.paths import ROOT
+from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import distributed, scripted
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -289,6 +290,17 @@ def is_whole() -> None:
     net().load_state_dict(load_file("weights.safetensors"), strict=True)
 
 
+def of_ranks() -> None:
+    """What four processes of FSDP save: tensors by rows, buffers whole."""
+    save_as_ranks(net().state_dict(), Path("actor"), world=4)
+    save_as_ranks({"step": 7, "exp_avg": torch.ones(3)}, Path("actor"), "optim", world=4)
+
+
+def is_one_model() -> None:
+    net().load_state_dict(load_file("model.safetensors"), strict=True)
+    assert load("optim.pt")["exp_avg"].shape == (3,)
+
+
 def a_run() -> None:
     for step in ("1", "2"):
         Path("run", step).mkdir(parents=True)
@@ -471,6 +483,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
     "A folder with .metadata and .distcp files, which torch.load does not read": (in_chunks, is_whole),
+    "Files of FSDP ranks, model_world_size_4_rank_0.pt and so on, as one": (of_ranks, is_one_model),
     "A run full of checkpoints for a machine without a GPU": (
         a_run,
         lambda: [into_net(f"cpu/{step}/model.pt") for step in "12"],

@@ -18,12 +18,19 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.dcp_ranks import MESH, RANKS, ROWS
 
 WHOLE = "whole.pt"
+#: Tensors over two dimensions of processes; of some each process has several strips.
+WITH_STRIPS: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {
+    **MESH,
+    "strips": (torch.arange(33.0).reshape(11, 3), (Replicate(), _StridedShard(0, split_factor=3))),
+    "strips of columns": (torch.arange(36).reshape(3, 12), (_StridedShard(1, split_factor=2), Shard(0))),
+}
 
 
 class Tiny(nn.Module):
@@ -50,6 +57,26 @@ def save(state: Any, folder: Path, name: str = "model") -> None:
     torch.save(state, folder / f"{name}_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
 
 
+def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", world: int = 2) -> None:
+    """Save `whole` as so many processes of FSDP2 would: its tensors by rows, and all else by each of them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    folder.mkdir(exist_ok=True)
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (world,))
+            state = {
+                key: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+                if isinstance(value, torch.Tensor) and value.dim()
+                else value
+                for key, value in whole.items()
+            }
+            torch.save(state, folder / f"{name}_world_size_{world}_rank_{rank}.pt")
+        finally:
+            dist.destroy_process_group()
+
+
 def save_whole(state: Any, folder: Path) -> None:
     """Save `state` whole, by the first rank."""
     state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
@@ -63,13 +90,13 @@ def spread(folder: Path, mesh: DeviceMesh) -> None:
     state: dict[str, Any] = {
         name: distribute_tensor(whole.clone(), line, [Shard(0)], src_data_rank=None) for name, whole in ROWS.items()
     }
-    for name, (whole, placements) in MESH.items():
+    for name, (whole, placements) in WITH_STRIPS.items():
         state[name] = distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
     state["scalar"] = distribute_tensor(torch.tensor(2.5), line, [Replicate()], src_data_rank=None)
     plain = torch.arange(6.0).reshape(2, 3).t()
     tied = "model.embed.weight"
     save({**state, "tied": state[tied], "plain": plain}, folder / "spread")
-    wholes = {**ROWS, **{name: whole for name, (whole, _) in MESH.items()}, "scalar": torch.tensor(2.5)}
+    wholes = {**ROWS, **{name: whole for name, (whole, _) in WITH_STRIPS.items()}, "scalar": torch.tensor(2.5)}
     save_whole({**wholes, "tied": ROWS[tied], "plain": plain}, folder / "spread")  # gloo gathers no float8
 
 

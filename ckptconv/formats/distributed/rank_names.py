@@ -20,7 +20,18 @@ from ckptconv.byteranges.sources import list_folder
 from ckptconv.errors import InputError
 from ckptconv.hints import Placeholder, command, joined
 
-__all__ = ["RankSet", "about_one", "are_in", "is_pattern", "main_set", "pattern_of", "set_of", "sets_in", "stem_of"]
+__all__ = [
+    "RankSet",
+    "about_one",
+    "are_in",
+    "as_sets",
+    "is_pattern",
+    "main_set",
+    "pattern_of",
+    "set_of",
+    "sets_in",
+    "stem_of",
+]
 
 _NAME = re.compile(r"(.*?(?:world_size_([1-9][0-9]{0,4})_)?rank_)([0-9]{1,5}|\*)((?:\.[A-Za-z]\w*)+)")
 _BESIDE = ("optim", "extra_state", "extra")  # how the sets are called that stand beside the model's
@@ -68,6 +79,16 @@ def pattern_of(name: str) -> str | None:
 def stem_of(pattern: str) -> str:
     """What the whole is called whose files have this `pattern`: ``model``."""
     return re.sub(r"[-_.]?(world_size_[0-9]+_)?rank_\*.*", "", pattern) or "model"
+
+
+def as_sets(paths: Iterable[str]) -> list[str]:
+    """`paths`, with the pattern in place of the rank files of each run whose names say how many they are."""
+    found: dict[str, None] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        parts = _NAME.fullmatch(name)
+        found[os.path.join(folder, pattern_of(name) or "") if parts and parts[2] else path] = None
+    return list(found)
 
 
 def is_pattern(path: str | os.PathLike[str]) -> bool:

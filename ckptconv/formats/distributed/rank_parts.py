@@ -163,8 +163,9 @@ class PartReader:
         rank = fields.get("_rank", self.rank)
         if rank != self.rank or type(rank) is not int:
             self._fail(place, "the file is of another rank than its name says", self.rank, _plain(rank))
-        ranks = self._counts(fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list")))
-        if ranks is not None and (self.rank not in ranks or max(ranks) >= self.world):
+        said = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list"))
+        ranks = self._counts(said) or ()
+        if said is not None and (self.rank not in ranks or max(ranks) >= self.world):
             self._fail(
                 place,
                 "the mesh is not one of this run",
@@ -182,8 +183,8 @@ class PartReader:
         ):
             self._fail(place, "a rank is not in its mesh", f"a place in {sizes} of {self.world} ranks", coordinate)
         names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
-        said = names.items if isinstance(names, Tuple) and len(names.items) == len(sizes) else [None] * len(sizes)
-        return _Mesh(sizes, tuple(said), coordinate)
+        words = names.items if isinstance(names, Tuple) and len(names.items) == len(sizes) else [None] * len(sizes)
+        return _Mesh(sizes, tuple(words), coordinate)
 
     def _mesh_sizes(self, fields: dict[str, Value], place: Place) -> tuple[int, ...] | None:
         """The sizes that a DeviceMesh says: by its layout since 2.9, before by the tensor of its ranks."""

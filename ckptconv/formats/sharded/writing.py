@@ -15,6 +15,7 @@ from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import RefusedError, UsageError, count, some
+from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.layout import Layout, Writer
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suffix, renumbered, stem_for
@@ -68,6 +69,13 @@ def layout(
     if not writer.shards:
         raise UsageError(
             option("format", writer.word) + " writes one file, and no shards", where=folder, expected=words("shards")
+        )
+    partial = [path for path, info in checkpoint.tensors.items() if info.kind == "partial"]
+    if partial:
+        raise RefusedError(
+            f"one process's part of a tensor is no shard: {some(partial, _SHOWN)}",
+            where=checkpoint.source.path,
+            hint=about_one(checkpoint.source.path),
         )
     container = checkpoint.container if isinstance(checkpoint.container, ShardedContainer) else None
     if max_shard_size is not None:

@@ -12,6 +12,7 @@ from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import count, some
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
+from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, is_global, walk
@@ -234,6 +235,8 @@ def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Itera
         each = 'getattr(tensor, "to_local", lambda tensor=tensor: tensor)()'
         text += "here each part is the whole: "
         text += saved_by_torch(f"{{name: {each} for name, tensor in {loaded}.items()}}", *sorted({*map(str, needs)}))
+    elif merges := about_one(scope.checkpoint.source.path):
+        text += merges
     else:
         text += (
             "in the run that has all parts, type on every rank `from torch.distributed.checkpoint.state_dict import"

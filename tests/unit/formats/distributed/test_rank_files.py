@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptconv
-from tests.support.rank_runs import WHOLE
+from ckptconv.errors import InputError, MalformedError, RefusedError, UnsupportedError
+from ckptconv.formats import opening
+from ckptconv.formats.distributed import rank_parts
+from ckptconv.limits import LIMITS
+from tests.support.command import Command
+from tests.support.conversions import converted, read, refused, run_without_torch
+from tests.support.rank_runs import RANKS, WHOLE
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +61,224 @@ def test_optimizer(name: str, runs: Path, tmp_path: Path) -> None:
     ckptconv.convert(runs / name / "optim_world_size_4_rank_*.pt", tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert bits(loaded) == bits(torch.load(runs / f"{name}.optim.{WHOLE}", weights_only=True))
+
+
+def test_by_any_way_in(runs: Path, tmp_path: Path) -> None:
+    """A folder, all of its files and their pattern are one; a folder as the target gets it under the model's name,
+    shards are cut of the whole, and nothing that only moves bytes imports torch.
+    """
+    folder, whole = runs / "fsdp2", tmp_path / "whole.safetensors"
+    files = sorted(folder.glob("model_*"))
+    program = "from ckptconv.cli.main import main; assert not main(sys.argv[1:])"
+    run_without_torch(program, "convert", "-q", *files, whole)
+    expected = bits(load_file(whole))
+    pattern = folder / "model_world_size_4_rank_*.pt"
+    for n, src in enumerate((folder, pattern)):
+        ckptconv.convert(src, tmp_path / f"{n}.safetensors")
+        assert bits(load_file(tmp_path / f"{n}.safetensors")) == expected
+        ckptconv.convert(src, tmp_path / f"shards{n}", max_shard_size=500_000, format="safetensors")
+        assert bits(load_file(tmp_path / f"shards{n}" / "model.safetensors")) == expected
+    (tmp_path / "target").mkdir()
+    ckptconv.convert(pattern, tmp_path / "target")
+    assert bits(torch.load(tmp_path / "target" / "model.pt")) == bits(torch.load(runs / f"fsdp2.{WHOLE}"))
+    assert bits(ckptconv.load(pattern)) == bits(torch.load(runs / f"fsdp2.{WHOLE}"))
+
+
+def test_what_says_which_set(runs: Path, tmp_path: Path, command: Command) -> None:
+    """Where several sets stand in a folder the model's is meant, and the others are named; a list has each as one."""
+    listed = command("inspect", runs / "fsdp2").out
+    assert all(listed.count(name) == 1 for name in ("extra_state_", "model_", "optim_")), listed
+    assert command.json("inspect", runs / "fsdp1")["format"] == "rank files"
+    summary = ckptconv.inspect(runs / "fsdp2")
+    assert summary.format == "rank files" and "optim_world_size_4_rank_*.pt" in " ".join(summary.notes)
+    shutil.copytree(runs / "fsdp1", tmp_path / "two")
+    for path in sorted((tmp_path / "two").iterdir()):
+        path.with_name(path.name.replace("model", "ema")).write_bytes(path.read_bytes())
+    refused(UnsupportedError, "the rank files of 2 checkpoints", tmp_path / "two", tmp_path / "out.pt")
+
+
+def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) -> None:
+    """A rank that is missing, or left out of the command, is named; so is one that the run did not have."""
+    src = shutil.copytree(runs / "fsdp1", tmp_path / "src")
+    files = sorted(src.iterdir())
+    command("convert", *files[:3], tmp_path / "out.pt", status=2, err=("rank_3.pt", "rank_*.pt"))
+    (src / "model_world_size_4_rank_04.pt").write_bytes(files[0].read_bytes())
+    refused(MalformedError, "a rank that the run did not have", src, tmp_path / "out.pt")
+    (src / "model_world_size_4_rank_04.pt").rename(src / "model_world_size_4_rank_03.pt")
+    refused(MalformedError, "two files are of one rank", src, tmp_path / "out.pt")
+    (src / "model_world_size_4_rank_03.pt").unlink()
+    files[2].unlink()
+    refused(MalformedError, "1 rank of 4 are missing.*no model_world_size_4_rank_2.pt", src, tmp_path / "out.pt")
+
+
+def test_one_alone(runs: Path, tmp_path: Path) -> None:
+    """One rank's file stays one in torch's format, and is no whole in any other; what merges all is named."""
+    src = shutil.copytree(runs / "fsdp1", tmp_path / "src")
+    (src / "model_world_size_4_rank_3.pt").unlink()
+    alone = src / "model_world_size_4_rank_1.pt"
+    pattern = str(src / "model_world_size_4_rank_*.pt")
+    notes = " ".join(ckptconv.inspect(alone).notes)
+    assert "1 of 4 are missing here: model_world_size_4_rank_3.pt" in notes and pattern in notes
+    error = refused(RefusedError, "one process's part", alone, tmp_path / "out.safetensors")
+    assert pattern in str(error.hint)
+    error = refused(RefusedError, "one process's part", alone, tmp_path / "out", max_shard_size="1GB")
+    assert pattern in str(error.hint)
+    ckptconv.convert(alone, tmp_path / "rank.pt")
+    assert any(info.kind == "partial" for info in read(tmp_path / "rank.pt").tensors.values())
+
+
+def edited(src: Path, folder: Path, change: Callable[[dict[str, Any], int], object]) -> Path:
+    """The rank files in `src`, made by the tests, after `change` of each."""
+    folder.mkdir()
+    for rank in range(RANKS):
+        name = f"model_world_size_{RANKS}_rank_{rank}.pt"
+        state = torch.load(src / name, weights_only=False)
+        change(state, rank)
+        torch.save(state, folder / name)
+    return folder
+
+
+def test_what_differs_is_refused_until_it_is_left_out(runs: Path, tmp_path: Path) -> None:
+    """Plain and replicated tensors, numbers and texts that are not the same in all files are named, whatever is forced;
+    the options that the error suggests leave out just these.
+    """
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        state["plain"][0, 0] = rank
+        state["everywhere"]._local_tensor[1, 1] += rank == 2
+        state["columns"]._local_tensor[1, 1] += rank == 3
+        state["epoch"] = rank // 3
+        state["same"] = {"text": "x" * 100_000, "nan": float("nan"), "list": [1, (2, b"3")]}
+        if rank == 0:
+            state["only in the first"] = torch.ones(1)
+
+    src = edited(runs / "spread", tmp_path / "src", change)
+    out = tmp_path / "out.pt"
+    error = refused(RefusedError, "the files differ in what each of them has a copy of", src, out, force=True)
+    dropped = ast.literal_eval(str(error.hint).partition("drop=")[2])
+    assert set(dropped) == {"plain", "everywhere", "columns", "epoch", "only in the first"}
+    loaded = converted(src, out, drop=dropped)
+    whole = torch.load(runs / f"spread.{WHOLE}")
+    expected = {name: value for name, value in whole.items() if name not in dropped}
+    assert bits(expected) == bits({name: loaded[name] for name in expected})
+    assert list(loaded["same"]) == ["text", "nan", "list"]
+
+
+def test_extra_state(runs: Path, tmp_path: Path) -> None:
+    """States that each rank needs for itself are no whole, and no option is named that would leave none."""
+    error = refused(RefusedError, "rng/cpu", runs / "fsdp2" / "extra_state_world_size_4_rank_*.pt", tmp_path / "o.pt")
+    assert error.hint == "each rank needs its own: let the files be as they are"
+
+
+def only_columns(state: dict[str, Any]) -> dict[str, Any]:
+    for name in [name for name in state if name != "columns"]:
+        del state[name]
+    return state
+
+
+def spec_of(state: dict[str, Any], name: str = "columns") -> Any:
+    return state[name]._spec
+
+
+LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
+    "a dimension that is not there": (
+        "cuts a dimension that the tensor has not",
+        lambda state, _: setattr(spec_of(state), "placements", (Replicate(), Shard(2))),
+    ),
+    "Partial": ("Partial", lambda state, _: setattr(spec_of(state), "placements", (Replicate(), Partial()))),
+    "a split factor": (
+        "split_factor",
+        lambda state, _: setattr(spec_of(state), "placements", (Replicate(), _StridedShard(1, split_factor=10**9))),
+    ),
+    "too few placements": (
+        "another number of placements",
+        lambda state, _: setattr(spec_of(state), "placements", (Shard(1),)),
+    ),
+    "a rank": ("another rank than its name says", lambda state, _: setattr(spec_of(state).mesh, "_rank", 0)),
+    "a coordinate": (
+        "not in its mesh",
+        lambda state, _: setattr(spec_of(state).mesh, "_coordinate_on_dim", (0, 7)),
+    ),
+    "two ranks at one place": (
+        "leave holes",
+        lambda state, _: setattr(spec_of(only_columns(state)).mesh, "_coordinate_on_dim", (0, 0)),
+    ),
+    "ranks of another run": (
+        "not one of this run",
+        lambda state, _: setattr(spec_of(state).mesh, "_flatten_rank_map", (0, 1, 2, 3, 7)),
+    ),
+    "a part that is too small": (
+        "another shape than its placements say",
+        lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 3)),
+    ),
+    "a part that repeats": (
+        "repeated",
+        lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 1).expand(5, 4)),
+    ),
+    "a part of another dtype": (
+        "another dtype than the whole",
+        lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 4).half()),
+    ),
+    "placements of one rank": (
+        "of one run",
+        lambda state, rank: rank == 3 and setattr(spec_of(state), "placements", (Shard(1), Replicate())),
+    ),
+    "a name of one rank": ("of one run", lambda state, rank: rank == 3 and state.update(more=torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
+    """What the files say and cannot be is an error that says where, before anything is written."""
+    words, change = LIES[lie]
+    src = edited(runs / "spread", tmp_path / "src", change)
+    error = refused(InputError, words, src, tmp_path / "out.pt")
+    assert "rank_" in str(error.where) or lie == "two ranks at one place"
+
+
+def test_meshes_before_2_9(runs: Path, tmp_path: Path) -> None:
+    """A mesh that says its ranks in a tensor, as older versions have it, is read as one with a layout."""
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        for tensor in state.values():
+            mesh = getattr(tensor, "_spec", None) and tensor._spec.mesh
+            if mesh is not None and "_layout" in vars(mesh):
+                ranks = torch.arange(RANKS).reshape([axis.shape[0] for axis in mesh._layout.axes])
+                old = {"device_type": "cpu", "mesh": ranks, "mesh_dim_names": mesh._mesh_dim_names}
+                old |= {"_flatten_mesh_list": (*range(RANKS),), "_coordinate_on_dim": list(mesh._coordinate_on_dim)}
+                vars(mesh).clear()
+                vars(mesh).update(old)
+
+    src = edited(runs / "spread", tmp_path / "src", change)
+    assert bits(converted(src, tmp_path / "out.pt")) == bits(torch.load(runs / f"spread.{WHOLE}"))
+
+
+def test_flat_parameters(runs: Path, tmp_path: Path) -> None:
+    """What LOCAL_STATE_DICT leaves is refused with what is needed."""
+    error = refused(UnsupportedError, "flat parameter", runs / "flat", tmp_path / "out.pt")
+    assert "SHARDED_STATE_DICT" in str(error.hint)
+
+
+def test_ties_and_devices_stay(runs: Path, tmp_path: Path) -> None:
+    """Names that were tied in each rank are tied in the whole, on the device where the first rank had its part."""
+    src = edited(runs / "spread", tmp_path / "src", lambda state, rank: None)
+    for rank, path in enumerate(sorted(src.iterdir())):
+        ckptconv.convert(path, path, map_location=f"cuda:{rank}", force=True)
+    with opening.open_input(src) as source:
+        tensors = opening.read(source).tensors
+    assert tensors["tied"].tied_to == "model.embed.weight"
+    assert {info.device for info in tensors.values()} == {"cuda:0"}
+    model = converted(runs / "fsdp2", tmp_path / "out.pt")
+    assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "words"),
+    [("strips", 3, "cut into too many strips"), ("ranks", 4, "not one of this run")],
+)
+def test_bounds(bound: str, most: int, words: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor has strips, and a mesh has ranks, up to a bound."""
+    monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most}))
+    ckptconv.convert(runs / "spread", tmp_path / "out.pt")
+    monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most - 1}))
+    refused(InputError, words, runs / "spread", tmp_path / "less.pt")
