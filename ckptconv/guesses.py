@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-__all__ = ["OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
+__all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
 
 #: Keywords, their values (None: what is given), and what they are taken for. Of several with one guess, that is meant
 #: which the command or function has.
@@ -13,20 +13,26 @@ OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("map_location", None, "device target to-device dev"),
     ("map_location", "cpu", "cpu to-cpu no-cuda no-gpu"),
     ("map_location", "cuda", "gpu cuda to-cuda to-gpu"),
-    ("strip_prefix", None, "strip remove-prefix no-prefix drop-prefix prefix strip-module"),
+    ("map_location", "mps", "mps to-mps mac"),
+    ("strip_prefix", None, "strip remove-prefix no-prefix drop-prefix prefix strip-module remove-module no-module"),
     ("dtype", None, "precision type cast"),
     ("dtype", "fp16", "half fp16 float16"),
     ("dtype", "bf16", "bf16 bfloat16"),
     ("dtype", "fp32", "float fp32 float32 full"),
     ("format", None, "out-format output-format to-format out-type save-format"),
     ("format", "safetensors", "safetensors safe to-safetensors"),
-    ("max_shard_size", None, "shard-size shards split"),
+    ("format", "legacy", "legacy old-format"),
+    ("max_shard_size", None, "shard-size shard shards split"),
     ("select", None, "key subkey root"),
+    ("select", "ema", "ema ema-only only-ema keep-ema"),
     ("include", None, "only keep filter grep"),
     ("exclude", None, "ignore without skip"),
-    ("drop", None, "remove delete del omit drop-key no-optimizer"),
+    ("drop", None, "remove delete del omit drop-key"),
+    ("drop", "optimizer", "drop-optimizer no-optimizer remove-optimizer strip-optimizer without-optimizer"),
     ("state_dict", True, "weights-only model-only weights"),
-    ("unwrap", True, "unwrap-ddp ddp"),
+    ("unwrap", True, "unwrap-ddp ddp uncompile no-compile"),
+    ("rename", None, "replace-prefix rename-prefix rename-key replace-key sub"),
+    ("compact", True, "shrink compress"),
     ("force", True, "overwrite yes y clobber replace"),
     ("jobs", None, "workers num-workers threads n-jobs nproc parallel"),
     ("dry_run", True, "plan noop simulate"),
@@ -48,6 +54,8 @@ PATHS = {
 }
 #: The value where none is given.
 USUAL_VALUES = {"strip_prefix": "module."}
+#: Options that others have for what is always done here.
+ALWAYS = ("recursive", "r", "backup", "tensors", "list-tensors")
 #: The same for keywords alone: what the command line calls them, and what torch does.
 _KEYWORDS = (
     ("map_location", None, "to map maps"),

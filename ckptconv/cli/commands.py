@@ -4,6 +4,7 @@ the exit statuses mean, and a reader that goes away is no failure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import click
 
 from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
+from ckptconv.hints import shell
 
 __all__ = ["ClosedPipeError", "Command", "Group"]
 
@@ -32,7 +34,7 @@ class Command(click.Command):
                     each.default = (each.default,)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `args`. Raises UsageError for an option that this command has not, with the command line meant."""
+        """Parse `args`. Raises UsageError for what this command does not take, with what is meant or expected."""
         typed = [*args]
         try:
             return super().parse_args(ctx, args)
@@ -41,6 +43,23 @@ class Command(click.Command):
             raise wrong_option(
                 self.name, typed, _commands_of(ctx.parent.command if ctx.parent else self, ctx)
             ) from None
+        except click.UsageError as error:
+            raise self._as_ours(error, typed) from None
+
+    def _as_ours(self, error: click.UsageError, typed: list[str]) -> UsageError:
+        """`error` in one line, with the arguments that the command or the option expects."""
+        flag = getattr(error, "option_name", None)
+        option = getattr(error, "param", None) or next((each for each in self.params if flag in each.opts), None)
+        ours = UsageError(error.format_message().rstrip("."))
+        if isinstance(error, click.MissingParameter):
+            ours.expected = " ".join([f"ckptconv {self.name}", *self.collect_usage_pieces(click.Context(self))[1:]])
+        elif option and option.metavar:
+            flag = option.opts[-1]
+            ours.expected = f"{flag} {option.metavar}"
+            word = typed[typed.index(flag) + 1] if flag in typed[:-1] else ""
+            if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)", word)):
+                ours.hint = "is this meant: " + shell(flag, *pair.groups())
+        return ours
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by their groups, each with an example; those in none last."""

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from ckptconv.errors import UsageError
+from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, normal
 from ckptconv.guesses import OPTIONS as GUESSED
-from ckptconv.guesses import PATHS, USUAL_VALUES, normal
 from ckptconv.hints import Option, Placeholder, shell
 
 __all__ = ["COMMANDS", "OPTIONS", "PATHS", "wrong_command", "wrong_option"]
@@ -23,7 +23,7 @@ OPTIONS = tuple((Option(name, _VALUE if value is None else value), each) for nam
 COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     guess: (name, options)
     for name, options, guesses in (
-        ("inspect", (), "info show ls list l cat print view summary head dump describe stat keys"),
+        ("inspect", (), "info show ls list l cat print view summary head dump describe stat keys count doctor why"),
         ("convert", (), "cp mv to map remap retag move cast save export merge transform change"),
         ("convert", (Option("format", "safetensors"),), "to-safetensors safetensors pt2safetensors"),
         ("convert", (Option("format", "pt"),), "to-pt to-pth to-torch to-bin"),
@@ -33,12 +33,15 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
         ("convert", (Option("dtype", "bf16"),), "to-bf16 bf16"),
         ("convert", (Option("strip_prefix", "module."),), "strip strip-prefix remove-prefix"),
         ("convert", (Option("unwrap"),), "unwrap unwrap-ddp"),
+        ("convert", (Option("compact"),), "compact shrink compress"),
+        ("convert", (Option("max_shard_size", "5GB"),), "split shard"),
         ("diff", (), "compare cmp equal eq"),
         ("verify", (), "check validate scan lint test fsck audit"),
         ("undo", (), "revert restore rollback"),
     )
     for guess in guesses.split()
 }
+_ASKED = {"help": "-h", "man": "-h", "usage": "-h", "version": "--version", "v": "--version"}
 _MOST = 8  # guesses in one command line
 _Commands = Mapping[str, click.Command]
 
@@ -64,11 +67,17 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
     name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
     words += [word for option in options for flag in option.words() for word in flag]
     error = UsageError(f"no command is called {guess}")
+    if (asked := normal(guess).lstrip("-")) in _ASKED:
+        error.hint = "is this meant: " + shell(
+            "ckptconv", *(each for each in args[:1] if each in commands), _ASKED[asked]
+        )
+        return error
     if not name and (guess.startswith("-") or os.path.lexists(guess)):
         error.what = "there is no command"
         words.insert(0, guess)
         fitting = [each for each in commands if len(_parsed(commands[each], words)) > (each == "convert")]
         name = next((each for each in ("convert", "inspect") if each in fitting), "".join(fitting[:1]))
+        name = name or ("convert" if args and not guess.startswith("-") else "")
     if name and _unknown(commands[name], words) is not None:
         error.hint = wrong_option(name, words, commands).hint
     elif name:
@@ -90,6 +99,8 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
     for option, guesses in OPTIONS:
         if guess in guesses.split() and option.words()[0][0] in known:
             return name, [*before, *_typed(option, behind), *behind]
+    if guess in ALWAYS:
+        return name, [*before, *behind]
     spelled = f"--{guess}" if len(guess) > 1 else flag
     owner = next((each for each in (name, *commands) if spelled in _flags(commands[each])), None)
     if owner:
@@ -104,6 +115,8 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
     """What is typed for `option`, whose value, if it is open, is taken from what stands `behind`."""
     flag, *value = option.words()[0]
+    if value == ["cuda"] and behind and behind[0].isdecimal():
+        return flag, f"cuda:{behind.pop(0)}"
     if option.value is not _VALUE:
         return flag, *value
     usual = USUAL_VALUES.get(option.keyword)

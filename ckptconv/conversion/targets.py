@@ -118,7 +118,10 @@ def list_items(
         listing = _of_one(Path(srcs[0]), path, dst, output)
     elif not _will_be_folder(path, dst):
         raise UsageError(
-            "several inputs need a folder to go to", where=path, expected="a folder, or a path without a suffix"
+            "several inputs need a folder to go to",
+            where=path,
+            expected="a folder, or a path without a suffix",
+            hint=_merging(srcs, path),
         )
     else:
         parts = [_of_several(Path(src), path, output) for src in srcs]
@@ -132,6 +135,13 @@ def list_items(
     _refuse_one_name(listing.items)
     _refuse_among_parts(listing)
     return listing
+
+
+def _merging(srcs: Sequence[str | os.PathLike[str]], path: Path) -> str | None:
+    """What to type to merge `srcs` into `path`, where they lie in one folder with their index."""
+    folder, *others = {Path(src).parent for src in srcs}
+    is_set = not others and any(map(is_index_file, folder.glob("*.index.json")))
+    return "to merge a sharded set: " + command("convert", folder, path) if is_set else None
 
 
 def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.errors import ArgumentTypeError, UsageError
+from ckptconv.guesses import keyword_for
 from ckptconv.hints import option
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _REFUSED = {
     "vulkan": "torch has no tag for it",
 }
 #: What people call some of them.
-_CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "host": "cpu"}
+_CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "mac": "mps", "host": "cpu"}
 _AUTO = "'auto' is for load and remap, which know what is here"
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 
@@ -153,7 +154,7 @@ def parse_target(text: object) -> Target:
             )
         raise UsageError(
             f"{word!r} is no device",
-            hint=_AUTO if word == "auto" else f"is {near} meant?" if near else None,
+            hint=_AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word),
             expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
     index = _index(match) if match[2] else None
@@ -162,6 +163,12 @@ def parse_target(text: object) -> Target:
             f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
         )
     return Target(family, index)
+
+
+def _of_another_option(word: str) -> str | None:
+    """What to type for `word`, which is a format or a dtype and no device."""
+    keyword, value = keyword_for(word, True, ("dtype", "format")) or ("", None)
+    return "try: " + option(keyword, value) if isinstance(value, str) else None
 
 
 def parse_rule(old: object, new: object) -> Rule:

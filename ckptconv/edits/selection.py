@@ -6,7 +6,7 @@ What is not taken is named, with its bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from ckptconv.checkpoint.effect_order import drop_effect_order
@@ -273,7 +273,9 @@ def _filter(
                     f"no {what} matches {glob!r}",
                     where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=None if "/" in glob else detected.hint_of_modules(),
+                    hint=None
+                    if "/" in glob
+                    else _near_glob(checkpoint, field, glob, named) or detected.hint_of_modules(),
                     unmatched=(field, glob),
                 )
                 no_match(f"{field} GLOB", error, is_one_of_several=len(globs) > 1)
@@ -286,6 +288,18 @@ def _filter(
         wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
     return _drop(checkpoint, [place for place in places if id(place) in unwanted], _KEYED)
+
+
+def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Place]) -> str | None:
+    """What to type for `glob`, which no name matches, but which is a part of the checkpoint, or of names."""
+    if "/" in glob:
+        return None
+    part = glob.removesuffix(".*")
+    if any(place.path == part for place in checkpoint.index.every_place):
+        return "for the part of that name: " + option("select" if field == "include" else "drop", part)
+    near = (each for each in (f"{part}.*", f"*.{part}.*") if any(matches(each, at.path, at.key) for at in named))
+    meant = next(near, None) if part == glob else None
+    return "try: " + option(field, meant) if meant else None
 
 
 def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:

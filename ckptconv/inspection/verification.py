@@ -232,7 +232,7 @@ def _of_error(error: CkptconvError) -> Finding:
 def _of_concern(concern: Concern, path: Path) -> Finding:
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
     hints = {
-        "dangerous": "attacks are made of it: do not load it",
+        "dangerous": "no checkpoint needs it, and attacks use it: do not load it",
         "unknown": "it cannot be judged, so it may be an attack",
     }
     return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)

@@ -58,7 +58,7 @@ def diagnose(
     """
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
     if dangers:
-        text = f"it names {first_few(dangers)}, which no checkpoint needs and attacks are made of: do not load it"
+        text = f"it names {first_few(dangers)}, which no checkpoint needs and which attacks use: do not load it"
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
     whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:

@@ -118,9 +118,8 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
         return  # the glob would not say which
     edits = (*([Option("unwrap")] if wrapped else []), Option("strip_prefix", (prefix,)))
     text = (
-        f"Lightning saved its module, which has the model as {inner}: {prefix} starts"
-        f" {len(names) - len(others):,} of {count(len(names), 'name')}, and the plain model has no such names; the"
-        " command takes its weights and leaves the rest behind"
+        f"Lightning put {prefix} before {len(names) - len(others):,} of {count(len(names), 'name')}: the plain model"
+        " has no such names; the command takes the weights alone, without it"
     )
     yield Issue("inner-model", text, Fix("-model", part=tuple(taken), names=edits))
 

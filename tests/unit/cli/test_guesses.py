@@ -31,6 +31,17 @@ MEANT = {
     "convert ddp.pt o --out-format safetensors": "convert ddp.pt o --format safetensors",
     "convert ddp.pt --list": "inspect ddp.pt",
     "inspect ddp.pt --list": "inspect ddp.pt",
+    "inspect ddp.pt --tensors": "inspect ddp.pt",
+    "convert ddp.pt o.pt --gpu 0": "convert ddp.pt o.pt --to cuda:0",
+    "convert ddp.pt o.pt --mps": "convert ddp.pt o.pt --to mps",
+    "convert ddp.pt o.pt --remove-module": "convert ddp.pt o.pt --strip-prefix module.",
+    "convert ddp.pt o.pt --replace-prefix module. net.": "convert ddp.pt o.pt --rename module. net.",
+    "convert ddp.pt o.pt --uncompile --cpu -f": "convert ddp.pt o.pt --unwrap --to cpu -f",
+    "convert ddp.pt o.pt --legacy": "convert ddp.pt o.pt --format legacy",
+    "convert ddp.pt o.pt --recursive --cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --shrink": "convert ddp.pt o.pt --compact",
+    "convert run.pt o.pt --drop-optimizer": "convert run.pt o.pt --drop optimizer",
+    "convert run.pt o.pt --ema": "convert run.pt o.pt --select ema",
     # several at once, other commands' options, and what is nearly right
     "convert --input ddp.pt --output o.pt --cpu -y": "convert ddp.pt --to cpu --force o.pt",
     "convert ddp.pt o.pt --dtpye bf16": "convert ddp.pt o.pt --dtype bf16",
@@ -46,6 +57,16 @@ MEANT = {
     "ls ddp.pt -l": "inspect ddp.pt",
     "to-safetensors ddp.pt o.safetensors": "convert ddp.pt o.safetensors --format safetensors",
     "strip ddp.pt": "convert ddp.pt OUT --strip-prefix module.",
+    "split ddp.pt": "convert ddp.pt OUT --max-shard-size 5GB",
+    "shrink ddp.pt o.pt": "convert ddp.pt o.pt --compact",
+    "count ddp.pt": "inspect ddp.pt",
+    "doctor ddp.pt": "inspect ddp.pt",
+    "help convert": "convert -h",
+    "help": "-h",
+    "version": "--version",
+    "-v": "--version",
+    "ddp.pt --cpu": "convert ddp.pt OUT --to cpu",
+    "ddp.pt o.pt --cpu": "convert ddp.pt o.pt --to cpu",
     "conver ddp.pt o.pt": "convert ddp.pt o.pt",
     "ddp.pt": "inspect ddp.pt",
     "ddp.pt o.pt": "convert ddp.pt o.pt",
@@ -58,6 +79,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a wrapped model, in the folder where all is typed."""
     monkeypatch.chdir(tmp_path)
     torch.save({"module.w": torch.ones(3)}, "ddp.pt")
+    torch.save({"model": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}, "optimizer": {}}, "run.pt")
 
 
 @pytest.mark.parametrize("typed", MEANT)
@@ -67,7 +89,7 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
     assert said.err.count("\n") == 1 and said.out == ""
     meant = said.err.strip().rpartition("is this meant: ckptconv ")[2]
     assert meant == MEANT[typed]
-    assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt"]
+    assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt", "run.pt"]
     command(*shlex.split(meant), status=1 if meant.startswith("diff") else 0)
 
 

@@ -385,6 +385,18 @@ def test_shards_by_themselves_get_no_index(tree: Path) -> None:
     assert list_items(["hub", "a.pt"], "new").notes == list_items(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
 
 
+def test_shards_to_one_file_are_merged_by_their_folder(tree: Path) -> None:
+    """What a shell's pattern gives is no set; that the index makes it one is said, and to other files nothing is."""
+    for srcs, hint in (
+        ([f"hub/{name}" for name in SHARDS[:2]], "to merge a sharded set: ckptconv convert hub b.pt"),
+        ([f"hub/{SHARDS[0]}", "a.pt"], None),
+        (["a.pt", "a.pt"], None),
+    ):
+        with pytest.raises(UsageError, match="several inputs need a folder") as caught:
+            list_items(srcs, "b.pt")
+        assert caught.value.hint == hint
+
+
 def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree their file stands beside them; from within one, the hint still leads out of it."""
     assert listed("all", "all")[0] == "all/dcp dcp all/dcp.pt"

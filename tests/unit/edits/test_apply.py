@@ -356,6 +356,11 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
         ({"w": W}, {"rename": [("(", "x")]}, "no regular expression"),
         ({"w": W}, {"rename": [("w", r"\1")]}, "no regular expression"),
         ({"m": {"a.w": W}}, {"exclude": "b*"}, "no name in a state dict matches 'b*' (expected something like m/a.w)"),
+        ({"m": {"a.w": W}}, {"exclude": "a"}, "m/a.w); try: exclude='a.*'"),
+        ({"m": {"b.a.w": W}}, {"exclude": "a"}, "try: exclude='*.a.*'"),
+        ({"m": {"a.w": W}}, {"include": "m"}, "for the part of that name: select='m'"),
+        ({"m": {"a.w": W}}, {"include": "m.*"}, "for the part of that name: select='m'"),
+        ({"m": {"a.w": W}}, {"exclude": "m"}, "for the part of that name: drop='m'"),
         ({"m": {"a.w": W}}, {"include": "n/*"}, "no tensor matches 'n/*' (expected something like m/a.w)"),
         (
             {"m": {"a.w": W}, "n": {"b": W}},
