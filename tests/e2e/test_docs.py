@@ -80,6 +80,14 @@ def test_every_page_stands_in_a_table_of_contents() -> None:
     assert listed == {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs/index.md"}
 
 
+def test_an_index_lists_its_pages_by_their_titles() -> None:
+    """As links, which a reader of the repository can follow and search, where the table of contents is only names."""
+    for index in ((ROOT / "docs" / name / "index.md") for name in ("fix", "how-to", "reference")):
+        listed = re.findall(r"^- \[(.*)\]\((.*)\)$", index.read_text(), re.MULTILINE)
+        pages = (page for page in index.parent.glob("*.md") if page != index)
+        assert sorted(listed) == sorted((page.read_text().splitlines()[0][2:], page.name) for page in pages)
+
+
 def test_every_command_and_flag_is_documented() -> None:
     """A command or flag that the page of options does not name fails."""
     context = click.Context(cli)

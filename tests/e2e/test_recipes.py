@@ -188,7 +188,7 @@ def loads_the_weights() -> None:
 
 
 def loads_the_wrapped_weights() -> None:
-    into_a_new_one(torch.load("weights.pt"))
+    into_a_new_one(torch.load("plain.pt"))
 
 
 def into_a_new_one(weights: Any) -> None:
@@ -340,6 +340,14 @@ def takes_parts() -> None:
     net().load_state_dict(into_net_from_cpu, strict=True)
     net().load_state_dict(ckptconv.load("weights.pt", "cpu"), strict=True)
     assert not any(name.startswith("head") for name in ckptconv.load("headless.pt", "cpu"))
+
+
+def for_a_thousand_classes() -> Any:
+    return {**state(), "head.weight": torch.zeros(1000, 2), "head.bias": torch.zeros(1000)}
+
+
+def loads_without_the_head() -> None:
+    assert net().load_state_dict(SPACE["weights"], strict=False).missing_keys == ["head.weight", "head.bias"]
 
 
 def saved_ddp_training() -> None:
@@ -497,6 +505,14 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         lambda: net().load_state_dict(SPACE["weights"], strict=True) and len(SPACE["loaded"]),
     ),
     "Names and shapes without loading": (saved_training, lambda: None),
+    'Unexpected key(s) in state_dict: "model", "optimizer"': (
+        saving(lambda: {"model": state(), "optimizer": {}}, lambda: into_net("model.pt")),
+        loads_into("weights.pt"),
+    ),
+    "size mismatch for head.weight: copying a param with shape torch.Size([1000, 2]) from checkpoint": (
+        saving(for_a_thousand_classes, lambda: into_net("model.pt")),
+        loads_without_the_head,
+    ),
     "AttributeError: 'Adam' object has no attribute 'to'": (
         lambda: lambda: torch.optim.Adam(net().parameters()).to("cpu"),  # type: ignore[attr-defined]
         lambda: None,
