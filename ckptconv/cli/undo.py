@@ -25,9 +25,10 @@ __all__ = ["undo_command"]
 @click.option("-q", "--quiet", is_flag=True, help="No report; errors still.")
 @debug_option
 def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
-    """Give a checkpoint the bytes back that it had before convert --in-place, whether that finished or was interrupted.
+    """Take back what convert --in-place did to a checkpoint.
 
-    Nothing is changed unless every byte in question is one that this program found or wrote.
+    It gets its old bytes back, whether the change was finished or interrupted. Nothing is changed unless every byte in
+    question is one that this program found or wrote.
     """
     failed = 0
     for path in paths:

@@ -47,8 +47,9 @@ def verify_command(
     verbose: bool,
     debug: bool,
 ) -> int:
-    """Check that checkpoints are whole, and whether loading them can run code. Every record is compared with its
-    checksum; nothing is loaded.
+    """Check that checkpoints are whole, and safe to load.
+
+    Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
 
     A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is
     printed for each finding.
