@@ -725,6 +725,36 @@ CASES: dict[str, Case] = {
         r"is this meant: (ckptconv .*)", "loads, strict, no prefix",
         fits(), "cli/guesses.py:_meant:ckptconv cli/guesses.py:_in_place:option in_place", {"OUT": "out.pt"},
     ),
+    "the guess shrink": Case(
+        saved(weights), "shrink {m}.pt", r"is this meant: (ckptconv .*)", "loads", same(weights),
+        "cli/guesses.py:_meant:ckptconv cli/guesses.py::option compact", {"OUT": "out.pt"},
+    ),
+    "the guess split": Case(
+        saved(weights), "split {m}.pt", r"is this meant: (ckptconv .*)", "the shards are there", is_there("all"),
+        "cli/guesses.py:_meant:ckptconv cli/guesses.py::option max_shard_size", {"OUT": "all"},
+    ),
+    "the guess help": Case(
+        saved(weights), "help convert", r"is this meant: (ckptconv convert -h)", "it is shown", nothing,
+        "cli/guesses.py:wrong_command:ckptconv",
+    ),
+    "a pair in one word": Case(
+        saved(weights), "convert {m}.pt out.pt --rename a=c", r"is this meant: (--rename .*)", "renamed",
+        has("c.w", "b.w"), "cli/commands.py:_as_ours:*", made="convert {m}.pt out.pt",
+    ),
+    "a dtype for a device": Case(
+        saved(weights), "convert {m}.pt out.pt --to bf16", r"try: (--dtype \S+)", "loads", loads,
+        "edits/devices.py:_of_another_option:option *", made="convert {m}.pt out.pt",
+    ),
+    "a part for a glob": Case(
+        saved(two), "convert {m}.pt out.pt --include x", r"part of that name: (--select x)", "loads",
+        same(lambda: two()["x"]), "edits/selection.py:_near_glob:option *", made="convert {m}.pt out.pt",
+    ),
+    "shards to one file": Case(
+        lambda m: _sharded(m),
+        "convert {m}/model-00001-of-00002.safetensors {m}/model-00002-of-00002.safetensors out.pt",
+        r"to merge a sharded set: (ckptconv convert .*)", "loads", loads,
+        "conversion/targets.py:_merging:command convert",
+    ),
     "no such option": Case(
         saved(weights), "convert {m}.pt --frobnicate", r"(ckptconv convert -h) lists", "they are listed", nothing,
         "cli/guesses.py:wrong_option:ckptconv",
