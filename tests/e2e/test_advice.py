@@ -801,7 +801,7 @@ CASES: dict[str, Case] = {
         r"give its path: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_listed:*",
     ),
     "a folder of DCP": Case(
-        lambda m: _dcp(m), "inspect {m}", FINDING.format("this is a folder"), "loads", loads,
+        lambda m: _dcp(m), "inspect {m}", FINDING.format("these are several"), "loads", loads,
         f"{DIAGNOSIS}refusals.py:containers:issue parts",
     ),
     "a part of DCP": Case(
