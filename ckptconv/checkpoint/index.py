@@ -46,12 +46,14 @@ class Index:
         self._faults = faults
         self._before: Index | None = None  # one whose tensors are still right
 
-    def replace(self, old: Index, *, same_tensors: bool) -> None:
+    def replace(self, old: Index, *, same_tensors: bool, same_places: bool = False) -> None:
         """Take the place of `old`, which is of the graph as it was, and must compute nothing more.
 
-        `same_tensors`: calls that made tensors then make the same ones now.
+        `same_tensors`: calls that made tensors then make the same ones now. `same_places`: all stands where it stood.
         """
-        if same_tensors:
+        if same_places and "_found" in vars(old) and all(info.storage for info in old.tensor_nodes.values()):
+            self._found = old._found  # a tensor without a storage says its device itself, which may be another now
+        elif same_tensors:
             self._before = old if "_found" in vars(old) else old._before
         old._graph = old._before = None
 
@@ -168,6 +170,8 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:
             return [] if is_word(node) else None
+        if not node.effects and not (isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE)):
+            return []  # most tensors have no attributes
         is_jagged = tensors[id(node)].kind == "jagged"  # whose state repeats its parts
         has_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE) and not is_jagged
         return args_of(node)[3:4] + node.states() if has_state else node.states()

@@ -63,15 +63,17 @@ class Checkpoint:
         self.root = Place(None, "", self.graph.root, 0)
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
 
-    def changed(self, *, same_tensors: bool = False) -> None:
+    def changed(self, *, same_tensors: bool = False, same_places: bool = False) -> None:
         """Forget what is derived from the graph, which an edit has changed.
 
         `same_tensors`: no call that makes a tensor says anything else than before, so none has to be read again.
+        `same_places`: nothing that has a place was changed either, only what persistent ids say.
         """
-        self.root = replace(self.root, node=self.graph.root)
+        if not same_places:
+            self.root = replace(self.root, node=self.graph.root)
         old = self.index
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
-        self.index.replace(old, same_tensors=same_tensors)
+        self.index.replace(old, same_tensors=same_tensors, same_places=same_places)
         self._detected = None
 
     def renamed(self) -> None:

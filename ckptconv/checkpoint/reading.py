@@ -65,9 +65,10 @@ def _storage(
 ) -> Storage:
     """The storage that `node` names; `storages` gains it, and `classes` what its class says."""
     cls, key, tag, numel = said = checked_storage_id(node, where)
-    nbytes = numel * said.dtype.itemsize
-    first = classes.setdefault(key, said.dtype)
-    if first.name != said.dtype.name and nbytes:  # torch has one for each storage: that of the first reference
+    dtype = said.dtype
+    nbytes = numel * dtype.itemsize
+    first = classes.setdefault(key, dtype)
+    if first.name != dtype.name and nbytes:  # torch has one for each storage: that of the first reference
         raise MalformedError(
             f"storage {key} is described in two ways", where=where, expected=first.storage_class, got=cls.name
         )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
-from math import prod
 from operator import attrgetter
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.checkpoint.storage_ids import storage_dtype
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
@@ -179,6 +179,7 @@ class TensorReader:
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
+        self.rebuilders: dict[int, str | None] = {}  # what all calls share is asked once for its name
         self.depth = 0
 
     def visit(self, place: Place) -> None:
@@ -187,7 +188,7 @@ class TensorReader:
         if not isinstance(node, Call):
             return
         known = self.nodes.get(id(node)) or self.known.get(id(node))
-        function = None if known else _rebuilder(node)
+        function = None if known else self.rebuilder(node)
         if not known and function is None and not is_spread(node.callable):
             return
         info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
@@ -209,6 +210,15 @@ class TensorReader:
         info.tied_to = self.first_of(info, node, info.path)
         self.nodes.setdefault(id(node), info)
         self.tensors[info.path] = info
+
+    def rebuilder(self, call: Call) -> str | None:
+        """The name of the rebuild function that `call` calls, if it calls one."""
+        function = call.callable
+        if not isinstance(function, Global) or not isinstance(call.args, Tuple):
+            return None
+        if id(function) not in self.rebuilders:
+            self.rebuilders[id(function)] = name if (name := str(function)) in _REBUILDERS else None
+        return self.rebuilders[id(function)]
 
     def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
         """The path of an earlier tensor that is the same: the same kind, storage, offset, shape, stride and dtype."""
@@ -256,7 +266,7 @@ class TensorReader:
 
     def inner(self, args: list[Value], index: int) -> TensorInfo | None:
         node = _at(args, index)
-        function = _rebuilder(node)
+        function = self.rebuilder(node) if isinstance(node, Call) else None
         if not isinstance(node, Call) or function is None:
             return None
         if id(node) not in self.inside:  # once: it can stand in any number of calls
@@ -269,13 +279,16 @@ class TensorReader:
         storage = self.storages.get(id(node))
         if storage is None:
             return None
-        dtype, metadata = storage_id(node).dtype, _at(args, 6)
+        dtype, metadata = storage_dtype(node), _at(args, 6)
         if function.endswith("_v3"):
             dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
         offset = _count(_at(args, 1))
         shape, stride = _sizes(_at(args, 2), _at(args, 3))
         quantized = function.endswith("_rebuild_qtensor")
-        _check_bounds(storage, dtype, offset, shape, stride)
+        elements, reach, is_contiguous = _layout(shape, stride)
+        if dtype.bytes_of(end := offset + reach if reach else 0) > storage.nbytes:
+            expected = f"at most {storage.nbytes} bytes"
+            raise _Bad("a tensor reaches outside its storage", expected, dtype.bytes_of(end))
         return TensorInfo(
             "",
             None,
@@ -285,11 +298,11 @@ class TensorReader:
             stride,
             offset,
             None,
-            dtype.bytes_of(prod(shape)),
+            dtype.bytes_of(elements),
             storage,
             _at(args, 5 if quantized else 4) is True,
             False,
-            _is_contiguous(shape, stride),
+            is_contiguous,
             conj=_has_bit(metadata, "conj"),
             neg=_has_bit(metadata, "neg"),
         )
@@ -320,7 +333,7 @@ class TensorReader:
             None,
             _at(args, requires_grad) is True,
             False,
-            _is_contiguous(shape, strides),
+            _layout(shape, strides)[2],
         )
 
     def sparse(self, args: list[Value]) -> TensorInfo | None:
@@ -369,14 +382,6 @@ class TensorReader:
         return TensorInfo(
             "", None, "device", name, shape, (), 0, device, nbytes, None, _at(args, 3) is True, False, True
         )
-
-
-def _rebuilder(node: Value) -> str | None:
-    """The name of the rebuild function that `node` calls, if it calls one."""
-    if isinstance(node, Call) and isinstance(node.callable, Global) and isinstance(node.args, Tuple):
-        name = f"{node.callable.module}.{node.callable.name}"
-        return name if name in _REBUILDERS else None
-    return None
 
 
 def is_word(node: Node) -> bool:
@@ -450,9 +455,7 @@ def ints_of(node: Value) -> tuple[int, ...] | None:
         return None
     if len(node.items) > LIMITS.rank:  # before they are looked at: any number of tensors can have the same
         raise LimitError("a tensor has too many dimensions", expected=f"at most {LIMITS.rank}", got=len(node.items))
-    if not all(is_count(item) for item in node.items):
-        return None
-    return tuple(item for item in node.items if isinstance(item, int))
+    return tuple(node.items) if all(map(is_count, node.items)) else None  # type: ignore[arg-type]  # counts, all of them
 
 
 def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -462,20 +465,16 @@ def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]
     return shape, strides
 
 
-def _check_bounds(storage: Storage, dtype: DType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """The last element must lie in the storage. (Python's integers do not overflow.)."""
+@lru_cache(maxsize=1024)  # most tensors of a checkpoint have a shape that others have as well
+def _layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
+    """The elements of a view, how many of its storage it reaches over, and whether they stand one behind another in
+    row-major order, as torch's ``is_contiguous`` means it. (Python's integers do not overflow.).
+    """
     if 0 in shape:
-        return
-    end = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-    if dtype.bytes_of(end) > storage.nbytes:
-        raise _Bad("a tensor reaches outside its storage", f"at most {storage.nbytes} bytes", dtype.bytes_of(end))
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements stand one behind another in row-major order, as torch's ``is_contiguous`` means it."""
-    expected = 1
+        return 0, 0, True
+    reach, expected, is_contiguous = 1, 1, True
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return 0 in shape
+        is_contiguous = is_contiguous and (size == 1 or step == expected)
+        reach += (size - 1) * step
         expected *= size
-    return True
+    return expected, reach, is_contiguous

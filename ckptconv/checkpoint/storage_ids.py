@@ -15,7 +15,16 @@ from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import MalformedError
 from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
 
-__all__ = ["STORAGE", "StorageId", "changed_id", "checked_storage_id", "new_id", "storage_id", "storage_sizes"]
+__all__ = [
+    "STORAGE",
+    "StorageId",
+    "changed_id",
+    "checked_storage_id",
+    "new_id",
+    "storage_dtype",
+    "storage_id",
+    "storage_sizes",
+]
 
 STORAGE = "storage"
 _MODULES = ("torch", "torch.storage", "torch.cuda")
@@ -47,6 +56,19 @@ def storage_id(node: Value) -> StorageId:
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
     cls, key, tag, numel = node.id.items[1:5]
     return StorageId(cast("Global", cls), text_of(key) or "", text_of(tag) or "", cast("int", numel))
+
+
+def storage_dtype(node: Value) -> DType:
+    """Read the dtype alone of what :func:`storage_id` reads, which is asked for each tensor.
+
+    Args:
+        node: A persistent id that a reader has checked.
+
+    Returns:
+        The dtype that its class stands for.
+    """
+    assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
+    return BY_STORAGE_CLASS[cast("Global", node.id.items[1]).name]
 
 
 def checked_storage_id(node: PersistentId, where: str) -> StorageId:

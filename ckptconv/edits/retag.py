@@ -45,7 +45,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             _count(changes, argument.device, new, 1, 0)
-    checkpoint.changed(same_tensors=True)
+    checkpoint.changed(same_tensors=True, same_places=not arguments)
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
     if devices.to and not changes.devices:
         there = (

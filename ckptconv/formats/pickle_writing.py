@@ -44,7 +44,7 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         reference.node.id = changed_id(reference.node, key=keys[reference.storage.key])
-    checkpoint.changed(same_tensors=True)
+    checkpoint.changed(same_tensors=True, same_places=True)
     return keys
 
 

@@ -93,6 +93,8 @@ class Place:
     @property
     def path(self) -> str:
         """The path, as ``inspect`` prints it."""
+        if self.parent is not None and self.parent.parent is None:  # most tensors stand right below the root
+            return self.segment.removeprefix("/") or "."
         segments: list[str] = []
         place: Place | None = self
         # not by upwards(): asked for each tensor, again and again
@@ -284,11 +286,12 @@ def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
 def _items(place: Place, effect: Effect, start: int) -> list[Place]:
     """The values of a mapping, and those of its keys that are objects."""
     found: list[Place] = []
+    depth = place.depth + 1
     for n, i in enumerate(range(0, len(effect.values), 2), start):
         key, value = effect.values[i], effect.values[i + 1]
         if isinstance(key, Node):
             found.append(_below(place, f"/<{n}>", key))
-        found.append(_below(place, key_segment(key, n), value, key if isinstance(key, str) else None))
+        found.append(Place(place, key_segment(key, n), value, depth, key if isinstance(key, str) else None))
     return found
 
 
@@ -311,7 +314,7 @@ def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
 def key_segment(key: Value, position: int) -> str:
     """The segment for the value under `key`, the `position`-th of its mapping."""
     if isinstance(key, str):
-        return "/" + ("\\" if key[:1] in _SPECIAL else "") + escape_segment(key)
+        return ("/\\" if key[:1] in _SPECIAL else "/") + escape_segment(key)
     literal = _literal(key)
     return f"[{literal}]" if literal else f"[<{position}>]"
 

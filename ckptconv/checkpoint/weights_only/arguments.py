@@ -50,6 +50,9 @@ class Arguments:
 
     def integer(self, i: int, what: str) -> int:
         """Argument `i`, an integer of 64 bits."""
+        value = self.items[i]
+        if type(value) is int and -_INT64 <= value < _INT64:
+            return value
         return _integer(self.held(i), what)
 
     def integers(self, i: int, what: str) -> list[int]:
