@@ -233,7 +233,7 @@ class Call(Object):
     def __init__(
         self, kind: str, callable_: Value, args: Value, kwargs: Value = None, order: int | None = None
     ) -> None:
-        super().__init__()
+        self.effects = _NO_EFFECTS  # not by super().__init__(): of all objects these are the most
         self.kind = kind
         self.callable = callable_
         self.args = args

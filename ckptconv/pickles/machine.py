@@ -8,6 +8,7 @@ empty at the end. Reads through a small window, so that what an opcode skips nev
 from __future__ import annotations
 
 import codecs
+import struct
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NoReturn, TypeAlias
@@ -32,6 +33,7 @@ from ckptconv.pickles.opcodes import CODES
 __all__ = ["Operation", "PickleMachine", "kind_of"]
 
 _WINDOW = 1 << 20  # bytes read at a time, at most
+_UINT32 = struct.Struct("<I").unpack_from
 _FIRST = 4096  # bytes read at first, and behind what was stepped over: the next may be near
 
 
@@ -74,18 +76,22 @@ class PickleMachine:
         """Execute opcodes up to STOP, at most `most` where that is less than the limit,
         each as `dispatch` says for its code.
         """
-        stop = CODES["STOP"][0]
+        stop, used = CODES["STOP"][0], self.used
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
         for opcodes in range(most):
-            if self.pos >= len(self.window):
+            pos = self.pos
+            try:
+                code = self.window[pos]
+            except IndexError:
                 self.refill(1)
-            code = self.window[self.pos]
-            self.pos += 1
-            self.used[code] = 1
-            if code == stop:
-                return self.finish(opcodes + 1)
+                pos = 0
+                code = self.window[0]
+            self.pos = pos + 1
+            used[code] = 1
             operation = dispatch[code]
             if operation is None:
+                if code == stop:
+                    return self.finish(opcodes + 1)
                 self.pos -= 1
                 self.fail("no such pickle opcode", got=f"0x{code:02x}")
             try:
@@ -158,10 +164,22 @@ class PickleMachine:
         return self.window[start : start + n]
 
     def byte(self) -> int:
-        if self.pos >= len(self.window):
+        pos = self.pos
+        if pos >= len(self.window):
             self.refill(1)
-        self.pos += 1
-        return self.window[self.pos - 1]
+            pos = 0
+        self.pos = pos + 1
+        return self.window[pos]
+
+    def number(self) -> int:
+        """An integer of four bytes."""
+        pos = self.pos
+        end = pos + 4
+        if end > len(self.window):
+            return int.from_bytes(self.take(4), "little")
+        self.pos = end
+        number: int = _UINT32(self.window, pos)[0]  # without a copy of the bytes
+        return number
 
     def line(self) -> bytes:
         """The bytes up to a newline, which is taken as well."""
@@ -179,8 +197,8 @@ class PickleMachine:
 
     def length(self, width: int) -> int:
         """A length of `width` bytes that the file can hold."""
-        n = int.from_bytes(self.take(width), "little")
-        left = self.size - self.tell()
+        n = self.number() if width == 4 else int.from_bytes(self.take(width), "little")
+        left = self.size - self.base - self.pos
         if n > left:
             self.fail("a length in the pickle reaches beyond its end", expected=f"at most {left}", got=n)
         return n
@@ -269,13 +287,15 @@ class PickleMachine:
             self.fail(f"{kind} of what cannot be called", got=kind_of(callable_))
         if not isinstance(args, (Tuple, Call)):  # a call can give a tuple: torch.Size, a named tuple
             self.fail(f"{kind} needs a tuple of arguments", got=kind_of(args))
-        call = Call(kind, callable_, args, kwargs, self.next_order())
+        self.order = order = self.order + 1
+        call = Call(kind, callable_, args, kwargs, order)
         self.calls.append(call)
         self.stack.append(call)
 
     def persistent_load(self, pid: Value) -> None:
         """Push what the persistent id `pid` stands for."""
-        reference = PersistentId(pid, self.next_order())
+        self.order = order = self.order + 1
+        reference = PersistentId(pid, order)
         self.references.append(reference)
         self.stack.append(reference)
 

@@ -207,6 +207,14 @@ def _extension(width: int) -> Operation:
     return operation
 
 
+def _binput(m: PickleMachine) -> None:
+    m.memo[m.byte()] = m.stack[-1]
+
+
+def _long_binput(m: PickleMachine) -> None:  # the commonest opcode of a large pickle, so not by put()
+    m.memo[m.number()] = m.stack[-1]
+
+
 def _reduce(m: PickleMachine) -> None:
     args, callable_ = m.stack.pop(), m.stack.pop()
     m.call("REDUCE", callable_, args)
@@ -278,12 +286,19 @@ def _many(opcode: str, kind: type[Object]) -> Operation:
 
 def _tuple(n: int) -> Operation:
     def operation(m: PickleMachine) -> None:
-        items = m.stack[-n:]
+        stack = m.stack
+        items = stack[-n:]
         if len(items) < n:
             raise IndexError
-        m.stack[-n:] = [Tuple(items)]
+        del stack[1 - n or len(stack) :]
+        stack[-1] = Tuple(items)
 
     return operation
+
+
+def _marked_tuple(m: PickleMachine) -> None:
+    items = m.pop_mark()  # first: the stack is another one then
+    m.stack.append(Tuple(items))
 
 
 def _push(make: Callable[[PickleMachine], Value]) -> Operation:
@@ -318,7 +333,7 @@ OPERATIONS: dict[str, Operation] = {
     "NEWFALSE": lambda m: m.stack.append(False),
     "INT": _int,
     "BININT": _push(lambda m: int.from_bytes(m.take(4), "little", signed=True)),
-    "BININT1": _push(lambda m: m.byte()),
+    "BININT1": lambda m: m.stack.append(m.byte()),
     "BININT2": _push(lambda m: int.from_bytes(m.take(2), "little")),
     "LONG": _long,
     "LONG1": lambda m: _long_bytes(m, m.byte()),
@@ -344,7 +359,7 @@ OPERATIONS: dict[str, Operation] = {
     "EMPTY_SET": lambda m: m.stack.append(Set()),
     "LIST": _filled(List, "APPENDS"),
     "DICT": _filled(Dict, "SETITEMS"),
-    "TUPLE": _push(lambda m: Tuple(m.pop_mark())),
+    "TUPLE": _marked_tuple,
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),
@@ -356,10 +371,10 @@ OPERATIONS: dict[str, Operation] = {
     "ADDITEMS": _many("ADDITEMS", Set),
     "GET": lambda m: m.get(_decimal(m, m.line())),
     "BINGET": lambda m: m.get(m.byte()),
-    "LONG_BINGET": lambda m: m.get(int.from_bytes(m.take(4), "little")),
+    "LONG_BINGET": lambda m: m.get(m.number()),
     "PUT": lambda m: m.put(_decimal(m, m.line())),
-    "BINPUT": lambda m: m.put(m.byte()),
-    "LONG_BINPUT": lambda m: m.put(int.from_bytes(m.take(4), "little")),
+    "BINPUT": _binput,
+    "LONG_BINPUT": _long_binput,
     "MEMOIZE": lambda m: m.put(len(m.memo)),
     "EXT1": _extension(1),
     "EXT2": _extension(2),
