@@ -48,7 +48,10 @@ _MARK, _POP = CODES["MARK"], CODES["POP"]
 _BINPUT, _BINGET, _BININT1 = (
     [CODES[name] + bytes([n]) for n in range(256)] for name in ("BINPUT", "BINGET", "BININT1")
 )
-_LONG_BINPUT, _LONG_BINGET = CODES["LONG_BINPUT"], CODES["LONG_BINGET"]
+_LONG_BINPUT, _LONG_BINGET, _BINUNICODE = CODES["LONG_BINPUT"], CODES["LONG_BINGET"], CODES["BINUNICODE"]
+_BINPERSID, _REDUCE = CODES["BINPERSID"], CODES["REDUCE"]
+_with_number = struct.Struct("<cI").pack
+_FEW = 64  # parts of what is written without steps: a tensor has some twenty
 
 
 def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | Blob]:
@@ -122,10 +125,10 @@ class _Writer:
         self.slots += 1
         self.memo[id(value)] = slot
         self.kept.append(value)
-        self.out += _BINPUT[slot] if slot < 256 else _LONG_BINPUT + slot.to_bytes(4, "little")
+        self.out += _BINPUT[slot] if slot < 256 else _with_number(_LONG_BINPUT, slot)
 
     def get(self, slot: int) -> None:
-        self.out += _BINGET[slot] if slot < 256 else _LONG_BINGET + slot.to_bytes(4, "little")
+        self.out += _BINGET[slot] if slot < 256 else _with_number(_LONG_BINGET, slot)
 
     def put_if_shared(self, value: Node) -> None:
         if value in self.graph.shared:
@@ -174,14 +177,18 @@ class _Plain(_Writer):
         return self.finish()
 
     def do(self, step: _Do) -> None:
-        if step.order is not None:
-            if step.order < self.order:
+        if step.made is not None:
+            self.open.discard(id(step.made))
+        self.done(step.code, step.order, step.made)
+
+    def done(self, code: bytes, order: int | None, made: Node | None) -> None:
+        """Write `code`, behind the parts that it takes, and plan what is done to what it `made`."""
+        if order is not None:
+            if order < self.order:
                 raise _OutOfOrder
-            self.order = step.order
-        self.out += step.code
-        made = step.made
+            self.order = order
+        self.out += code
         if made is not None:
-            self.open.discard(id(made))
             if isinstance(made, PersistentId):
                 self.put_if_shared(made)
             else:
@@ -193,9 +200,9 @@ class _Plain(_Writer):
         """Plan the steps that make `node`."""
         if id(node) in self.open:
             raise _OutOfOrder
-        if isinstance(node, Tuple) and self.flat(node):
-            return
-        if isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
+        if self.is_simple(node):
+            self.write(node)
+        elif isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
             self.out += _EMPTY[type(node)]
             self.put(node)
             if node.effects:
@@ -204,25 +211,44 @@ class _Plain(_Writer):
             self.open.add(id(node))
             self.todo += _construction(node)[::-1]
 
-    def flat(self, node: Tuple) -> bool:
-        """Write a tuple of atoms and of what the memo has, without steps.
-
-        Most tuples are such: sizes, strides, names of storages.
+    def is_simple(self, node: Value) -> bool:
+        """Whether `node` is a call, id or tuple of a few parts, in them too, and nothing is done to it: as most tensors
+        are. It can be written without steps. Looks at a few parts only, as it may be asked again for each of them.
         """
-        memo, items = self.memo, node.items
-        for item in items:
-            if type(item) not in _ATOMS and id(item) not in memo:
+        memo, left = self.memo, _FEW
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, (Tuple, PersistentId)) and not (
+                isinstance(node, Call) and node.kind == "REDUCE" and not node.effects
+            ):
                 return False
-        if len(items) > 3:
-            self.out += _MARK
-        for item in items:
-            if (slot := memo.get(id(item))) is not None:
-                self.get(slot)
-            else:
-                self.atom(item)
-        self.out += _TUPLE[min(len(items), 4)]
-        self.put(node)
+            parts = _parts(node)
+            left -= len(parts)
+            if left < 0:
+                return False
+            todo += [part for part in parts if type(part) not in _ATOMS and id(part) not in memo]
         return True
+
+    def write(self, node: Value) -> None:
+        """Write `node`, which is simple, as its steps would."""
+        memo = self.memo
+        parts = _parts(node)
+        if len(parts) > 3:
+            self.out += _MARK
+        for part in parts:
+            if (slot := memo.get(id(part))) is not None:
+                self.get(slot)
+            elif (write := _ATOMS.get(type(part))) is not None:
+                write(self, part)
+            else:
+                self.write(part)
+        if isinstance(node, (PersistentId, Call)):
+            self.done(_REDUCE if isinstance(node, Call) else _BINPERSID, node.order, node)
+        else:
+            self.out += _TUPLE[min(len(parts), 4)]
+            if parts:
+                self.put(node)
 
     def effects(self, target: Object) -> None:
         """Plan what is done to `target`, which was just written."""
@@ -310,6 +336,13 @@ class _PutsWhatIsRead(_Writer):
 _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"], Set: CODES["EMPTY_SET"]}
 
 
+def _parts(node: Value) -> list[Value]:
+    """What a tuple, a persistent id or a REDUCE is made of."""
+    if isinstance(node, Tuple):
+        return node.items
+    return [node.callable, node.args] if isinstance(node, Call) else [node.id] if isinstance(node, PersistentId) else []
+
+
 def _construction(node: Value) -> list[_Step]:
     """The steps that make `node` of its parts."""
     if isinstance(node, Tuple):
@@ -372,7 +405,7 @@ def _write_str(w: _Writer, value: str) -> None:
     if w.short_texts and len(data) < 256:
         w.out += CODES["SHORT_BINUNICODE"] + bytes([len(data)]) + data
     else:
-        w.out += CODES["BINUNICODE"] + len(data).to_bytes(4, "little") + data
+        w.out += _with_number(_BINUNICODE, len(data)) + data
     w.put(value)
 
 
