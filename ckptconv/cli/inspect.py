@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import click
@@ -104,8 +104,9 @@ def _checkpoints(path: str) -> list[str]:
 
 
 def _show(lines: Iterable[str], style: Style) -> None:
-    for line in lines:
-        click.echo(line, color=style.colour)
+    lines = iter(lines)
+    while some := list(islice(lines, 1000)):  # one call each would take longer than making the line
+        click.echo("\n".join(some), color=style.colour)
 
 
 def _selected(

@@ -416,16 +416,17 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
         name = raw_name.decode()
     except UnicodeDecodeError as error:
         raise _bad(source, at, "a zip member's name is not UTF-8", got=raw_name[:80]) from error
-    where = f"{source.path}: {name}"
-    if flags & _ENCRYPTED:
-        raise UnsupportedError("the zip archive is encrypted", where=where)
-    if flags & ~_KNOWN_FLAGS:
-        raise UnsupportedError("a zip member has flags of unknown meaning", where=where, got=f"{flags:#06x}")
-    if method not in (STORED, DEFLATED):
+    if flags & ~_KNOWN_FLAGS or method not in (STORED, DEFLATED):
+        where = f"{source.path}: {name}"
+        if flags & _ENCRYPTED:
+            raise UnsupportedError("the zip archive is encrypted", where=where)
+        if flags & ~_KNOWN_FLAGS:
+            raise UnsupportedError("a zip member has flags of unknown meaning", where=where, got=f"{flags:#06x}")
         raise UnsupportedError(
             "a zip member is compressed in an unknown way", where=where, expected="0 or 8", got=method
         )
-    wide = _extras(source, at, raw_name, variable[n_name : n_name + n_extra]).get(_ZIP64_EXTRA, b"")
+    extra = variable[n_name : n_name + n_extra]
+    wide = _extras(source, at, raw_name, extra).get(_ZIP64_EXTRA, b"") if extra else b""
     numbers = _widened((size, stored_size, header_offset), wide)
     if numbers is None or disk:
         raise _bad(source, at, f"{name!r} has too few or too many 64-bit numbers")
@@ -453,10 +454,8 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
     found: dict[int, bytes] = {}
     start = 0
     while start < len(extra):
-        kind, size = (
-            int.from_bytes(extra[start : start + 2], "little"),
-            int.from_bytes(extra[start + 2 : start + 4], "little"),
-        )
+        kind = int.from_bytes(extra[start : start + 2], "little")
+        size = int.from_bytes(extra[start + 2 : start + 4], "little")
         end = start + 4 + size
         if end > len(extra):
             raise _bad(source, at, "an extra field of a zip header is truncated")

@@ -60,15 +60,15 @@ def _covered(infos: list[TensorInfo]) -> int:
 
 def shared(scope: Scope) -> Iterator[Issue]:
     """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
-    by_storage: dict[Storage, list[tuple[tuple[int, int], str]]] = {}
+    by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
     found = _for_safetensors(scope.checkpoint)
     for name, info in found.items():
         if info.storage is not None and info.nbytes:
-            by_storage.setdefault(info.storage, []).append((extent(info), name))
+            by_storage.setdefault(info.storage, []).append((name, info))
     pairs = []
     for views in by_storage.values():
         reach, whose = -1, ""
-        for (start, stop), name in sorted(views) if len(views) > 1 else []:
+        for (start, stop), name in sorted((extent(info), name) for name, info in views) if len(views) > 1 else []:
             if start < reach:
                 pairs.append(f"{whose} and {name}")
             if stop > reach:
