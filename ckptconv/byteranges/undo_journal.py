@@ -20,7 +20,6 @@ the file, or the user who runs this, can have written it (:func:`read_journal`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -52,7 +51,7 @@ MAGIC = b"ckptconv undo 1\n"
 HOT, DONE = b"hot ", b"done"
 _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
-_SUM = hashlib.sha256().digest_size
+_SUM = 32  # bytes of a SHA-256
 NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
 _POISON = 2  # bytes at most, of a change
 _NAME = re.compile(r"\.(.+)\.ckptconv-undo", re.DOTALL)
@@ -104,6 +103,8 @@ class Journal:
         }
         text = json.dumps(header).encode()
         rest = _LENGTH.pack(len(text)) + text + b"".join(part for each in self.patches for part in (each.old, each.new))
+        import hashlib  # not at the start of commands that need none
+
         return MAGIC + HOT + rest + hashlib.sha256(MAGIC + rest).digest()
 
 
@@ -219,6 +220,8 @@ def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
 
 
 def _parsed(path: Path, data: bytes) -> Journal:
+    import hashlib
+
     damaged = MalformedError("the undo journal is damaged", where=path)
     if len(data) < _HEAD + _SUM or not data.startswith(MAGIC) or data[16:20] not in (HOT, DONE):
         raise damaged

@@ -11,7 +11,6 @@ In a plain pickle the bytes of storages stand between opcodes: what is between t
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Sequence
 
@@ -90,6 +89,8 @@ def tensor_spans(checkpoint: Checkpoint) -> list[ByteRange]:
 
 def rest_sum(checkpoint: Checkpoint) -> str:
     """The SHA-256, in hex, of all bytes in the file of `checkpoint` that are none of a tensor."""
+    import hashlib  # not at the start of commands that need none
+
     summed = hashlib.sha256()
     source, at = checkpoint.source, 0
     for span in [*tensor_spans(checkpoint), ByteRange(source, source.size, 0)]:

@@ -5,7 +5,6 @@ Nothing in the file is run, and torch is not needed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -255,6 +254,8 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
 
 
 def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:
+    import hashlib  # not at the start of commands that need none
+
     digest = hashlib.sha256()
     try:
         for chunk in read(ByteRange(source, 0, source.size)):
