@@ -118,6 +118,13 @@ if child:
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
 MAKE_SEEDED = MAKE.replace("numel =", "torch.manual_seed(0)\nnumel =")
 MAKE_BARE = MAKE_SEEDED.replace("numel =", "torch.serialization.set_crc32_options(False)\nnumel =")
+MAKE_MANY = """
+import sys, torch
+torch.serialization.location_tag = lambda storage: "cuda:0"
+parts = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"]
+names = [f"layers.{i}.{part}.weight" for i in range(10_000) for part in parts]
+torch.save({name: torch.full((4, 4), float(i)) for i, name in enumerate(names)}, sys.argv[1])
+"""
 MAKE_VIEWS = """
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
@@ -348,6 +355,18 @@ def inspect(folder: Path, size: int, runs: int) -> None:
     print_table("inspect", commands, runs, unit="`import torch`")
 
 
+def many(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
+    """60,000 small tensors: what each tensor costs."""
+    src, dst = make(folder / "many.pt", 0, MAKE_MANY), folder / "many_cpu.pt"
+    commands = {
+        "`ckptconv inspect`": ckptconv("inspect", src),
+        "`ckptconv convert --to cpu`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
+        "`torch.load` + `torch.save`": python(TORCH + PEAK, src, dst, "read"),
+    }
+    print_table("60,000 tensors", commands, runs, unit="`torch.load` + `torch.save`")
+    dst.unlink()
+
+
 def share_blocks(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - once: blocks are counted
     """The blocks that a retag takes where files can share them: on XFS, in a file mounted as a disk."""
     with xfs(folder / "xfs.img", 4 * size) as disk:
@@ -450,7 +469,7 @@ TABLES: dict[str, tuple[Callable[[Path, int, int], None], float]] = {
     "convert": (convert, 1), "to_safetensors": (to_safetensors, 1), "from_safetensors": (from_safetensors, 1),
     "legacy": (legacy, 1), "shards": (shards, 1), "distributed": (distributed, 1), "cast": (cast, 2),
     "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1), "inspect": (inspect, 1), "load": (load, 1),
-    "save": (save, 0.5), "share_blocks": (share_blocks, 0.5),
+    "save": (save, 0.5), "many": (many, 1), "share_blocks": (share_blocks, 0.5),
 }  # a table  # fmt: skip
 
 if __name__ == "__main__":
