@@ -24,6 +24,7 @@ __all__ = ["dangerous_globals", "reaches"]
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
 _LONGEST_SHOWN = 40  # characters of an attribute's name
 _LONGEST_NAME = 1000  # characters of names of attributes that are looked at; a call can have the same ones as thousands
+_LONGEST_START = 1000  # characters of a dotted name that are kept where an attribute is fetched from it
 _DEEPEST = 20  # results of calls of results of calls
 _MOST_MEANINGS = 50  # of one value: a partial function has one more with each state that it gets
 
@@ -293,7 +294,8 @@ def _module_and_name(full: str) -> tuple[str, str]:
 
 def _attribute(of: _Meaning, name: str) -> _Meaning:
     if isinstance(of, _Ref):
-        return _Ref(of.module, f"{of.name}.{name}" if of.name else name)
+        start = of.name[:_LONGEST_START]  # each step was judged by itself; a chain of them must not cost its square
+        return _Ref(of.module, f"{start}.{name}" if of.name else name)
     return _Method(of if isinstance(of, _Made) else None, name, _is_known(of))
 
 

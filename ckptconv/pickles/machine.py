@@ -37,6 +37,10 @@ _UINT32 = struct.Struct("<I").unpack_from
 _FIRST = 4096  # bytes read at first, and behind what was stepped over: the next may be near
 
 
+#: Python's hash of an integer is its remainder by 2^61 - 1: a pickle can name slots above that which all have one.
+_HASHED_AS_IT_IS = 1 << 60
+
+
 class PickleMachine:
     """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came
     before each MARK.
@@ -59,7 +63,7 @@ class PickleMachine:
         self.protocol = 0
         self.stack: list[Value] = []
         self.metastack: list[list[Value]] = []
-        self.memo: dict[int, Value] = {}
+        self.memo: dict[int | str, Value] = {}
         self.shared: set[Node] = set()
         self.named: dict[tuple[str, str], Global] = {}
         self.named_characters = 0
@@ -259,7 +263,7 @@ class PickleMachine:
 
     def get(self, slot: int) -> None:
         try:
-            value = self.memo[slot]
+            value = self.memo[slot if slot < _HASHED_AS_IT_IS else hex(slot)]
         except KeyError:
             self.fail("the memo has no such slot", got=slot)
         if isinstance(value, Node):
@@ -269,7 +273,7 @@ class PickleMachine:
     def put(self, slot: int) -> None:
         if slot < 0:
             self.fail("a memo slot is negative", got=slot)
-        self.memo[slot] = self.stack[-1]
+        self.memo[slot if slot < _HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
         """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""

@@ -27,6 +27,8 @@ __all__ = ["SHAPES", "Cost", "file_of", "measured", "seconds_for"]
 MB = 1 << 20
 SECONDS_EACH_MB, SECONDS_EACH, FLOOR, EACH = 2.0, 10e-6, 64 * MB, 300
 COMMANDS = ("parse", "inspect", "verify", "convert", "diff")
+#: Python's hash of an integer is its remainder by this.
+_PRIME = (1 << 61) - 1
 _CALL, _WRAPPED = b"cm\nf\n", b"\x80\x04%b."
 #: A tensor without elements.
 _VIEW = tensor(storage(numel=integer(0)), (0,))
@@ -124,6 +126,15 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "objects with attributes": lambda n: b"(" + (_CALL + b")\x81}\x8c\1aNsb") * (n // 7) + b"t",
     "dicts in dicts": lambda n: b"(" + (b"}\x8c\1a}\x8c\1b}\x8c\1cNsss") * (n // 10) + b"t",
     "pickles in bytes": _wide(b"C\x08cm\nf\n)R."),
+    "slots of one hash": lambda n: b"]" + b"".join(b"p%d\n" % (i * _PRIME) for i in range(n)),
+    "keys of one hash": lambda n: b"}(" + b"".join(integer(i * _PRIME) + b"N" for i in range(n // 2)) + b"u",
+    "attributes of attributes": lambda n: (
+        b"cbuiltins\ngetattr\nq\0000X\x84\3\0\0"
+        + b"a" * 900
+        + b"q\0010cm\nf\nq\0020]("
+        + b"h\0h\2h\1\x86Rq\2" * (n // 6)
+        + b"e"
+    ),
     "tensors of one storage": lambda n: (
         b"}(" + b"".join(b"J" + i.to_bytes(4, "little") + _VIEW for i in range(n // 30)) + b"u"
     ),

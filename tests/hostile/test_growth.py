@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 import ckptconv
+from ckptconv.checkpoint import dangerous_calls
 from ckptconv.errors import CkptconvError
+from ckptconv.inspection.comparison import pairing
+from ckptconv.pickles.machine import PickleMachine
 from tests.fuzz.budgets import SHAPES, file_of
 
 OPCODES = 1000, 4000
@@ -68,3 +71,21 @@ def test_work_grows_with_the_pickle(shape: str, command: str, tmp_path: Path) ->
         path.write_bytes(file_of(shape, opcodes)[0])
         calls.append(calls_of(COMMANDS[command], path))
     assert calls[1] < 6 * calls[0]
+
+
+def test_integers_of_one_hash() -> None:
+    """Multiples of 2^61 - 1 have one hash: as slots of the memo, and as keys that are paired, they get others."""
+    numbers = [i * ((1 << 61) - 1) for i in range(1, 100)]
+    machine = PickleMachine.__new__(PickleMachine)
+    machine.memo, machine.stack = {}, [None]
+    for number in numbers:
+        machine.put(number)
+    assert len({hash(slot) for slot in machine.memo}) == len({hash(pairing._atom(number)) for number in numbers}) == 99
+
+
+def test_a_chain_of_attributes() -> None:
+    """The name of what is fetched from what is fetched, and so on, is no longer than its bound."""
+    meaning: dangerous_calls._Meaning = dangerous_calls._Ref("m", "f")
+    for _ in range(50):
+        meaning = dangerous_calls._attribute(meaning, "a" * 900)
+    assert isinstance(meaning, dangerous_calls._Ref) and len(meaning.name) < 2000

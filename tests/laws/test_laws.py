@@ -4,6 +4,7 @@ its keyword; on generated checkpoints.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import itertools
 import json
@@ -389,6 +390,8 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
         (["--dtype", "optimizer/*=fp16"], {"dtype": {"optimizer/*": "fp16"}}, "x.pt"),
     ],
     "compact": [(["--compact"], {"compact": True}, "x.pt")],
+    "loadable": [(["--loadable"], {"loadable": True}, "x.pt")],
+    "loadable_objects": [(["--loadable-objects"], {"loadable_objects": True}, "x.pt")],
     "format": [
         (["--format", format], {"format": format}, name)
         for format, name in (("pt", "x"), ("legacy", "x.pt"), ("pickle", "x.pkl"), ("safetensors", "x"))
@@ -476,6 +479,9 @@ def test_a_flag_is_its_keyword(
     if option == "allow_unsafe":
         src = tmp_path / "dangerous.pt"
         torch.save({"w": torch.ones(1), "x": Reduced(os.getpid, ())}, src)
+    if option.startswith("loadable"):
+        src = tmp_path / "training.pt"
+        torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, src)
     if option == "copy_others":
         src = tmp_path / "set"
         ckptconv.convert(training, src, max_shard_size="1KB")

@@ -612,6 +612,8 @@ def _atom(value: Value) -> _Said:
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):
         return type(value).__name__, int(bool(value))
+    if isinstance(value, int) and abs(value) >= 1 << 60:  # above that many integers have one hash
+        return "large int", hex(value)
     return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)
 
 
