@@ -30,7 +30,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["Operation", "PickleMachine", "kind_of"]
+__all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
 
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _UINT32 = struct.Struct("<I").unpack_from
@@ -38,7 +38,7 @@ _FIRST = 4096  # bytes read at first, and behind what was stepped over: the next
 
 
 #: Python's hash of an integer is its remainder by 2^61 - 1: a pickle can name slots above that which all have one.
-_HASHED_AS_IT_IS = 1 << 60
+HASHED_AS_IT_IS = 1 << 60
 
 
 class PickleMachine:
@@ -263,7 +263,7 @@ class PickleMachine:
 
     def get(self, slot: int) -> None:
         try:
-            value = self.memo[slot if slot < _HASHED_AS_IT_IS else hex(slot)]
+            value = self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)]
         except KeyError:
             self.fail("the memo has no such slot", got=slot)
         if isinstance(value, Node):
@@ -273,7 +273,7 @@ class PickleMachine:
     def put(self, slot: int) -> None:
         if slot < 0:
             self.fail("a memo slot is negative", got=slot)
-        self.memo[slot if slot < _HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
+        self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
         """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""

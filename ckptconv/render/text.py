@@ -76,7 +76,7 @@ class Style(NamedTuple):
             return text
         from click import style as styled  # which results that nobody prints do without
 
-        return styled(text, **_STYLES[style])  # type: ignore[arg-type]
+        return styled(text, **_STYLES[style])  # type: ignore[arg-type]  # one table for all keywords
 
 
 #: For programs.

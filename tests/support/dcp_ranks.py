@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +128,8 @@ def run(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> int:
-    """Run all processes; how many failed."""
+def run_all(run: Callable[[int, Path], object], folder: Path) -> int:
+    """`run` all processes, each with its number and `folder`; how many failed."""
     children = []
     for rank in range(RANKS):
         child = os.fork()
@@ -137,10 +139,13 @@ def main(folder: Path) -> int:
                 run(rank, folder)
                 status = 0
             finally:
+                if status:
+                    traceback.print_exc()
+                sys.stderr.flush()
                 os._exit(status)
         children.append(child)
     return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(run_all(run, Path(sys.argv[1])))

@@ -4,7 +4,6 @@ saves the whole: ``python -m tests.support.rank_runs FOLDER``.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.dcp_ranks import MESH, RANKS, ROWS
+from tests.support.dcp_ranks import MESH, RANKS, ROWS, run_all
 
 WHOLE = "whole.pt"
 #: Tensors over two dimensions of processes; of some each process has several strips.
@@ -171,26 +170,5 @@ def run(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> int:
-    """Run all processes; how many failed."""
-    children = []
-    for rank in range(RANKS):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                run(rank, folder)
-                status = 0
-            finally:
-                if status:
-                    import traceback
-
-                    traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(run_all(run, Path(sys.argv[1])))

@@ -67,7 +67,7 @@ def _span(made: Pickled) -> datetime.timedelta:
     if len(parts) != 3 or not all(type(part) is int and abs(part) < 1 << 50 for part in parts):
         raise NotPlain("it is not said in days, seconds and microseconds")
     try:
-        return datetime.timedelta(*parts)  # type: ignore[arg-type]
+        return datetime.timedelta(*parts)  # type: ignore[arg-type]  # three integers: checked above
     except OverflowError:
         raise NotPlain("Python has no such span of time") from None
 

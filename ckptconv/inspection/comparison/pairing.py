@@ -52,6 +52,7 @@ from ckptconv.pickles.graph import (
     children,
     members_of,
 )
+from ckptconv.pickles.machine import HASHED_AS_IT_IS
 from ckptconv.pickles.paths import Place, child_places, key_segment, parts_listed
 from ckptconv.pickles.python2_names import imported_name
 
@@ -612,7 +613,7 @@ def _atom(value: Value) -> _Said:
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):
         return type(value).__name__, int(bool(value))
-    if isinstance(value, int) and abs(value) >= 1 << 60:  # above that many integers have one hash
+    if isinstance(value, int) and abs(value) >= HASHED_AS_IT_IS:
         return "large int", hex(value)
     return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)
 
