@@ -9,6 +9,7 @@ handed on to be; an instance that is made without the constructor is not. What n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -26,7 +27,7 @@ _LONGEST_SHOWN = 40  # characters of an attribute's name
 _LONGEST_NAME = 1000  # characters of names of attributes that are looked at; a call can have the same ones as thousands
 _LONGEST_START = 1000  # characters of a dotted name that are kept where an attribute is fetched from it
 _DEEPEST = 20  # results of calls of results of calls
-_MOST_MEANINGS = 50  # of one value: a partial function has one more with each state that it gets
+_MOST_MEANINGS = 10  # of one value: a partial function has one more with each state that it gets
 
 _GETATTRS = frozenset(["builtins.getattr", "inspect.getattr_static"])
 _GETTERS = frozenset(["operator.attrgetter", "_operator.attrgetter"])
@@ -109,8 +110,8 @@ class _Method(NamedTuple):
 class _Getter(NamedTuple):
     """What looks ``names`` up in what it is called with; and calls it."""
 
+    calls: bool  # first: meanings are tuples, and no getter may equal what a call of a function gives
     names: tuple[str, ...]
-    calls: bool
 
 
 class _Other(NamedTuple):
@@ -261,7 +262,7 @@ class _Meanings:
                 yield _attribute(of, text) if text is not None else _Other(True)
         elif name in _GETTERS or name in _CALLERS:
             texts = [_name_in(each) for each in (args[:_MOST_MEANINGS] if name in _GETTERS else args[:1])]
-            yield _Getter(tuple(text for text in texts if text is not None), name in _CALLERS)
+            yield _Getter(name in _CALLERS, tuple(text for text in texts if text is not None))
         elif name in _BY_NAME:
             texts = [_name_in(each) for each in args[:_MOST_MEANINGS]]
             yield _Ref(*_module_and_name(".".join(text or "" for text in texts)))
@@ -397,6 +398,7 @@ def _is_called_by_name(meaning: _Meaning) -> TypeGuard[_Method]:
     return meaning.of is None or not meaning.of.of_class
 
 
+@lru_cache(maxsize=4096)
 def _danger_of(meaning: _Meaning) -> str | None:
     """What is dangerous about what was fetched, if anything is."""
     if isinstance(meaning, _Ref):

@@ -61,7 +61,7 @@ _BOOKKEEPING = {
 }  # a table  # fmt: skip
 #: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a
 #: third twice, and so on.
-_ROOM, _ROOM_EACH = 1_000_000, 100
+_ROOM, _ROOM_EACH = 200_000, 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,12 +316,12 @@ class _Reader:
             if inner is None:
                 above.discard(id(way.pop()))
                 continue
-            level = self.level(inner)
-            self.room -= sum(len(prefix) + len(each[0]) + 50 for each in level.tensors) + 50 + len(prefix)
-            self.room -= len(level.modules) + len(level.unknown) + len(level.opened)
             trouble = _trouble(id(inner) in above, prefix, self.room)
             if trouble:
                 return PickledModule(module.path, place, module.cls, opened={id(node)}, trouble=trouble)
+            level = self.level(inner)
+            self.room -= sum(len(prefix) + len(each[0]) + 50 for each in level.tensors) + 50 + len(prefix)
+            self.room -= len(level.modules) + len(level.unknown) + len(level.opened)
             above.add(id(inner))
             way.append(inner)
             module.modules.add(id(inner))

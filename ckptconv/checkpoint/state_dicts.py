@@ -204,14 +204,11 @@ class _Reader:
 
 def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:
     """Where an optimizer has names of parameters; an optimizer keyed by integers has none."""
-    names: list[tuple[Effect, int]] = []
-    state, groups = keys["state"], keys["param_groups"]
-    if isinstance(state, Object):
-        names += [(effect, i) for effect, i in state.pairs() if isinstance(effect.values[i], str)]
-    for group in groups.elements() if isinstance(groups, List) else ():
-        lists = strings_of(group) if isinstance(group, Object) else {}
-        for key in ("params", "param_names"):
-            members = lists.get(key)
-            for effect in members.effects if isinstance(members, List) else ():
-                names += [(effect, i) for i, value in enumerate(effect.values) if isinstance(value, str)]
+    state, holder = keys["state"], keys["param_groups"]
+    named = [*state.pairs()] if isinstance(state, Object) else []
+    groups = [each for each in holder.elements() if isinstance(each, Object)] if isinstance(holder, List) else []
+    lists = [found.get(key) for found in map(strings_of, dict.fromkeys(groups)) for key in ("params", "param_names")]
+    for each in dict.fromkeys(each for each in lists if isinstance(each, List)):  # groups can share one
+        named += [(effect, i) for effect in each.effects for i in range(len(effect.values))]
+    names = [(effect, i) for effect, i in named if isinstance(effect.values[i], str)]
     return [NamedOptimizer(path, names)] if names else []

@@ -80,6 +80,40 @@ _CLASS, _SIZE, _SET, _GETATTR = b"cm\nC\n", b"ctorch\nSize\n", b"c__builtin__\ns
 _TAGGED = tensor(storage("data of 01234567", integer(0)), (0,)).replace(text("cpu"), b"h\0")
 _HOOKED = tensor(storage(numel=integer(0)), (0,)).replace(b"ccollections\nOrderedDict\n)R", b"h\0")
 
+_GETTER = b"coperator\nattrgetter\n"
+_PARTS = tuple(text(f"_{part}") for part in ("parameters", "buffers", "modules"))
+
+
+def _getter(n: int) -> bytes:
+    return _GETTER + b"(" + b"".join(text(f"a{i}.b") for i in range(n)) + b"tR"
+
+
+def _parameters(n: int) -> bytes:
+    return b"}(" + b"".join(text(f"p{i}") + _VIEW for i in range(n // 30)) + b"u"
+
+
+def _groups(n: int) -> bytes:
+    """A state dict of an optimizer, of which all groups have one list of parameters."""
+    group = b"}(" + text("params") + b"h\0" + text("lr") + b"Nu"
+    return (
+        b"}("
+        + text("state")
+        + b"}"
+        + text("param_groups")
+        + b"]("
+        + _list(n // 2)
+        + b"q\0000"
+        + group * (n // 14)
+        + b"eu"
+    )
+
+
+def _modules(n: int) -> bytes:
+    """Modules that have one dict of parameters."""
+    module = b"h\1)\x81}(" + _PARTS[0] + b"h\0" + _PARTS[1] + b"}" + _PARTS[2] + b"}ub"
+    return b"](" + _parameters(n // 2) + b"q\0000" + _CLASS + b"q\0010" + module * (n // 26) + b"e"
+
+
 #: By name, what makes a value of about so many opcodes.
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "None": _wide(b"N"),
@@ -186,6 +220,9 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "bytes in lists": _shared(
         lambda n: b"B" + min(n, 60000).to_bytes(4, "little") + b"a" * min(n, 60000), b"]", b"h\0", b"a"
     ),
+    "a getter": _shared(_getter, b"h\0", b"h\1", b"\x85", b"R", also=_CALL),
+    "a list of parameters in groups": _groups,
+    "modules of one dict": _modules,  # bounded by how many names there may be
     "a bytearray in lists": _shared(lambda n: b"\x96" + n.to_bytes(8, "little") + b"a" * n, b"]", b"h\0", b"a"),
 }
 

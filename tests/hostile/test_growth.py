@@ -89,3 +89,10 @@ def test_a_chain_of_attributes() -> None:
     for _ in range(50):
         meaning = dangerous_calls._attribute(meaning, "a" * 900)
     assert isinstance(meaning, dangerous_calls._Ref) and len(meaning.name) < 2000
+
+
+def test_a_getter_is_nothing_else() -> None:
+    """What is known of values is compared by value: what looks ``m.f`` up must not stand for what calling it gives."""
+    function = dangerous_calls._Ref("m", "f")
+    made = [dangerous_calls._Made(function, of_class) for of_class in (False, True)]
+    assert not {function, *made} & {dangerous_calls._Getter(calls, ("m", "f")) for calls in (False, True)}
