@@ -49,8 +49,6 @@ from ckptconv.pickles.paths import key_segment
 from tests.support.conversions import read
 from tests.support.judge import assert_same, refusal, tags_of
 
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
-
 
 @pytest.fixture(scope="module")
 def everything(corpus: Path) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from tests.fuzz.opcodes import split
 from tests.fuzz.seeds import SEEDS, seeds_of
 
 #: torch warns about what the seeds are made with; coverage would go over all modules again and again.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.no_cover]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What runs CPython's unpicklers too needs a process of its own (tests/fuzz/test_differential.py).
 TARGETS = [target for target in SEEDS if target != "lenient"]

@@ -31,8 +31,6 @@ from ckptconv.inspection.verification import verify
 from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same
 
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
-
 #: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit
 #: of a byte has its turn.
 STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 61

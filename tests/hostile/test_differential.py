@@ -20,8 +20,6 @@ from tests.fuzz.mutators import MUTATORS, noise
 from tests.fuzz.seeds import seeds_of
 from tests.support.torch_process import TorchProcess
 
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
-
 #: 300 in the gate, 25,000 in the long run, of each format; pytest's -s shows what became of them.
 CHANGES = 5 * settings().max_examples
 

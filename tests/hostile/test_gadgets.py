@@ -43,8 +43,6 @@ from tests.support import global_calls as ways
 from tests.support.gadgets import GADGETS
 from tests.support.zoo import NEEDS_PROTOCOL, ZOO, save
 
-pytestmark = pytest.mark.no_cover
-
 
 def graph_of(data: bytes) -> Graph:
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")

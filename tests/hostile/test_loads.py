@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-import pytest
 from hypothesis import settings
 
 from ckptconv.errors import CkptconvError
@@ -17,8 +16,6 @@ from ckptconv.formats import opening
 from ckptconv.safety.torch_load import torch_loading
 from tests.support.mutants import LEVELS, kinds, mutant
 from tests.support.torch_process import TorchProcess
-
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
 
 #: 240 in the gate, 20,000 in the long run; pytest's -s shows what became of them.
 MUTANTS = int(os.environ.get("CKPTCONV_MUTANTS", 4 * settings().max_examples))

@@ -151,8 +151,6 @@ from tests.support.polyglots import (
 )
 from tests.support.writers import distributed, scripted
 
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
-
 Write = Callable[..., Path]
 MIB = 1 << 20
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}

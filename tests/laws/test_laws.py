@@ -31,8 +31,6 @@ from tests.support.injection import content_of
 from tests.support.judge import assert_same, tags_of
 from tests.support.reduced import Reduced
 
-pytestmark = pytest.mark.no_cover  # what goes over all modules again and again
-
 #: Each example is several files on a disk: in the long run a thousand are enough.
 FEW = settings(max_examples=min(settings().max_examples, 1000))
 

@@ -7,8 +7,11 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import ckptconv
 
+pytestmark = pytest.mark.no_cover
 LINES, PARAMETERS = 60, 8
 #: Their keywords are what a user can ask for, declared in ``conversion.options``.
 PUBLIC = {"convert", "diff", "jobs_in", "save"}

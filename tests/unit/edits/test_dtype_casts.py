@@ -545,6 +545,7 @@ def dtypes_of(obj: Any) -> list[str]:
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
@@ -1107,6 +1108,7 @@ def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
     assert found["late"].tolist() == [-1.0, -1.0]
 
 
+@pytest.mark.no_cover
 def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
     """Looked at a few times for each name, and not once for each other one."""
     weight = torch.ones(2)

@@ -556,6 +556,7 @@ HOLDER = Plain()
 HOLDER.members = {HOLDER}  # type: ignore[attr-defined]
 
 
+@pytest.mark.no_cover
 @example(RING[0], 2)
 @example(RING, 4)
 @example(HOLDER, 2)

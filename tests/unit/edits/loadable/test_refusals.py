@@ -262,13 +262,14 @@ def test_little_that_says_much(tmp_path: Path) -> None:
         loadable({"a": arrays}, tmp_path / "a.pt")
 
 
+@pytest.mark.no_cover
 def test_many_objects(tmp_path: Path) -> None:
-    """A hundred thousand of them, shared and not."""
+    """Twenty thousand of them, shared and not."""
     same = argparse.Namespace(x=1)
-    obj = [argparse.Namespace(n=n, same=same, f=np.float64(n)) for n in range(50_000)]
+    obj = [argparse.Namespace(n=n, same=same, f=np.float64(n)) for n in range(10_000)]
     found, made = loadable(obj, tmp_path / "a.pt")
-    assert len(made) == 100_001
-    assert found[-1] == {"n": 49_999, "same": {"x": 1}, "f": 49_999.0}
+    assert len(made) == 20_001
+    assert found[-1] == {"n": 9_999, "same": {"x": 1}, "f": 9_999.0}
     assert found[0]["same"] is found[-1]["same"]
 
 
