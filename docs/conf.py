@@ -16,6 +16,7 @@ exclude_patterns = ["make_picture.py"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
+html_js_files = ["search.js"]
 html_title = "ckptconv"
 html_show_sourcelink = False
 html_copy_source = False
