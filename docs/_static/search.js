@@ -12,7 +12,7 @@
     return new Set(Array.isArray(pages) ? pages : [pages]);
   };
 
-  const rank = (words) => {
+  const rank = (words, query) => {
     const { docnames, filenames, terms, titles, titleterms } = Search._index;
     const weights = new Array(docnames.length).fill(0);
     for (const word of words) {
@@ -22,7 +22,10 @@
       for (const page of pages) weights[page] += rare * (title.has(page) ? titleWeight : 1);
     }
     docnames.forEach((name, page) => {
-      if (name.startsWith("fix/") && name !== "fix/index") weights[page] *= errorPage;
+      if (!name.startsWith("fix/") || name === "fix/index") return;
+      const said = splitQuery(titles[page].toLowerCase());
+      const there = said.filter((word) => query.includes(word)).length;
+      weights[page] *= errorPage + there / said.length; // of two pages, that which is the message, not part of it
     });
     const best = Math.max(...weights);
     return docnames
@@ -36,7 +39,7 @@
     if (typeof Search === "undefined") return; // only the page of the search has it
     const exact = Search.performTermsSearch;
     Search.performTermsSearch = (words, excluded) => {
-      const found = words.size ? rank(words) : [];
+      const found = words.size ? rank(words, new URLSearchParams(window.location.search).get("q").toLowerCase()) : [];
       return found.length ? found : exact(words, excluded); // parts of words, as Sphinx finds them
     };
   });

@@ -83,7 +83,8 @@ def test_every_page_stands_in_a_table_of_contents() -> None:
 def test_an_index_lists_its_pages_by_their_titles() -> None:
     """As links, which a reader of the repository can follow and search, where the table of contents is only names."""
     for index in ((ROOT / "docs" / name / "index.md") for name in ("fix", "how-to", "reference")):
-        listed = re.findall(r"^- \[(.*)\]\((.*)\)$", index.read_text(), re.MULTILINE)
+        text = index.read_text().replace("\n  ", " ")  # a title may be longer than a line
+        listed = re.findall(r"^- \[(.*)\]\((.*)\)$", text, re.MULTILINE)
         pages = (page for page in index.parent.glob("*.md") if page != index)
         assert sorted(listed) == sorted((page.read_text().splitlines()[0][2:], page.name) for page in pages)
 
