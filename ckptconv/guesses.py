@@ -7,8 +7,8 @@ from difflib import get_close_matches
 
 __all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
 
-#: Keywords, their values (None: what is given), and what they are taken for. Of several with one guess, that is meant
-#: which the command or function has.
+#: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
+#: guess, that is meant which the command or function has.
 OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("map_location", None, "device target to-device dev"),
     ("map_location", "cpu", "cpu to-cpu no-cuda no-gpu"),
@@ -19,11 +19,14 @@ OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("dtype", "fp16", "half fp16 float16"),
     ("dtype", "bf16", "bf16 bfloat16"),
     ("dtype", "fp32", "float fp32 float32 full"),
+    ("dtype", "{}=fp32", "keep-fp32 keep-float32 keep-in-fp32 skip-dtype"),
     ("format", None, "out-format output-format to-format out-type save-format"),
-    ("format", "safetensors", "safetensors safe to-safetensors"),
+    ("format", "pt", "pth bin torch pytorch zip"),
+    ("format", "pickle", "pkl pickled"),
+    ("format", "safetensors", "safetensors safe to-safetensors st hf hub"),
     ("format", "legacy", "legacy old-format"),
-    ("max_shard_size", None, "shard-size shard shards split"),
-    ("select", None, "key subkey root"),
+    ("max_shard_size", None, "shard-size shard shards num-shards split"),
+    ("select", None, "key subkey root extract part"),
     ("select", "ema", "ema ema-only only-ema keep-ema"),
     ("include", None, "only keep filter grep"),
     ("exclude", None, "ignore without skip"),
@@ -52,8 +55,8 @@ PATHS = {
     )
     for guess in guesses.split()
 }
-#: The value where none is given.
-USUAL_VALUES = {"strip_prefix": "module."}
+#: The value where none is given, or a number, as in --shards 4.
+USUAL_VALUES = {"strip_prefix": "module.", "max_shard_size": "5GB"}
 #: Options that others have for what is always done here.
 ALWAYS = ("recursive", "r", "backup", "tensors", "list-tensors")
 #: The same for keywords alone: what the command line calls them, and what torch does.
@@ -87,7 +90,10 @@ def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, o
     for keyword, fixed, guesses in (*_KEYWORDS, *OPTIONS):
         if word in guesses.split() and keyword in known:
             if fixed is None:
-                return keyword, USUAL_VALUES.get(keyword) if isinstance(value, bool) else value
+                usual = USUAL_VALUES.get(keyword, None if isinstance(value, bool) else value)
+                return keyword, usual if isinstance(value, int) else value
+            if isinstance(fixed, str) and "{}" in fixed:
+                return keyword, fixed.format(value)
             return keyword, fixed if value is not False else False if fixed is True else None
     places = [each for each in PLACES if each in known]
     if word in PATHS and places and (PATHS[word] == 0 or len(places) > 1 or "obj" in known):

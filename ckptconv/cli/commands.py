@@ -13,6 +13,7 @@ import click
 
 from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
+from ckptconv.guesses import keyword_for
 from ckptconv.hints import shell
 
 __all__ = ["ClosedPipeError", "Command", "Group"]
@@ -54,11 +55,14 @@ class Command(click.Command):
         if isinstance(error, click.MissingParameter):
             ours.expected = " ".join([f"ckptconv {self.name}", *self.collect_usage_pieces(click.Context(self))[1:]])
         elif option and option.metavar:
-            flag = option.opts[-1]
+            flag, word = option.opts[-1], _value_of(option, typed)
             ours.expected = f"{flag} {option.metavar}"
-            word = typed[typed.index(flag) + 1] if flag in typed[:-1] else ""
-            if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)", word)):
-                ours.hint = "is this meant: " + shell(flag, *pair.groups())
+            if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)|s/(.+?)/(.*?)/g?", word)):
+                ours.hint = "is this meant: " + shell(flag, *(each for each in pair.groups() if each is not None))
+        elif option and isinstance(option.type, click.Choice) and (word := _value_of(option, typed)):
+            _, meant = keyword_for(word, True, (option.name,)) or ("", None)
+            ours = UsageError(f"{option.opts[-1]} has no {word}", expected=", ".join(option.type.choices))
+            ours.hint = "is this meant: " + shell(option.opts[-1], meant) if isinstance(meant, str) else None
         return ours
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -129,6 +133,13 @@ def _commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Co
         return {group.name or "": group}
     found = ((name, group.get_command(ctx, name)) for name in group.list_commands(ctx))
     return {name: command for name, command in found if command}
+
+
+def _value_of(option: click.Option, typed: list[str]) -> str:
+    """What stands behind `option` in the words `typed`."""
+    flag = option.opts[-1]
+    inline = next((word.removeprefix(f"{flag}=") for word in typed if word.startswith(f"{flag}=")), "")
+    return typed[typed.index(flag) + 1] if flag in typed[:-1] else inline
 
 
 def _one_value(_: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -216,10 +217,13 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 def _devices(flags: dict[str, Any]) -> Any:
     for rule in flags["maps"]:
         if "=" not in rule:
+            pair = re.fullmatch(r"([a-z]+(?::\d+)?)(?:[:,/]|-?>)([a-z]+(?::\d+)?)", rule)
             raise UsageError(
                 f"{option('map', rule)} has no new device",
                 expected="OLD=NEW, like cuda:0=cuda:1",
-                hint=f"for all tensors: {option('to', rule)}",
+                hint=f"is this meant: {option('map', '='.join(pair.groups()))}"
+                if pair
+                else f"for all tensors: {option('to', rule)}",
             )
     if flags["to"] is not None and "=" in flags["to"]:
         raise UsageError(f"{option('to', flags['to'])} is a rule", expected="a device", hint=option("map", flags["to"]))

@@ -23,7 +23,11 @@ OPTIONS = tuple((Option(name, _VALUE if value is None else value), each) for nam
 COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     guess: (name, options)
     for name, options, guesses in (
-        ("inspect", (), "info show ls list l cat print view summary head dump describe stat keys count doctor why"),
+        (
+            "inspect",
+            (),
+            "info show ls list l cat print view summary head dump describe stat keys count doctor why fix repair",
+        ),
         ("convert", (), "cp mv to map remap retag move cast save export merge transform change"),
         ("convert", (Option("format", "safetensors"),), "to-safetensors safetensors pt2safetensors"),
         ("convert", (Option("format", "pt"),), "to-pt to-pth to-torch to-bin"),
@@ -108,7 +112,7 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
         return owner, [*(each for each in before if each not in outputs), spelled, *behind]
     if guess in COMMANDS:
         return COMMANDS[guess][0], [each for each in (*before, *behind) if os.path.lexists(each)]
-    near = get_close_matches(f"--{guess}", known, n=1, cutoff=0.7)
+    near = get_close_matches(f"--{guess}", known, n=1, cutoff=0.75)
     return (name, [*before, *near, *behind]) if near else None
 
 
@@ -117,12 +121,16 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
     flag, *value = option.words()[0]
     if value == ["cuda"] and behind and behind[0].isdecimal():
         return flag, f"cuda:{behind.pop(0)}"
-    if option.value is not _VALUE:
+    template = "{}" if option.value is _VALUE else str(option.value)
+    if "{}" not in template:
         return flag, *value
     usual = USUAL_VALUES.get(option.keyword)
+    if usual and behind and behind[0].isdecimal():
+        behind.pop(0)
+        return flag, usual
     if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
-        return flag, usual or _VALUE
-    return flag, behind.pop(0)
+        return flag, usual or template.format(_VALUE)
+    return flag, template.format(behind.pop(0))
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:

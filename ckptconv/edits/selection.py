@@ -309,7 +309,9 @@ def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
     if not found and "/" in path:
         found = [place for written, place in known if matches(path, written, None)]
     if not found:
-        near = get_close_matches(path, [written for written, _ in known[:_LOOKED_AT]], n=1)
+        every = [written for written, _ in known[:_LOOKED_AT]]
+        parts = [written for written in every if "/" not in written]  # which are what people mean by one word
+        near = get_close_matches(path, parts, n=1) or get_close_matches(path, every, n=1)
         error = NoMatchError(
             f"nothing stands at {path}",
             where=checkpoint.source.path,

@@ -5,6 +5,7 @@ That it is one part of a distributed checkpoint is what the files beside it say.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,8 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         if is_missing and (no_path := no_path_error(name, is_output=False)):
             raise no_path from None
         near = name_like(Path(name)) if is_missing else None
+        if is_missing and glob.glob(name):
+            error.hint = "a shell puts the files in its place where it is not quoted"
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise
 

@@ -42,6 +42,9 @@ MEANT = {
     "convert ddp.pt o.pt --shrink": "convert ddp.pt o.pt --compact",
     "convert run.pt o.pt --drop-optimizer": "convert run.pt o.pt --drop optimizer",
     "convert run.pt o.pt --ema": "convert run.pt o.pt --select ema",
+    "convert run.pt o.pt --extract model": "convert run.pt o.pt --select model",
+    "convert ddp.pt o.pt --dtype bf16 --keep-fp32 *.w": "convert ddp.pt o.pt --dtype bf16 --dtype '*.w=fp32'",
+    "convert ddp.pt o --shards 4": "convert ddp.pt o --max-shard-size 5GB",
     # several at once, other commands' options, and what is nearly right
     "convert --input ddp.pt --output o.pt --cpu -y": "convert ddp.pt --to cpu --force o.pt",
     "convert ddp.pt o.pt --dtpye bf16": "convert ddp.pt o.pt --dtype bf16",
@@ -61,6 +64,7 @@ MEANT = {
     "shrink ddp.pt o.pt": "convert ddp.pt o.pt --compact",
     "count ddp.pt": "inspect ddp.pt",
     "doctor ddp.pt": "inspect ddp.pt",
+    "fix ddp.pt": "inspect ddp.pt",
     "help convert": "convert -h",
     "help": "-h",
     "version": "--version",
@@ -98,6 +102,14 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
     [
         ("convert ddp.pt o.pt --frobnicate", "convert has no option --frobnicate; ckptconv convert -h lists"),
         ("convert ddp.pt o.pt --half --frobnicate", "convert has no option --half; ckptconv convert -h lists"),
+        ("convert ddp.pt o.pt --quantize 8bit", "convert has no option --quantize; ckptconv convert -h lists"),
+        (
+            "convert ddp.pt o --format hf",
+            "--format has no hf (expected pt, legacy, pickle, safetensors); is this meant: --format s",
+        ),
+        ("convert ddp.pt o --format=dcp", "--format has no dcp (expected pt, legacy, pickle, safetensors)\n"),
+        ("convert ddp.pt o.pt --rename s/module/net/", "is this meant: --rename module net"),
+        ("convert ddp.pt o.pt --map cuda:1:cuda:0", "is this meant: --map cuda:1=cuda:0"),
         ("frobnicate ddp.pt", "no command is called frobnicate (expected convert, diff"),
         ("convert ddp.pt o.pt --device", "ckptconv convert ddp.pt o.pt --to VALUE"),
         ("convert 'a b.pt' o.pt --cpu", "ckptconv convert 'a b.pt' o.pt --to cpu"),
@@ -106,6 +118,18 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
 def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
     """No command line is made up; what has blanks is quoted, and what is missing has a word."""
     command(*shlex.split(typed), status=2, err=words)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("convert run.pt o.pt --drop optimizer_state_dict", "is optimizer meant?"),
+        ("inspect '*.pt'", "a shell puts the files in its place where it is not quoted"),
+    ],
+)
+def test_what_is_nearly_there(typed: str, words: str, command: Command) -> None:
+    """In the file, or in the folder."""
+    command(*shlex.split(typed), status=1, err=words)
 
 
 def test_guesses_are_no_words_of_ours() -> None:

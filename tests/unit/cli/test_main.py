@@ -50,7 +50,7 @@ from tests.support.command import Command
         (["convert", "{src}", "{out}", "--rename", "a=b"], 2, ["REGEX REPL", "is this meant: --rename a b"]),
         (["convert", "{src}", "{out}", "--rename", "a=b", "--force"], 2, ["is this meant: --rename a b"]),
         (["convert", "{src}", "{out}", "--to"], 2, ["expected --to DEVICE"]),
-        (["convert", "{src}", "{out}", "--format", "zip"], 2, ["ckptconv: ", "'pt', 'legacy'"]),
+        (["convert", "{src}", "{out}", "--format", "zip"], 2, ["ckptconv: ", "pt, legacy"]),
         (["convert", "{src}", "{out}", "--to", "safetensors"], 2, ["try: --format safetensors"]),
         (["convert", "{src}", "{out}", "--to", "half"], 2, ["try: --dtype fp16"]),
         (["diff", "{src}"], 2, ["expected ckptconv diff A B"]),
