@@ -9,7 +9,6 @@ import contextlib
 import errno
 import io
 import os
-import resource
 import stat
 import threading
 from bisect import bisect_right
@@ -26,6 +25,7 @@ from ckptconv.errors import (
     InputChangedError,
     InputError,
     MissingInputError,
+    UnsupportedError,
     UsageError,
 )
 from ckptconv.hints import UNNAMED
@@ -73,6 +73,16 @@ class BinaryFile(Protocol):
 
 #: What can be read: a path, or a file object.
 Input: TypeAlias = "str | os.PathLike[str] | BinaryFile"
+
+
+def check_system() -> None:
+    """Raise UnsupportedError where Python cannot read and write files by position, as on Windows."""
+    if not hasattr(os, "pread"):
+        raise UnsupportedError(
+            "this system has no reading and writing of files by position, which ckptconv needs",
+            expected="Linux or macOS",
+            hint="on Windows, install and run it in WSL",
+        )
 
 
 class Readable:
@@ -275,6 +285,7 @@ class Source(Readable):
 
         Raises InputError where it cannot be read, is no regular file, or is being changed in place.
         """
+        check_system()
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
             raise InputError("no path given: it is empty")
@@ -444,6 +455,8 @@ def _leave_spare(fd: int) -> None:
     """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
     as many as it may: a set can have more shards than the usual 1,024.
     """
+    import resource  # which is of Unix alone: without it, all but this can be imported
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE

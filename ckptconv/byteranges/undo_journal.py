@@ -55,7 +55,6 @@ _SUM = 32  # bytes of a SHA-256
 NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
 _POISON = 2  # bytes at most, of a change
 _NAME = re.compile(r"\.(.+)\.ckptconv-undo", re.DOTALL)
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | _FLAGS)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield fd
     finally:

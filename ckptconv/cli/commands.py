@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ckptconv.byteranges.sources import check_system
 from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
 from ckptconv.guesses import keyword_for
@@ -46,6 +47,11 @@ class Command(click.Command):
             ) from None
         except click.UsageError as error:
             raise self._as_ours(error, typed) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Raises UnsupportedError where no command can."""
+        check_system()
+        return super().invoke(ctx)
 
     def _as_ours(self, error: click.UsageError, typed: list[str]) -> UsageError:
         """`error` in one line, with the arguments that the command or the option expects."""

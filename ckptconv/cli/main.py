@@ -35,7 +35,7 @@ Examples:
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
     _open_closed_streams()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     words = sys.argv[1:] if args is None else args
@@ -61,7 +61,7 @@ def main(args: list[str] | None = None) -> int:
         return 130
     except (ClosedPipeError, BrokenPipeError):
         _forget_output()
-        return 128 + signal.SIGPIPE  # as cat ends
+        return 141  # as cat ends: 128 and the number of SIGPIPE
     except OSError as error:  # of standard output: a disk that is full
         click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
         _forget_output()

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Source, SourceFolder
+from ckptconv.byteranges.sources import Source, SourceFolder, check_system
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
 from ckptconv.conversion.discovery import is_hub_blob
 from ckptconv.conversion.options import OutputOptions
@@ -254,6 +254,7 @@ def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
 @contextmanager
 def open_locked(path: Path) -> Iterator[int]:
     """The file at `path`, open for writing and locked. Raises InputError, OutputError, RefusedError."""
+    check_system()
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise InputError("no regular file", where=path)

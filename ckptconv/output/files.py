@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_shared
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Readable, check_system
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
@@ -136,6 +136,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
 
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
+    check_system()
     transfer = Transfer(file)
     kept = _kept_mode(file.path)
     mode = file.mode | stat.S_IWUSR if kept is None else kept

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import struct
 import sys
@@ -68,7 +67,9 @@ def _rename(old: str, new: str, flag: int) -> bool:
 def share_block(src: int, dst: int, block: int) -> bool:
     """Whether the first `block` bytes of `src` could be shared with `dst` instead of copied; they now are."""
     try:
+        import fcntl
+
         fcntl.ioctl(dst, _FICLONERANGE, struct.pack("qQQQ", src, 0, block, 0))
-    except OSError:
+    except (ImportError, OSError):
         return False
     return sys.platform == "linux"
