@@ -27,7 +27,7 @@ from tests.support.writers import scripted
 
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs/reference/options.md").read_text()
-API = (ROOT / "docs/reference/api.md").read_text()
+API = "".join((ROOT / f"docs/reference/{name}.md").read_text() for name in ("api", "api-results"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
