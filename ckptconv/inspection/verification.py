@@ -27,6 +27,7 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
     count,
+    size,
 )
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
@@ -250,7 +251,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
     for note in checkpoint.notes:
         yield Finding("warning" if note in checkpoint.warnings else "note", note, str(path))
     for each in checkpoint.unused:
-        yield Finding("note", f"{each.path}, {each.nbytes:,} bytes: {each.why}", str(path))
+        yield Finding("note", f"{each.path}, {size(each.nbytes)}: {each.why}", str(path))
 
 
 def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:

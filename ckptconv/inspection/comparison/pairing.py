@@ -28,7 +28,7 @@ from ckptconv.checkpoint.rebuild_functions import (
     strided_part,
     torch_device,
 )
-from ckptconv.errors import LimitError, count
+from ckptconv.errors import LimitError, count, size
 from ckptconv.formats.pickle_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
 from ckptconv.limits import LIMITS
@@ -169,7 +169,7 @@ class Side:
             return f"a tensor, {info.dtype} {list(info.shape)}"
         if isinstance(node, PersistentId):
             storage = self.storages.get(id(node))
-            return f"storage of {storage.nbytes:,} bytes on {storage.device}" if storage else "a reference"
+            return f"storage of {size(storage.nbytes)} on {storage.device}" if storage else "a reference"
         data = self.data(node)
         if data and isinstance(node, Call):
             return describe(data.of) if isinstance(data.of, bytes) else f"{data.kind} of {data.of.length:,} bytes"

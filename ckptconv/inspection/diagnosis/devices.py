@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ckptconv.edits.devices import FAMILIES
-from ckptconv.errors import count
+from ckptconv.errors import count, size
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 
@@ -103,7 +103,7 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
         nbytes = sum(storage.nbytes for storage in storages if storage.device == tag)
         where = "the optimizer" if path == "." else path
         text = (
-            f"the state of {where} is on {tag} ({nbytes:,} bytes): without map_location, each process of a run loads it"
+            f"the state of {where} is on {tag} ({size(nbytes)}): without map_location, each process of a run loads it"
             " onto that GPU"
         )
         yield Issue("optimizer", text, Fix("-resume", maps={tag: "cpu"}))

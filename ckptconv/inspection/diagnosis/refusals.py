@@ -9,7 +9,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.errors import count, some
+from ckptconv.errors import count, size, some
 from ckptconv.formats import plain_pickle, torch_legacy
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.distributed.rank_names import about_one
@@ -95,7 +95,7 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
         if is_script:
             return None, "it has no state dict"
         return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
-    share = f"{part.nbytes:,} of {_total(checkpoint):,} bytes"
+    share = f"{size(part.nbytes)} of {size(_total(checkpoint))}"
     left = found.left_out(part)
     lost = f", without {some(left, SHOWN)}" if left else ""
     if part.module:

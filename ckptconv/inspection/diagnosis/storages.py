@@ -9,6 +9,7 @@ from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.views import extent
+from ckptconv.errors import size
 from ckptconv.formats import safetensors
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
@@ -38,10 +39,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
     if lost <= _NOTABLE or 2 * lost <= total:
         return
     first = views[max(unused, key=lambda storage: unused[storage])][0]
-    text = (
-        f"{lost:,} of {total:,} stored bytes are in no tensor ({first.path} is {first.nbytes:,} bytes of a larger"
-        " storage)"
-    )
+    text = f"{size(lost)} of {size(total)} stored are in no tensor ({first.path} is {size(first.nbytes)} of a larger storage)"
     deflated = any(isinstance(storage.data, Inflate) for storage in unused)
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 

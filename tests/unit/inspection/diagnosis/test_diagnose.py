@@ -313,7 +313,7 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
     assert [f.text.partition(" refuses ")[2] for f in found.findings] == [
         "argparse.Namespace, at args",
         f"{__name__}.Unknown, at cls and 2 more places;"
-        " the state dict alone loads (68 of 68 bytes, without args, log, cls)",
+        " the state dict alone loads (68 B of 68 B, without args, log, cls)",
     ]
     assert [f.command for f in found.findings] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
     assert not loads("m.pt")
@@ -341,7 +341,7 @@ def test_many_classes_are_three_lines_and_one() -> None:
     code = [f for f in found.findings if f.kind == "code"]
     assert [f.command is None for f in code] == [True, True, True, False]
     others = "builtins.frozenset, builtins.range"
-    assert code[3].text == f"and 2 more like that: {others}; the state dict alone loads (68 of 68 bytes, without x)"
+    assert code[3].text == f"and 2 more like that: {others}; the state dict alone loads (68 B of 68 B, without x)"
     assert loads(mended("m.pt", "code"))
 
 
@@ -355,7 +355,7 @@ def test_the_largest_part_that_loads() -> None:
     found = diagnosed(
         {"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(1), "args": [torch.ones(1), UNKNOWN]}
     )
-    assert "data alone loads (36 of 44 bytes, without tensor, args)" in only(found, "code").text
+    assert "data alone loads (36 B of 44 B, without tensor, args)" in only(found, "code").text
     assert loads(mended("m.pt", "code"))
     found = diagnosed({"x": [torch.ones(9), UNKNOWN], "y": torch.ones(1)})
     assert command_of(found, "code").endswith("--select 'x[0]'")
@@ -517,7 +517,7 @@ def test_views_of_large_storages() -> None:
     """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
     large = torch.zeros(1_000_000)
     found = diagnosed({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1})
-    assert "3,999,960 of 4,000,012 stored bytes" in only(found, "views").text
+    assert "4 MB of 4 MB stored" in only(found, "views").text
     assert mended("m.pt", "views").stat().st_size < 5000
     torch.save({"model": {"b": torch.ones(3)}, "batch": [large[:10]]}, "n.pt")
     assert mended("n.pt", "views").stat().st_size < 5000
