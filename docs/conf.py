@@ -19,6 +19,7 @@ html_css_files = ["narrow.css"]
 html_js_files = ["search.js"]
 html_title = "ckptconv"
 html_show_sourcelink = False
+html_show_copyright = False
 html_copy_source = False
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]

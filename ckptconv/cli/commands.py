@@ -66,7 +66,7 @@ class Command(click.Command):
             if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)|s/(.+?)/(.*?)/g?", word)):
                 ours.hint = "is this meant: " + shell(flag, *(each for each in pair.groups() if each is not None))
         elif option and isinstance(option.type, click.Choice) and (word := _value_of(option, typed)):
-            _, meant = keyword_for(word, True, (option.name,)) or ("", None)
+            _, meant = keyword_for(word, True, (option.name or "",)) or ("", None)
             ours = UsageError(f"{option.opts[-1]} has no {word}", expected=", ".join(option.type.choices))
             ours.hint = "is this meant: " + shell(option.opts[-1], meant) if isinstance(meant, str) else None
         return ours
@@ -141,7 +141,7 @@ def _commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Co
     return {name: command for name, command in found if command}
 
 
-def _value_of(option: click.Option, typed: list[str]) -> str:
+def _value_of(option: click.Parameter, typed: list[str]) -> str:
     """What stands behind `option` in the words `typed`."""
     flag = option.opts[-1]
     inline = next((word.removeprefix(f"{flag}=") for word in typed if word.startswith(f"{flag}=")), "")

@@ -33,7 +33,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 def shell_lines() -> list[str]:
     """The commands of the README and of the page of options, without what is said beside them."""
-    return list(dict.fromkeys(re.findall(r"^(ckptconv .*?)(?:   .*)?$", README + OPTIONS, re.MULTILINE)))
+    return list(
+        dict.fromkeys(re.findall(r"^(?:\| `)?(ckptconv .*?)(?:   .*|` \|.*)?$", README + OPTIONS, re.MULTILINE))
+    )
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:

@@ -39,7 +39,8 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
     if lost <= _NOTABLE or 2 * lost <= total:
         return
     first = views[max(unused, key=lambda storage: unused[storage])][0]
-    text = f"{size(lost)} of {size(total)} stored are in no tensor ({first.path} is {size(first.nbytes)} of a larger storage)"
+    larger = f"({first.path} is {size(first.nbytes)} of a larger storage)"
+    text = f"{size(lost)} of {size(total)} stored are in no tensor {larger}"
     deflated = any(isinstance(storage.data, Inflate) for storage in unused)
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 

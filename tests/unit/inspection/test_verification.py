@@ -296,7 +296,7 @@ def test_a_run_that_is_damaged_needs_no_code(chunks: list[Path]) -> None:
     first, *_, last = chunks
     first.write_bytes(first.read_bytes() + b"more bytes")
     (note,) = verify(first.parent).findings
-    assert (note.level, note.what) == ("note", f"{first.name}, 10 bytes: nothing is stored in that much of it")
+    assert (note.level, note.what) == ("note", f"{first.name}, 10 B: nothing is stored in that much of it")
     last.write_bytes(last.read_bytes()[:-1])
     assert set(levels_of(verify(first.parent))) == {"damaged", "note"}
 
