@@ -67,7 +67,7 @@ __all__ = ["convert_command"]
         "--drop",
         metavar="PATH",
         multiple=True,
-        help="Leave out what stands at PATH, such as optimizer, whatever it is; a glob with a / is for several.",
+        help="Leave out the part at PATH, such as optimizer. A glob with a / leaves out several.",
     ),
 )
 @group(
@@ -88,7 +88,7 @@ __all__ = ["convert_command"]
         help="Make plain what is only data (numpy, Namespace, OmegaConf, ...), so that weights_only=True loads it all.",
     ),
     click.option(
-        "--loadable-objects", is_flag=True, help="The same, and make of other objects dicts that name their class."
+        "--loadable-objects", is_flag=True, help="The same, and turn other objects into dicts that name their class."
     ),
     click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows."),
 )
@@ -96,7 +96,7 @@ __all__ = ["convert_command"]
     "Output",
     "run/ cpu/ --to cpu -j 2 --copy-others",
     click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC."),
-    click.option("-i", "--in-place", is_flag=True, help="Change SRC in its own file, at once; no DST. See undo."),
+    click.option("-i", "--in-place", is_flag=True, help="Change the file SRC itself. undo takes it back."),
     click.option("--no-undo", is_flag=True, help="In place: keep no journal for undo once the change is on the disk."),
     click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done."),
     click.option(
@@ -114,8 +114,8 @@ __all__ = ["convert_command"]
         help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
     ),
     click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names."),
-    click.option("--copy-others", is_flag=True, help="Of a folder SRC, copy what is no checkpoint too."),
-    click.option("--skip-existing", is_flag=True, help="Leave what exists as it is, whatever --force says."),
+    click.option("--copy-others", is_flag=True, help="Copy the other files of a folder SRC too."),
+    click.option("--skip-existing", is_flag=True, help="Leave outputs that exist as they are, even with --force."),
     click.option(
         "-j",
         "--jobs",

@@ -46,7 +46,7 @@ __all__ = ["diff_command"]
     ),
     click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X."),
     click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else."),
-    click.option("--full", is_flag=True, help="Read what has one checksum in A and B too; else it is taken for equal."),
+    click.option("--full", is_flag=True, help="Read data with equal checksums too. Without it, they count as equal."),
 )
 @name_options
 @take_options
@@ -55,7 +55,7 @@ __all__ = ["diff_command"]
     "a.pt b.pt -q",
     click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes."),
     click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it."),
-    click.option("-v", "--verbose", is_flag=True, help="List each tensor, those that differ alike too."),
+    click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way."),
     debug_option,
 )
 def diff_command(
@@ -69,13 +69,13 @@ def diff_command(
 ) -> int:
     """Say whether two checkpoints are the same, and where not.
 
-    Compared are names, dtypes, shapes, devices, values, and what is no tensor, whatever the containers of A and B;
-    where one is safetensors, the state dict of the other is taken. NaN equals NaN, and -0.0 equals 0.0. --state-dict,
-    --select, --include and --exclude are for both, and where B has nothing such it is compared whole; the edits of
-    names are for A. They apply in the order that convert has.
+    It compares names, dtypes, shapes, devices, values, and what is no tensor. A and B may have different containers. If
+    one is safetensors, the state dict of the other is taken. NaN equals NaN, and -0.0 equals 0.0. --state-dict,
+    --select, --include and --exclude are for A and B. If B has no such part, the whole of it is compared. Options that
+    change names are for A. They apply in the order of convert.
 
-    Of two folders, the checkpoints in them are compared by their names, each with its own lines; of a folder and a
-    file, the one of that name.
+    If A and B are folders, checkpoints of the same name are compared, each with its own lines. If one is a file, it is
+    compared with the file of its name in the folder.
     """
     style = style_of(sys.stdout)
     shown = _Shown(style, as_json=as_json, quiet=quiet, verbose=verbose)

@@ -55,8 +55,8 @@ __all__ = ["inspect_command"]
 def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: Any) -> int:
     """Show what is in checkpoints, without loading them.
 
-    Of a folder, and of more than two, there is a table with a line for each; shards and folders of
-    torch.distributed.checkpoint count as one.
+    A folder, or more than two files, gives a table with a line for each checkpoint. Shards, and folders of
+    torch.distributed.checkpoint, count as one.
     """
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))

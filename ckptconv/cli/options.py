@@ -54,8 +54,8 @@ take_options = group(
         "--state-dict",
         is_flag=True,
         help=(
-            "Take the state dict alone, wherever it is, or that of a model that was pickled whole; safetensors always"
-            " does."
+            "Take the state dict alone, wherever it is, also from a model that was pickled whole. Safetensors needs no"
+            " such option."
         ),
     ),
     click.option("--select", metavar="PATH", help="Take the part at PATH as the checkpoint, such as ema/model."),

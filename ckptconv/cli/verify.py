@@ -30,11 +30,11 @@ __all__ = ["verify_command"]
     epilog="Example: ckptconv verify downloads/ --strict",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="What needs code to be loaded is not sound either.")
+@click.option("--strict", is_flag=True, help="Count checkpoints that need code to load as not sound.")
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
 @click.option(
-    "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, those that need code among them."
+    "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, also if they need code."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
 @debug_option
@@ -51,8 +51,8 @@ def verify_command(
 
     Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
 
-    A folder is all checkpoints in it; shards and folders of torch.distributed.checkpoint count as one. One line is
-    printed for each finding.
+    Of a folder, all checkpoints are checked. Shards, and folders of torch.distributed.checkpoint, count as one. Each
+    finding gets a line.
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):

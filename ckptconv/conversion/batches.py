@@ -298,7 +298,7 @@ def _loss(future: Future[Outcome]) -> BaseException | None:
 
 def _lost(job: Job, error: BaseException) -> CkptconvError:
     return OutputError(
-        f"it was not done in {_ATTEMPTS} attempts: what did it ended before ({type(error).__name__}: {error})",
+        f"its process ended too early, {_ATTEMPTS} times ({type(error).__name__}: {error})",
         where=job.src,
-        hint="if memory ran out: fewer at a time",
+        hint="if memory ran out, convert fewer at a time",
     )

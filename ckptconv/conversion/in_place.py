@@ -154,7 +154,7 @@ def _plan(
         raise missing[0]
     if edits.unwrap and len(shards) > 1 and len(wrapped) > 1:
         raise RefusedError(
-            "only in some shards all names begin with module., so it is none of a wrapper",
+            "in some shards all names begin with module. and in others not, so no wrapper put it there",
             where=index or files[0].path.parent,
             hint=option("strip_prefix", "module.") + " takes it off anyway",
         )
@@ -231,8 +231,8 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
         )
     if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap):
         raise UsageError(
-            option("in_place") + " without anything to change",
-            expected="another device, or other names, to be asked for",
+            option("in_place") + " is given, and no change",
+            expected="a new device or new names",
         )
 
 

@@ -104,7 +104,9 @@ def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitS
     ]
     if leader[3] == DONE and len(others) + 1 < len(names):
         lost = [name for name in names if name not in (leader[0].name, *others)]
-        raise RefusedError("files of the set were changed or undone by themselves since", where=target, got=some(lost))
+        raise RefusedError(
+            "some files of the set were changed or undone one by one since then", where=target, got=some(lost)
+        )
     files = [leader, *map(open_member, others)]
     for path, _, member, _ in files[1:]:
         if member.leader != leader[0].name:

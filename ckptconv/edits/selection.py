@@ -89,7 +89,7 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
         known, meant = "", joined("the checkpoint is a state dict itself", _look_for(checkpoint, Option("tree")))
     return NoMatchError(
-        f"neither an object nor a tensor stands at {path or repr(path)}",
+        f"nothing stands at {path or repr(path)}",
         where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
         hint=meant or _look_for(checkpoint, Option("tree")),

@@ -78,7 +78,7 @@ def read(
         offsets = saved_offsets(header, source.path)
         if offsets is None:
             raise MalformedError(
-                f"among parts of tensors stands a file without {SHARDING_INFO}",
+                f"a file without {SHARDING_INFO} stands among parts of tensors",
                 where=source.path,
                 hint="move what is no part of the checkpoint to another folder",
             )

@@ -82,7 +82,9 @@ def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) 
             hint = option("format", "pt") + " writes torch's format under this name"
             instead = str(path).replace(suffix, near) if near and not program else ""
             return UsageError(
-                f"{suffix} is what {program} writes" if program else f"{suffix} is no suffix of a checkpoint",
+                f"{suffix} is the format of {program}, which ckptconv does not write"
+                if program
+                else f"{suffix} is no suffix of a checkpoint",
                 where=path,
                 hint=f"is {instead} meant? (" + hint + ")" if instead else hint,
             )

@@ -130,7 +130,7 @@ def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
     found = Refused(checkpoint, [(r.text, r.node) for r in loading.reasons if isinstance(r.node, Node)])
     texts = [reason.text for reason in loading.reasons if reason.node is None]
     texts += [f"{word} (at {path})" for word, (path, _) in found.where.items()]
-    return [Issue("not known", f"{first_few(texts)}: the rules of torch {loading.torch} that were followed do not say")]
+    return [Issue("not known", f"{first_few(texts)}: whether torch {loading.torch} loads that is not known")]
 
 
 class Refused:

@@ -367,7 +367,7 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
             {"select": "a.w"},
             "stands at a.w (expected a path such as m (8 bytes), n (8 bytes))",
         ),
-        ({"m": {"a.w": W}}, {"select": ""}, "neither an object nor a tensor stands at ''"),
+        ({"m": {"a.w": W}}, {"select": ""}, "nothing stands at ''"),
     ],
 )
 def test_what_matches_nothing_is_a_typo(tmp_path: Path, obj: object, edits: Any, said: str) -> None:
