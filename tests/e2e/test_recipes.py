@@ -247,6 +247,7 @@ def writing(make: Callable[[], bytes], attempt: Callable[[], Any] | None = load)
 cut = writing(lambda: saved(state())[:1500])
 pointer = writing(lambda: POINTER, lambda: load(weights_only=False))
 empty = writing(lambda: b"")
+cut_pickle = writing(lambda: pickle.dumps(b"0" * 1000)[:-500], lambda: pickle.loads(Path("model.pt").read_bytes()))
 of_export = writing(lambda: exported(), None)
 
 
@@ -427,6 +428,7 @@ UNREAD = {
     of_export: "a .pt2 archive",
     pointer: "a Git LFS pointer",
     empty: "the file is empty",
+    cut_pickle: "a pickle that was truncated or damaged",
 }
 #: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
@@ -506,6 +508,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     ),
     "UnpicklingError: invalid load key, 'v'": (pointer, lambda: None),
     "EOFError": (empty, lambda: None),
+    "UnpicklingError: pickle data was truncated": (cut_pickle, lambda: None),
     "RuntimeError: Invalid magic number; corrupt file?": (
         pickled,
         lambda: net().load_state_dict(torch.load("model.pt"), strict=True),
