@@ -393,7 +393,7 @@ CASES: dict[str, Case] = {
         f"{DIAGNOSIS}refusals.py:containers:issue legacy",
     ),
     "large storages of small views": Case(
-        saved(lambda: {"a": torch.zeros(1_000_000)[:10]}), "inspect {m}.pt", FINDING.format("stored bytes"),
+        saved(lambda: {"a": torch.zeros(1_000_000)[:10]}), "inspect {m}.pt", FINDING.format("stored are in no tensor"),
         "loads, and is small", lambda made: _equal((list(loads(made)), made.stat().st_size < 5000), (["a"], True)),
         f"{DIAGNOSIS}storages.py:unused_bytes:issue views",
     ),

@@ -99,7 +99,7 @@ def diff(
         rtol: Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``.
         atol: See `rtol`.
         names_only: Compare the names of tensors and nothing else.
-        full: Read what has one checksum in both files too, which is taken for equal else.
+        full: Read data with equal checksums too; without it, they count as equal.
         **options: The keys of :class:`DiffOptions`.
 
     Returns:
