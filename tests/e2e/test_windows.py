@@ -48,7 +48,14 @@ except ckptconv.UnsupportedError as error:
 
 
 @pytest.mark.parametrize(
-    "line", ["inspect a.pt", "convert a.pt b.pt --to cpu", "convert a.pt --in-place --to cpu", "undo a.pt"]
+    "line",
+    [
+        "inspect a.pt",
+        "convert a.pt b.pt --to cpu",
+        "convert a.pt --in-place --to cpu",
+        "undo a.pt",
+        "convert a.pt b.pt c -j 2",
+    ],
 )
 def test_a_command_says_what_it_needs(line: str) -> None:
     """In one line, and the status is that of a failure."""
