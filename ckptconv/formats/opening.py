@@ -91,7 +91,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
             raise no_path from None
         near = name_like(Path(name)) if is_missing else None
         if is_missing and glob.glob(name):
-            error.hint = "a shell puts the files in its place where it is not quoted"
+            error.hint = "type the pattern without quotes: the shell then gives the names of the files"
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise
 

@@ -124,7 +124,7 @@ def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
     ("typed", "words"),
     [
         ("convert run.pt o.pt --drop optimizer_state_dict", "is optimizer meant?"),
-        ("inspect '*.pt'", "a shell puts the files in its place where it is not quoted"),
+        ("inspect '*.pt'", "type the pattern without quotes: the shell then gives the names of the files"),
     ],
 )
 def test_what_is_nearly_there(typed: str, words: str, command: Command) -> None:
