@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import same_streams
+from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Piece
 from ckptconv.checkpoint.model import Checkpoint, Replica
 from ckptconv.errors import RefusedError, require_torch, some
-from ckptconv.hints import option
+from ckptconv.hints import Placeholder, command, option
 from ckptconv.pickles.graph import Call, Dict, Object, walk
 from ckptconv.pickles.paths import Place, is_item, item_segments
 
@@ -76,7 +77,9 @@ def _error(checkpoint: Checkpoint, left: list[Replica]) -> RefusedError:
     for each in left:
         found.setdefault(each.place.path, each.files)
     dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in left))
-    hint = "each rank needs its own: let the files be as they are"
+    folder = checkpoint.source.folder if isinstance(checkpoint.source, SourceFolder) else checkpoint.source.path.parent
+    one = command("convert", folder / left[0].files[0], Placeholder("OUT"))
+    hint = "each rank needs its own, so the run needs all files as they are; that of one rank alone: " + one
     if all(any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors):
         dropped = ["."]  # a conversion leaves no tensor out but others stay
     if "." not in dropped:

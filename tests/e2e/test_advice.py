@@ -1069,6 +1069,7 @@ ELSEWHERE: dict[Site, str] = {
         ],
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
+    "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/refusals.py:_without:option state_dict": (
         "edits/loadable/test_refusals.py::test_where_nothing_would_be_left"
     ),
@@ -1138,6 +1139,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
     "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
+    "formats/foreign/folders.py:_megatron:python": f"{_OTHERS} (Megatron-LM)",
     "formats/foreign/zips.py::python": f"{_OTHERS} (a compiler, for AOTInductor)",
     "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",

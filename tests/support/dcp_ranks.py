@@ -128,10 +128,10 @@ def run(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def run_all(run: Callable[[int, Path], object], folder: Path) -> int:
-    """`run` all processes, each with its number and `folder`; how many failed."""
+def run_all(run: Callable[[int, Path], object], folder: Path, ranks: int = RANKS) -> int:
+    """`run` all processes, so many `ranks`, each with its number and `folder`; how many failed."""
     children = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         child = os.fork()
         if not child:
             status = 1

@@ -1,11 +1,13 @@
-"""A run of four processes, each of which saves its state dict with torch.save, in folders of FOLDER; the first one also
-saves the whole: ``python -m tests.support.rank_runs FOLDER``.
+"""A run of so many processes, by default four, each of which saves its state dict with torch.save, in folders of
+FOLDER; the first one also saves the whole: ``python -m tests.support.rank_runs FOLDER [RANKS]``.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ckptconv
 from tests.support.dcp_ranks import MESH, RANKS, ROWS, run_all
 
 WHOLE = "whole.pt"
+#: The folders with a model's files that a run of any number of processes leaves.
+MODELS = ("fsdp2", "hsdp", "tp", "fsdp1", "fsdp1 of DTensors", "fsdp1 hybrid")
 #: Tensors over two dimensions of processes; of some each process has several strips.
 WITH_STRIPS: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {
     **MESH,
@@ -53,7 +58,7 @@ class Tiny(nn.Module):
 def save(state: Any, folder: Path, name: str = "model") -> None:
     """Save what this rank has in `folder`."""
     folder.mkdir(exist_ok=True)
-    torch.save(state, folder / f"{name}_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
+    torch.save(state, folder / f"{name}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
 
 
 def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", world: int = 2) -> None:
@@ -128,14 +133,23 @@ def fsdp2(folder: Path, mesh: DeviceMesh, name: str) -> None:
     save(extra, folder / name, "extra_state")
 
 
-def fsdp1(folder: Path) -> None:
-    """A model of FSDP1: SHARDED_STATE_DICT, and LOCAL_STATE_DICT, which is flat."""
-    model = FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu"), use_orig_params=True)
-    for kind, name in ((StateDictType.SHARDED_STATE_DICT, "fsdp1"), (StateDictType.LOCAL_STATE_DICT, "flat")):
+def fsdp1(folder: Path, name: str, mesh: DeviceMesh | None = None) -> None:
+    """A model of FSDP1: SHARDED_STATE_DICT, of DTensors where it is given a `mesh`, and without one LOCAL_STATE_DICT,
+    which is flat.
+    """
+    kinds = {StateDictType.SHARDED_STATE_DICT: name}
+    given: dict[str, Any] = {"device_id": torch.device("cpu")}
+    if mesh is None:
+        kinds[StateDictType.LOCAL_STATE_DICT] = "flat"
+    else:
+        strategy = ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+        given |= {"device_mesh": mesh, "sharding_strategy": strategy}
+    model = FullyShardedDataParallel(Tiny(), use_orig_params=True, **given)
+    for kind, each in kinds.items():
         with FullyShardedDataParallel.state_dict_type(model, kind):
-            save(model.state_dict(), folder / name)
+            save(model.state_dict(), folder / each)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        save_whole(model.state_dict(), folder / "fsdp1")
+        save_whole(model.state_dict(), folder / name)
 
 
 def sharded(folder: Path) -> None:
@@ -154,21 +168,66 @@ def sharded(folder: Path) -> None:
     save_whole(dict.fromkeys(state, whole), folder / "sharded")
 
 
-def run(rank: int, folder: Path) -> None:
-    """What the process `rank` does."""
+def run(world: int, rank: int, folder: Path) -> None:
+    """What the process `rank` of a `world` does."""
     warnings.simplefilter("ignore")  # torch's own, about itself
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    spread(folder, square)
-    sharded(folder)
-    fsdp2(folder, init_device_mesh("cpu", (RANKS,)), "fsdp2")
-    fsdp2(folder, init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")), "hsdp")
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    line = init_device_mesh("cpu", (world,))
+    fsdp2(folder, line, "fsdp2")
+    fsdp1(folder, "fsdp1")
+    fsdp1(folder, "fsdp1 of DTensors", line)
+    inner = 1 if world % 2 else 2
+    grid = init_device_mesh("cpu", (inner, world // inner), mesh_dim_names=("ddp", "fsdp"))
+    fsdp2(folder, grid, "hsdp")
+    fsdp1(folder, "fsdp1 hybrid", grid)
+    square = init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=("dp", "tp"))
     fsdp2(folder, square, "tp")
-    fsdp1(folder)
+    if world == RANKS:
+        spread(folder, square)
+        sharded(folder)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def run_ranks(folder: Path, ranks: int = RANKS) -> Path:
+    """`folder`, with what a run of so many processes leaves in it."""
+    subprocess.run([sys.executable, "-m", __name__, folder, str(ranks)], check=True, timeout=300)
+    return folder
+
+
+def bits(value: Any) -> Any:
+    """`value`, its tensors as dtype, shape and bytes: their storages may be laid out in other ways."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().contiguous().clone()
+        return value.dtype, value.shape, bytes(dense.untyped_storage())
+    if isinstance(value, dict):
+        return [(key, bits(inner)) for key, inner in value.items()]
+    return [bits(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def assert_merged(folder: Path, out: Path) -> None:
+    """What becomes of the files in `folder`, a model's, is the whole state dict, which the plain model takes."""
+    ckptconv.convert(folder, out)
+    loaded = torch.load(out, weights_only=True)
+    for name in (WHOLE, f"full.{WHOLE}"):
+        whole = folder.with_name(f"{folder.name}.{name}")
+        if whole.exists() or name == WHOLE:
+            assert bits(loaded) == bits(torch.load(whole, weights_only=True))
+    model = Tiny()
+    torch.nn.init.zeros_(model.embed.weight)
+    model.load_state_dict(loaded, strict=True)
+    assert bits(dict(model.state_dict())) == bits(dict(loaded))
+    assert model.head.weight is model.embed.weight
+
+
+def assert_merged_optimizer(folder: Path, ranks: int, out: Path) -> None:
+    """What becomes of the optimizer's files in `folder` is the whole optimizer's state dict."""
+    ckptconv.convert(folder / f"optim_world_size_{ranks}_rank_*.pt", out)
+    whole = torch.load(folder.with_name(f"{folder.name}.optim.{WHOLE}"), weights_only=True)
+    assert bits(torch.load(out, weights_only=True)) == bits(whole)
+
+
 if __name__ == "__main__":
-    sys.exit(run_all(run, Path(sys.argv[1])))
+    ranks = int(sys.argv[2]) if len(sys.argv) > 2 else RANKS
+    sys.exit(run_all(partial(run, ranks), Path(sys.argv[1]), ranks))

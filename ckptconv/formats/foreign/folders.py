@@ -2,7 +2,8 @@
 
 Looks at names, a bounded number of them, and into small files that stand where a checkpoint should, for they may be Git
 LFS pointers. Sources for the names: ``torch/distributed/checkpoint/filesystem.py`` and ``format_utils.py`` of torch
-2.13, ``deepspeed/utils/zero_to_fp32.py``, transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
+2.13, ``deepspeed/utils/zero_to_fp32.py``, ``megatron/training/checkpointing.py`` and the README of Megatron-LM,
+transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _KNOWN = (
 )  # a table  # fmt: skip
 _SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # whose folder is read as one checkpoint
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
+_RANK = re.compile(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")  # of Megatron-LM: tensor, pipeline and expert parallel ranks
+_STEP = re.compile(r"(iter_[0-9]+|release)/")
+_LATEST = "latest_checkpointed_iteration.txt"
 
 
 class _Folder(NamedTuple):
@@ -204,6 +208,28 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
     return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
 
 
+def _megatron(folder: _Folder) -> _Answer | None:
+    """A step's folder, with one for each rank, or the one above it."""
+    inside = _has_ranks(folder)
+    steps = [] if inside or not folder.has(_LATEST) else [name for name in _folders(folder) if _STEP.fullmatch(name)]
+    if not inside and not any((step := _folder_at(folder.path / name)) and _has_ranks(step) for name in steps):
+        return None
+    where = Path(os.path.abspath(folder.path)).parent if inside else folder.path  # Megatron wants that one
+    whole = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
+    merge = shell(
+        "python", "tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where, "--save-dir", "OUT_FOLDER",
+        *whole,
+    )  # a command  # fmt: skip
+    return _Answer(
+        "a checkpoint of Megatron-LM, each folder of it one rank's part",
+        f"let Megatron-LM merge it, in its repository: {merge}",
+    )
+
+
+def _has_ranks(folder: _Folder) -> bool:
+    return sum(_RANK.fullmatch(name) is not None for name in folder.names) > 1
+
+
 def _listed(folder: _Folder) -> _Answer | None:
     """Whatever looks like a checkpoint by its name, here or further down."""
     found = _found(folder)
@@ -287,6 +313,7 @@ _ROWS: tuple[_Row, ...] = (
     _pointers,
     _model,
     _deepspeed,
+    _megatron,
     _when(
         lambda folder: folder.names & {"saved_model.pb", "saved_model.pbtxt"}, "a TensorFlow SavedModel", _TENSORFLOW
     ),

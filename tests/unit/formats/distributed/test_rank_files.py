@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptconv
@@ -24,7 +24,7 @@ from ckptconv.formats.distributed import rank_parts
 from ckptconv.limits import LIMITS
 from tests.support.command import Command
 from tests.support.conversions import converted, read, refused, run_without_torch
-from tests.support.rank_runs import RANKS, WHOLE
+from tests.support.rank_runs import MODELS, RANKS, WHOLE, assert_merged, assert_merged_optimizer, bits, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
 
@@ -32,35 +32,34 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of a run of four processes."""
-    folder = tmp_path_factory.mktemp("runs")
-    subprocess.run([sys.executable, "-m", "tests.support.rank_runs", folder], check=True, timeout=300)
-    return folder
+    return run_ranks(tmp_path_factory.mktemp("runs"))
 
 
-def bits(value: Any) -> Any:
-    """`value`, its tensors as dtype, shape and bytes: their storages may be laid out in other ways."""
-    if isinstance(value, torch.Tensor):
-        dense = value.detach().contiguous().clone()
-        return value.dtype, value.shape, bytes(dense.untyped_storage())
-    if isinstance(value, dict):
-        return [(key, bits(inner)) for key, inner in value.items()]
-    return [bits(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-@pytest.mark.parametrize("name", ["spread", "sharded", "fsdp1", "fsdp2", "hsdp", "tp"])
+@pytest.mark.parametrize("name", ["spread", "sharded"])
 def test_whole(name: str, runs: Path, tmp_path: Path) -> None:
-    """Of all kinds of runs: what comes out is the whole state dict, bit for bit."""
+    """Of all dtypes, sizes and placements: what comes out is the whole, bit for bit."""
     ckptconv.convert(runs / name, tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert bits(loaded) == bits(torch.load(runs / f"{name}.{WHOLE}", weights_only=True))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, runs: Path, tmp_path: Path) -> None:
+    """Of all kinds of runs: what comes out is the full state dict, bit for bit, and the plain model loads it."""
+    assert_merged(runs / name, tmp_path / "out.pt")
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """As few as can share."""
+    runs = run_ranks(tmp_path, 2)
+    for name in MODELS:
+        assert_merged(runs / name, tmp_path / f"{name}.pt")
+
+
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "tp"])
 def test_optimizer(name: str, runs: Path, tmp_path: Path) -> None:
     """The optimizer's files stand beside the model's, and are asked for by their pattern."""
-    ckptconv.convert(runs / name / "optim_world_size_4_rank_*.pt", tmp_path / "out.pt")
-    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert bits(loaded) == bits(torch.load(runs / f"{name}.optim.{WHOLE}", weights_only=True))
+    assert_merged_optimizer(runs / name, RANKS, tmp_path / "out.pt")
 
 
 def test_by_any_way_in(runs: Path, tmp_path: Path) -> None:
@@ -165,9 +164,29 @@ def test_what_differs_is_refused_until_it_is_left_out(runs: Path, tmp_path: Path
 
 
 def test_extra_state(runs: Path, tmp_path: Path) -> None:
-    """States that each rank needs for itself are no whole, and no option is named that would leave none."""
-    error = refused(RefusedError, "rng/cpu", runs / "fsdp2" / "extra_state_world_size_4_rank_*.pt", tmp_path / "o.pt")
-    assert error.hint == "each rank needs its own: let the files be as they are"
+    """States that each rank needs for itself are no whole: no option is named that would leave none, but the command
+    that takes one rank's.
+    """
+    pattern = runs / "fsdp2" / "extra_state_world_size_4_rank_*.pt"
+    error = refused(RefusedError, "rng/cpu", pattern, tmp_path / "o.pt", force=True)
+    typed = re.search(r"ckptconv\.convert\('(.*)', OUT\)", str(error.hint))
+    assert typed and "drop" not in str(error.hint)
+    first = Path(typed[1])
+    assert first == pattern.with_name("extra_state_world_size_4_rank_0.pt")
+    assert bits(converted(first, tmp_path / "o.pt")) == bits(torch.load(first))
+
+
+def test_buffers_and_scalars(runs: Path, tmp_path: Path) -> None:
+    """What each process has a copy of is taken once, not summed or appended; what has no dimension stays so."""
+    for name in ("fsdp2", "tp", "fsdp1 of DTensors"):
+        one = torch.load(runs / name / "model_world_size_4_rank_0.pt", weights_only=False)
+        whole = converted(runs / name, tmp_path / f"{name}.pt")
+        for buffer in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+            assert bits(whole[buffer]) == bits(one[buffer])
+        assert whole["norm.num_batches_tracked"].shape == ()
+    assert bits(converted(runs / "spread", tmp_path / "out.pt")["scalar"]) == bits(torch.tensor(2.5))
+    optimizer = converted(runs / "fsdp2" / "optim_world_size_4_rank_*.pt", tmp_path / "optim.pt")
+    assert all(state["step"].shape == () for state in optimizer["state"].values())
 
 
 def only_columns(state: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +197,13 @@ def only_columns(state: dict[str, Any]) -> dict[str, Any]:
 
 def spec_of(state: dict[str, Any], name: str = "columns") -> Any:
     return state[name]._spec
+
+
+def larger(state: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Let the tensor say that it has this `shape`, and the part what it has."""
+    spec = spec_of(state)
+    spec.tensor_meta = TensorMeta(torch.Size(shape), (1,) * len(shape), torch.float32)
+    state["columns"] = DTensor(state["columns"]._local_tensor, spec, requires_grad=False)
 
 
 LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
@@ -207,6 +233,9 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
         "not one of this run",
         lambda state, _: setattr(spec_of(state).mesh, "_flatten_rank_map", (0, 1, 2, 3, 7)),
     ),
+    "a shape that lies": ("another shape than its placements say", lambda state, _: larger(state, (5, 80))),
+    "a shape beyond all memory": ("another shape than its placements say", lambda state, _: larger(state, (2**40, 8))),
+    "a shape of more dimensions": ("another shape than its placements say", lambda state, _: larger(state, (5, 8, 1))),
     "a part that is too small": (
         "another shape than its placements say",
         lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 3)),
@@ -234,6 +263,13 @@ def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
     src = edited(runs / "spread", tmp_path / "src", change)
     error = refused(InputError, words, src, tmp_path / "out.pt")
     assert "rank_" in str(error.where) or lie == "two ranks at one place"
+
+
+def test_two_files_claim_one_shard(runs: Path, tmp_path: Path) -> None:
+    """Shards of a ShardedTensor, which does not say its rank, that two files have leave holes elsewhere."""
+    src = shutil.copytree(runs / "sharded", tmp_path / "src")
+    shutil.copy(src / "model_world_size_4_rank_0.pt", src / "model_world_size_4_rank_1.pt")
+    refused(MalformedError, "leave holes", src, tmp_path / "out.pt")
 
 
 def test_meshes_before_2_9(runs: Path, tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def run(error: InputError, folder: Path) -> None:
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 #: By what it is: names, what the message says, the words of the command.
+
+
+def megatron(run: str) -> list[str]:
+    """What merges the checkpoint of Megatron-LM in the folder `run`."""
+    sizes = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1"]
+    script = ["python", "tools/checkpoint/convert.py", "--model-type", "GPT"]
+    return [*script, "--load-dir", run, "--save-dir", "OUT_FOLDER", *sizes]
+
+
 FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "Hugging Face": (
         ["config.json", "pytorch_model.bin", "model.safetensors", "tokenizer.json"],
@@ -112,6 +121,12 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
         "a DeepSpeed ZeRO checkpoint",
         ["python", "-m", "deepspeed.utils.zero_to_fp32", "{}/..", "OUT_FOLDER", "--tag", "my folder"],
     ),
+    "Megatron": (
+        ["latest_checkpointed_iteration.txt", "iter_0000005/mp_rank_00/a", "iter_0000005/mp_rank_01/a"],
+        "a checkpoint of Megatron-LM",
+        megatron("{}"),
+    ),
+    "inside Megatron's": (["mp_rank_00_000/a", "mp_rank_00_001/a"], "a checkpoint of Megatron-LM", megatron("{}/..")),
     "SavedModel": (["saved_model.pb", "variables/"], "a TensorFlow SavedModel", []),
     "TensorFlow": (["checkpoint", "m.index", "m.data-00000-of-00001"], "a TensorFlow checkpoint", []),
     "Orbax": (["_CHECKPOINT_METADATA", "params/"], r"an Orbax checkpoint \(JAX\)", []),
