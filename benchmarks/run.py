@@ -21,6 +21,7 @@ GIB = 1 << 30
 TENSORS = 300
 COPY = 'cp "$1" "$2" && sync "$2"'
 COPY_FOLDER = 'rm -rf "$2" && cp -r "$1" "$2" && sync -f "$2"'
+CLEAR = 'folder="$1"; rm -rf "$folder"; mkdir "$folder"; shift; "$@"; sync -f "$folder"'
 PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
 CKPTCONV = "import sys; from ckptconv.cli.main import main; assert main(sys.argv[1:]) == 0"
 TORCH = """
@@ -115,6 +116,21 @@ dist.destroy_process_group()
 if child:
     os.waitpid(child, 0)
 """
+MAKE_RANKS = f"""
+import os, sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+os.makedirs(sys.argv[1])
+rows = int(sys.argv[2]) // 4 // 4 // {TENSORS} // 2048
+for rank in range(4):
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (4,))
+    parts = {{f"layers.{{i}}.weight": torch.randn(rows, 2048) for i in range({TENSORS})}}
+    state = {{name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in parts.items()}}
+    torch.save(state, os.path.join(sys.argv[1], f"model_world_size_4_rank_{{rank}}.pt"))
+    dist.destroy_process_group()
+"""
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
 MAKE_SEEDED = MAKE.replace("numel =", "torch.manual_seed(0)\nnumel =")
 MAKE_BARE = MAKE_SEEDED.replace("numel =", "torch.serialization.set_crc32_options(False)\nnumel =")
@@ -145,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="64 MiB and 3 runs: whether it works, not how fast")
     parser.add_argument("--runs", type=int, help="runs of each command (default: 9)")
-    parser.add_argument("--folder", type=Path, help="a folder on a disk, with 10 GB free (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="a folder on a disk, with 20 GB free (default: a temporary one)")
     parser.add_argument(
         "--only", metavar="TABLE", nargs="+", choices=TABLES, help=f"of the tables: {', '.join(TABLES)}"
     )
@@ -247,6 +263,21 @@ def distributed(folder: Path, size: int, runs: int) -> None:
     print_table(f"{size / GIB:g} GiB of two processes (DCP) → `.pt`", commands, runs, unit=rival)
     shutil.rmtree(src)
     dst.unlink()
+
+
+def ranks(folder: Path, size: int, runs: int) -> None:
+    """`size` bytes that four processes saved, each its rows, in one file, beside copying the four files."""
+    src, dst = make(folder / "ranks", size, MAKE_RANKS), folder / "dst"
+    unit = "`cp` of the four files + `sync`"
+    clear = ["sh", "-c", CLEAR, "sh", str(dst)]
+    commands = {
+        "`ckptconv convert`": [*clear, *ckptconv("convert", "-q", src, dst / "whole.pt")],
+        unit: [*clear, "cp", *map(str, src.iterdir()), str(dst)],
+        f"{unit} again: the noise": [*clear, "cp", *map(str, src.iterdir()), str(dst)],
+    }
+    print_table(f"{size / GIB:g} GiB of four ranks (FSDP2) → one `.pt`", commands, runs, unit)
+    shutil.rmtree(src)
+    shutil.rmtree(dst)
 
 
 def cast(folder: Path, size: int, runs: int) -> None:
@@ -467,7 +498,8 @@ def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str
 #: Each table by its word, with the part of the size that it takes.
 TABLES: dict[str, tuple[Callable[[Path, int, int], None], float]] = {
     "convert": (convert, 1), "to_safetensors": (to_safetensors, 1), "from_safetensors": (from_safetensors, 1),
-    "legacy": (legacy, 1), "shards": (shards, 1), "distributed": (distributed, 1), "cast": (cast, 2),
+    "legacy": (legacy, 1), "shards": (shards, 1), "distributed": (distributed, 1), "ranks": (ranks, 4),
+    "cast": (cast, 2),
     "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1), "inspect": (inspect, 1), "load": (load, 1),
     "save": (save, 0.5), "many": (many, 1), "share_blocks": (share_blocks, 0.5),
 }  # a table  # fmt: skip
