@@ -5,7 +5,17 @@ from __future__ import annotations
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Node, Set, Value, members_of, set_items
 
-__all__ = ["config_container", "config_node", "described", "frozen_set", "mapping", "named", "namespace", "queue"]
+__all__ = [
+    "config_container",
+    "config_node",
+    "described",
+    "frozen_set",
+    "mapping",
+    "named",
+    "namespace",
+    "queue",
+    "random_state",
+]
 
 #: Attributes that mappings keep for themselves, beside their items.
 _OWN = ("__immutable__", "__deprecated_keys__", "__renamed_keys__", "__new_allowed__", "__frozen", "__parent", "__key")
@@ -80,6 +90,14 @@ def queue(made: Pickled) -> List:
     if held is None or len(made.args) > 2 or made.items or made.attributes():
         raise NotPlain("it is not said as Python says a deque")
     return _list([*held, *made.elements])
+
+
+def random_state(made: Pickled) -> Dict:
+    """The state of a RandomState, in which its generator's stands too."""
+    state = made.states[0] if len(made.states) == 1 else None
+    if not isinstance(state, Dict) or made.items or made.elements:
+        raise NotPlain("its state is not said as numpy says one")
+    return state
 
 
 def frozen_set(members: list[Value]) -> Set:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.edits.selection import holder_of
 from ckptconv.errors import RefusedError, count, some
 from ckptconv.hints import Message, Option, Placeholder, command, joined, option
@@ -57,9 +58,14 @@ def refusal(
     drops = _drops(root, inside, set(why))
     if not _is_something_left(checkpoint, places, drops):
         drops = []
+    needed = [needed_import(why[id(place.node)]) for place in stands]
+    imports = ", ".join(sorted({module for module in needed if module}))
     hints = [
-        _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))),
-        None if is_described else option("loadable_objects") + " makes dicts of objects that are in no table",
+        f"torch.load(weights_only=True) takes what is torch's own after `import {imports}`" if imports else None,
+        _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
+        option("loadable_objects") + " makes dicts of objects that are in no table"
+        if None in needed and not is_described
+        else None,
     ]
     return RefusedError(
         f"{count(len(stands), 'object')} cannot become plain",

@@ -18,6 +18,7 @@ from ckptconv.edits.loadable.containers import (
     mapping,
     namespace,
     queue,
+    random_state,
 )
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of
 from ckptconv.pickles.graph import Call, Value, members_of
@@ -101,6 +102,11 @@ ROWS: tuple[Row, ...] = (
     Row(
         "numpy.dtype", ("numpy.dtype",), lambda _, call, __: dtype_text(call), "text",
         "its name, of which `numpy.dtype` makes the same", "numpy.dtype({x})",
+    ),
+    Row(
+        "numpy.random.RandomState", ("numpy.random._pickle.__randomstate_ctor",),
+        lambda _, __, made: random_state(made), "dict",
+        "its state, of which it draws the same numbers", "RandomState().set_state({x})",
     ),
     *(
         Row(

@@ -67,14 +67,16 @@ def diagnose(
         return Diagnosis([advice(checkpoint, each) for each in issues], None)
     is_script = checkpoint.script_classes is not None
     refused = what_is_refused(checkpoint, loading)
-    code, part = refusals(whole, refused) if refused or is_script else (opcodes(checkpoint), None)
+    code, part, others = opcodes(checkpoint), None, []
+    if refused or is_script:
+        code, part, others = refusals(whole, refused, only_data(whole, refused))
     if not any(issue.blocks for issue in code):
         code = [*code, *around(checkpoint, loading)]
     module = part.module if part else None
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
-    issues += [*partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole), *only_data(whole, refused)]
+    issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]
     issues.sort(key=lambda issue: not issue.blocks)

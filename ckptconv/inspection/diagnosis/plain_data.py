@@ -1,8 +1,8 @@
-"""An issue for files in which all that torch's safe loader refuses is data that can become plain."""
+"""The fix of files in which all that torch's safe loader refuses is data that can become plain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.edits.apply import apply
@@ -11,23 +11,26 @@ from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, count
 from ckptconv.formats import opening
 from ckptconv.hints import Option
-from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope
+from ckptconv.inspection.diagnosis.findings import Fix, Scope
 from ckptconv.pickles.graph import Global, Value
 from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["only_data"]
 
 
-def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Issue]:
-    """That everything `refused` becomes plain, where it does: which is tried, on the file read once more."""
+def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:
+    """What makes everything `refused` plain, and what to say of it, if that can be: which is tried, on the file read
+    once more.
+    """
     source = scope.checkpoint.source
     known = any(isinstance(node, Global) and imported_name(node, 2) in BY_CLASS for _, node in refused)
     if not known or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
-        return
+        return None
     try:
         changes = apply(opening.read_file(source), Edits(loadable=True))
     except CkptconvError:
-        return
+        return None
     plain = count(len(changes.made_plain), "object")
-    text = f"what torch refuses is only data: {plain} made plain, all of it loads, not the weights alone"
-    yield Issue("data", text, Fix("-plain", part=(Option("loadable"),)))
+    return Fix(
+        "-plain", part=(Option("loadable"),)
+    ), f"what torch refuses is only data: {plain} made plain, all of it loads"

@@ -47,11 +47,15 @@ class LoadablePart:
     module: PickledModule | None = None
 
 
-def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[Issue], LoadablePart | None]:
-    """An issue for each thing `refused`, the fix with the last, and what the fix takes."""
+def refusals(
+    scope: Scope, refused: Sequence[tuple[str, Value]], plain: Issue | None = None
+) -> tuple[list[Issue], LoadablePart | None]:
+    """An issue for each thing `refused`, the fix with the last, and what the fix takes: all of it, if `plain` says that
+    what is refused is only data; then a part of it is another issue.
+    """
     found = Refused(scope.checkpoint, refused)
     if found.where and all(map(needed_import, found.where)):
-        return [_to_import(found), *containers(scope.checkpoint)], None
+        return [_to_import(found), *containers(scope.checkpoint)], None, []
     part = found.loadable_part()
     texts = []
     for word, (first, times) in list(found.where.items())[:SHOWN]:
@@ -65,9 +69,13 @@ def refusals(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[list[I
     if unwanted and (part is None or part.nbytes < _total(scope.checkpoint)):
         part = None  # the whole file but for what is refused
     fix, last = _fix(found, part, unwanted)
+    others: list[Issue] = []
+    if plain:
+        others = [Issue("part", last, fix)] if fix else []
+        (fix, last), part = plain, None
     issues = [Issue("code", text, blocks=True) for text in texts]
     issues[-1] = Issue("code", texts[-1] + "; " + last, fix, blocks=True)
-    return [*issues, *containers(scope.checkpoint)], part
+    return [*issues, *containers(scope.checkpoint)], part, others
 
 
 def _to_import(found: Refused) -> Issue:

@@ -24,6 +24,7 @@ from tests.support import zoo
 from tests.support.command import Command
 from tests.support.conversions import refused
 from tests.support.judge import assert_same, refusal
+from tests.support.rank_runs import save_as_ranks
 from tests.unit.edits.loadable.test_table import Odd, loadable
 
 NAME = f"{__name__.rpartition('.')[0]}.test_table.Odd"
@@ -104,6 +105,17 @@ def test_where_nothing_would_be_left(tmp_path: Path) -> None:
     torch.save([torch.nn.Linear(2, 2)], tmp_path / "a.pt")
     assert suggested(tmp_path / "a.pt", tmp_path / "b.pt").words()[-1] == ("--state-dict",)
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", state_dict=True)
+
+
+def test_what_is_torchs_own_names_the_import(tmp_path: Path) -> None:
+    """DTensors need no plain form, and no drop: torch takes them behind that line."""
+    save_as_ranks({"w": torch.ones(4, 2)}, tmp_path / "ranks")
+    src = tmp_path / "ranks" / "model_world_size_2_rank_0.pt"
+    error = refused(RefusedError, "1 object", src, tmp_path / "b.pt", loadable=True)
+    assert error.hint == (
+        "torch.load(weights_only=True) takes what is torch's own after `import torch.distributed.tensor`"
+    )
+    torch.load(src, weights_only=True)  # imported by now
 
 
 def test_every_reason_is_said(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ import torch
 
 import ckptconv
 from ckptconv.edits.loadable.table import BY_CLASS, NUMPY_TYPE, NUMPY_TYPES, OTHER, ROWS
+from ckptconv.errors import RefusedError
 from tests.support.command import Command
+from tests.support.conversions import refused
 from tests.support.judge import assert_same
 
 DOC = (Path(__file__).parents[4] / "docs" / "loadable.md").read_text()
@@ -65,6 +67,12 @@ def a_class(monkeypatch: pytest.MonkeyPatch, full: str, *bases: type, **body: An
     return cls
 
 
+def state_of(state: np.random.RandomState) -> Any:
+    """What ``set_state`` takes, with a list for the array."""
+    said = state.get_state(legacy=False)
+    return {**said, "state": {**said["state"], "key": said["state"]["key"].tolist()}}
+
+
 #: Objects of Python, torch and numpy, and what they become.
 PLAIN: list[tuple[Any, Any]] = [
     (argparse.Namespace(lr=0.1, tags=["a"], sub=argparse.Namespace(x=1)), {"lr": 0.1, "tags": ["a"], "sub": {"x": 1}}),
@@ -95,6 +103,7 @@ PLAIN: list[tuple[Any, Any]] = [
     (np.datetime64("2026-01-02T03:04"), "2026-01-02T03:04"), (np.datetime64("NaT", "s"), "NaT"),
     (np.dtype("float32"), "float32"), (np.dtype(">i8"), ">i8"), (np.dtype("U5"), "<U5"), (np.dtype("S3"), "|S3"),
     (np.dtype("M8[ms]"), "<M8[ms]"), (np.dtype(object), "object"), (np.dtype(bool), "bool"),
+    (np.random.RandomState(0), state_of(np.random.RandomState(0))),
     (np.float32, "float32"), (np.bool_, "bool"), (np.uint8, "uint8"),
 ]  # a table  # fmt: skip
 #: What torch's safe loader takes, and stays.
@@ -112,6 +121,19 @@ def test_every_object_becomes_plain(tmp_path: Path, save: str) -> None:
     assert_same(found[len(PLAIN) :], STAYS)
     named = {int(path[1:-1]) for path, _, _ in made if path.count("[") == 1 and path.endswith("]")}
     assert named == {i for i, (old, _) in enumerate(PLAIN) if old != b""}
+
+
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
+def test_random_states_draw_the_same(tmp_path: Path, generator: Any) -> None:
+    """Whatever their generator; a Generator has a seed sequence beside its state, and is refused."""
+    state = np.random.RandomState(generator(3))
+    state.standard_normal(3)
+    found, _ = loadable({"rng": state}, tmp_path / "a.pt")
+    again = np.random.RandomState(generator())
+    again.set_state(found["rng"])
+    assert again.standard_normal(9).tolist() == state.standard_normal(9).tolist()
+    torch.save([np.random.Generator(generator(3))], tmp_path / "a.pt")
+    refused(RefusedError, r"generator_ctor at \[0\]", tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
 
 
 def test_texts_of_dtypes_are_what_numpy_reads() -> None:

@@ -323,14 +323,20 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
 
 
 def test_what_is_only_data_can_be_made_plain() -> None:
-    """The command keeps all of it; it is not offered where something is no data, for a state dict there is one."""
+    """The first command keeps all of it, and another one the state dict alone; it is not offered where something is no
+    data.
+    """
     obj = {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "epoch": 3}
     found = diagnosed(obj)
-    (plain,) = [each for each in found.findings if each.command and "--loadable" in each.command]
-    assert not plain.blocks and "1 object made plain" in plain.text
+    plain = only(found, "code")
+    assert plain.command == "ckptconv convert m.pt m-plain.pt --loadable" and "1 object made plain" in plain.text
+    assert found.remedy is None and not any("--drop" in (each.command or "") for each in found.findings)
     run(plain.command)
     assert torch.load("m-plain.pt", weights_only=True)["args"] == {"lr": 1}
     assert look("m-plain.pt").loads_here
+    weights = only(found, "part")
+    assert weights.command == "ckptconv convert m.pt m-weights.pt --state-dict" and not weights.blocks
+    assert loads(mended("m.pt", "part"))
     found = diagnosed({**obj, "model": Unknown()})
     assert not any("--loadable" in (each.command or "") for each in found.findings)
 
@@ -721,4 +727,4 @@ def test_every_command_mends_the_corpus(corpus: Path) -> None:
             assert look(path).loads_here
         else:
             seen.update(kinds(check_every_command(path)))
-    assert seen == {"device", "code", "data", "prefix", "inner-model", "optimizer", "ties"}
+    assert seen == {"device", "code", "part", "prefix", "inner-model", "optimizer", "ties"}
