@@ -26,7 +26,7 @@ __all__ = ["SHAPES", "Cost", "file_of", "measured", "seconds_for"]
 
 MB = 1 << 20
 SECONDS_EACH_MB, SECONDS_EACH, FLOOR, EACH = 2.0, 10e-6, 64 * MB, 300
-COMMANDS = ("parse", "inspect", "verify", "convert", "diff")
+COMMANDS = ("parse", "inspect", "verify", "convert", "loadable", "diff")
 #: Python's hash of an integer is its remainder by this.
 _PRIME = (1 << 61) - 1
 _CALL, _WRAPPED = b"cm\nf\n", b"\x80\x04%b."
@@ -112,6 +112,16 @@ def _modules(n: int) -> bytes:
     """Modules that have one dict of parameters."""
     module = b"h\1)\x81}(" + _PARTS[0] + b"h\0" + _PARTS[1] + b"}" + _PARTS[2] + b"}ub"
     return b"](" + _parameters(n // 2) + b"q\0000" + _CLASS + b"q\0010" + module * (n // 26) + b"e"
+
+
+#: A dtype of numpy's, float64, as memo 1.
+_FLOATS = b"cnumpy\ndtype\n\x8c\2f8\x89\x88\x87R(K\3\x8c\1<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tbq\0010"
+_ARRAY = b"h\0h\2K\0\x85C\1b\x87R(K\1K\1\x85h\1\x89C\x08\0\0\0\0\0\0\xf0?tb"
+
+
+def _data(made_by: bytes, each: bytes, opcodes: int, before: bytes = b"") -> Callable[[int], bytes]:
+    """A list of objects, each of so many `opcodes`, that are made by what is memo 0."""
+    return lambda n: before + made_by + b"q\0000](" + each * (n // opcodes) + b"e"
 
 
 #: By name, what makes a value of about so many opcodes.
@@ -217,6 +227,16 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a text encoded": _shared(_text, b"h\1", b"h\0", text("latin1"), b"\x86", b"R", also=b"c_codecs\nencode\n"),
     "getattr as an argument": lambda n: b"(" + _GETATTR + b"q\0" + _CALL + b"q\1" + b"h\1h\0\x85R" * (n // 4) + b"t",
     "a text in getattr": _shared(_text, b"h\1", b"N", b"h\0", b"\x86", b"R", also=_GETATTR),
+    "namespaces": _data(b"cargparse\nNamespace\n", b"h\0)\x81}\x8c\1aNsb", 8),
+    "numbers of numpy": _data(
+        b"cnumpy._core.multiarray\nscalar\n", b"h\0h\1C\x08\0\0\0\0\0\0\xf0?\x86R", 5, before=_FLOATS
+    ),
+    "arrays of numpy": _data(
+        b"cnumpy._core.multiarray\n_reconstruct\n", _ARRAY, 17, before=_FLOATS + b"cnumpy\nndarray\nq\0020"
+    ),
+    "paths": _data(b"cpathlib\nPurePosixPath\n", b"h\0\x8c\1a\x85R", 4),
+    "dates": _data(b"cdatetime\ndate\n", b"h\0C\4\7\xea\1\1\x85R", 4),
+    "default dicts": _data(b"ccollections\ndefaultdict\n", b"h\0)RK\1Ns", 6),
     "bytes in lists": _shared(
         lambda n: b"B" + min(n, 60000).to_bytes(4, "little") + b"a" * min(n, 60000), b"]", b"h\0", b"a"
     ),
@@ -279,6 +299,8 @@ def _measure(command: str, path: Path) -> None:
                 ckptconv.diff(each, path.parent / "copy.pt")
             elif command == "convert":
                 ckptconv.convert(each, path.parent / "out.pt", map_location="cpu", force=True)
+            elif command == "loadable":
+                ckptconv.convert(each, path.parent / "out.pt", loadable=True, force=True)
             else:
                 getattr(ckptconv, command)(each)
         except CkptconvError as error:

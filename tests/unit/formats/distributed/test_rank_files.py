@@ -6,6 +6,9 @@ import ast
 import dataclasses
 import re
 import shutil
+import sys
+import types
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptconv
@@ -272,20 +275,53 @@ def test_two_files_claim_one_shard(runs: Path, tmp_path: Path) -> None:
     refused(MalformedError, "leave holes", src, tmp_path / "out.pt")
 
 
-def test_meshes_before_2_9(runs: Path, tmp_path: Path) -> None:
-    """A mesh that says its ranks in a tensor, as older versions have it, is read as one with a layout."""
+def as_tensor(mesh: Any) -> dict[str, Any]:
+    """The state of `mesh` before torch 2.9: the ranks in a tensor."""
+    ranks = torch.arange(RANKS).reshape([axis.shape[0] for axis in mesh._layout.axes])
+    old = {"device_type": "cpu", "mesh": ranks, "mesh_dim_names": mesh._mesh_dim_names}
+    return old | {"_flatten_mesh_list": (*range(RANKS),), "_coordinate_on_dim": list(mesh._coordinate_on_dim)}
+
+
+def as_shape(mesh: Any) -> dict[str, Any]:
+    """The state of `mesh` before torch 2.13: a layout of a shape and strides, numbers where it has one dimension."""
+    axes, layout = mesh._layout.axes, object.__new__(type(mesh._layout))
+    shape, stride = (tuple(getattr(axis, name)[0] for axis in axes) for name in ("shape", "stride"))
+    vars(layout).update({"shape": shape, "stride": stride} if len(axes) > 1 else {"shape": shape[0], "stride": 1})
+    return {**vars(mesh), "_layout": layout}
+
+
+@pytest.mark.parametrize("state_of", [as_tensor, as_shape])
+def test_older_meshes(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_of: Callable[[Any], dict[str, Any]]
+) -> None:
+    """A mesh as older versions pickle it, and the classes under the names that they had before 2.5, are read as those
+    of today. The states are imitated: no file of such a version was at hand.
+    """
+    seen: dict[int, Any] = {}
 
     def change(state: dict[str, Any], rank: int) -> None:
         for tensor in state.values():
             mesh = getattr(tensor, "_spec", None) and tensor._spec.mesh
-            if mesh is not None and "_layout" in vars(mesh):
-                ranks = torch.arange(RANKS).reshape([axis.shape[0] for axis in mesh._layout.axes])
-                old = {"device_type": "cpu", "mesh": ranks, "mesh_dim_names": mesh._mesh_dim_names}
-                old |= {"_flatten_mesh_list": (*range(RANKS),), "_coordinate_on_dim": list(mesh._coordinate_on_dim)}
+            if mesh is not None and id(mesh) not in seen:
+                seen[id(mesh)] = mesh
+                old = state_of(mesh)
                 vars(mesh).clear()
                 vars(mesh).update(old)
 
+    if state_of is as_tensor:
+        for module, *classes in (
+            ("torch.distributed._tensor.api", DTensor),
+            ("torch.distributed._tensor.placement_types", DTensorSpec, TensorMeta, Shard, Replicate, _StridedShard),
+        ):
+            made = types.ModuleType(module)
+            monkeypatch.setitem(sys.modules, module, made)
+            for cls in classes:
+                setattr(made, cls.__name__, cls)
+                monkeypatch.setattr(cls, "__module__", module)
     src = edited(runs / "spread", tmp_path / "src", change)
+    pickled = zipfile.ZipFile(src / "model_world_size_4_rank_0.pt").read("model_world_size_4_rank_0/data.pkl")
+    assert (b"torch.distributed._tensor.api" in pickled) == (state_of is as_tensor)
+    assert b"axes" not in pickled and b"_FlatLayout" not in pickled
     assert bits(converted(src, tmp_path / "out.pt")) == bits(torch.load(runs / f"spread.{WHOLE}"))
 
 
