@@ -67,7 +67,7 @@ def diagnose(
         return Diagnosis([advice(checkpoint, each) for each in issues], None)
     is_script = checkpoint.script_classes is not None
     refused = what_is_refused(checkpoint, loading)
-    code, part, others = opcodes(checkpoint), None, []
+    code, part, others = opcodes(checkpoint), None, list[Issue]()
     if refused or is_script:
         code, part, others = refusals(whole, refused, only_data(whole, refused))
     if not any(issue.blocks for issue in code):

@@ -48,10 +48,12 @@ class LoadablePart:
 
 
 def refusals(
-    scope: Scope, refused: Sequence[tuple[str, Value]], plain: Issue | None = None
-) -> tuple[list[Issue], LoadablePart | None]:
-    """An issue for each thing `refused`, the fix with the last, and what the fix takes: all of it, if `plain` says that
-    what is refused is only data; then a part of it is another issue.
+    scope: Scope, refused: Sequence[tuple[str, Value]], plain: tuple[Fix, str] | None
+) -> tuple[list[Issue], LoadablePart | None, list[Issue]]:
+    """An issue for each thing `refused`, the fix with the last, what the fix takes, and other ways.
+
+    `plain`: what makes all of it plain, where that can be done, and what to say of it. Then that is the fix, and a part
+    that loads is another way.
     """
     found = Refused(scope.checkpoint, refused)
     if found.where and all(map(needed_import, found.where)):
