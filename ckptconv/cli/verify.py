@@ -51,8 +51,8 @@ def verify_command(
 
     Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
 
-    Of a folder, all checkpoints are checked. Shards, and folders of torch.distributed.checkpoint, count as one. Each
-    finding gets a line.
+    Of a folder, all checkpoints are checked, and pickles by any name. Shards, and folders of
+    torch.distributed.checkpoint, count as one. Each finding gets a line.
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
@@ -60,7 +60,7 @@ def verify_command(
             option("expect_sha256", None) + " is for one file",
             got=f"{len(paths)} paths" if len(paths) > 1 else paths[0],
         )
-    for path in chain.from_iterable(map(checkpoints_in, paths)):
+    for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in paths):
         try:
             verdict = verdict_on(
                 path, strict=strict, expect_sha256=expect_sha256, progress=partial(progress_bar, quiet=quiet)

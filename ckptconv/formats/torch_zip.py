@@ -72,6 +72,7 @@ from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
 
 __all__ = [
+    "CONSTANTS",
     "NAME",
     "NO_CHECKSUMS",
     "NO_STORAGE_CHECKSUMS",
@@ -101,6 +102,9 @@ REPLACED = (PICKLE, ".format_version", ".storage_alignment")
 SUPERSEDED = "a change in place replaced it"
 _SUPERSEDED = re.compile("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
+#: By which torch.jit.load knows a program (:mod:`ckptconv.formats.torchscript`).
+CONSTANTS = "constants.pkl"
+_LOOKED_FOR = (*_RECORDS, CONSTANTS)
 _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 
 
@@ -215,7 +219,7 @@ def _check_case(source: Readable, names: dict[str, Member]) -> None:
     """Torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
         folded = name.casefold()
-        if (folded in _RECORDS and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
+        if (folded in _LOOKED_FOR and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
             source.faults.found(
                 MalformedError(
                     "a record's name differs from torch's in case", where=source.path, expected=folded, got=name

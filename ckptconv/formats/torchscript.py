@@ -36,7 +36,7 @@ from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, RefusedError, count, some
-from ckptconv.formats.torch_zip import read_pickle, record_bytes
+from ckptconv.formats.torch_zip import CONSTANTS, read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.hints import literal, option
 from ckptconv.limits import LIMITS
@@ -44,7 +44,6 @@ from ckptconv.limits import LIMITS
 __all__ = ["CONSTANTS", "NAME", "is_program", "read_program", "refuse"]
 
 NAME = "TorchScript"
-CONSTANTS = "constants.pkl"
 #: What else there is, by the first part of its name, for who takes the weights alone.
 _PROGRAM = {
     "code": "the program",

@@ -8,6 +8,7 @@ Asked before a file is read, of what every other reader looks for, where it look
                     archive, nor one that is a byte string of a pickle, which is looked into as pickles there are
     pickle          byte 0 of what is no pickle, and up to five pickles one behind another, as torch's format from
                     before 1.6 has them
+    gzip            byte 0: joblib unpacks what starts as gzip does, and unpickles that
     h5py            offsets 512, 1024, 2048, ..., where a file may start whose first bytes are its user's
 
 Of ordinary safetensors headers 0.2 % are a pickle by chance, because the bytes of their length are opcodes. Such a
@@ -23,6 +24,7 @@ Read are some hundred kilobytes, and of what does start as a pickle at most 16 M
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator
 
 from ckptconv.byteranges.sources import Readable
@@ -38,6 +40,8 @@ __all__ = ["is_tar", "refuse_two_readings"]
 
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_GZIP = b"\x1f\x8b\x08"
+_UNPACKED = 1 << 17  # bytes: the header of gzip, as long as it can be here, and some of what follows
 _PICKLES = 5  # one behind another, before torch 1.6
 _PICKLED = (torch_legacy.NAME, plain_pickle.NAME)
 #: What stands in every part of a safetensors header, and in no name of a module.
@@ -150,6 +154,16 @@ def _is_meant(id_: Value) -> bool:
     return isinstance(id_, PersistentId) or (isinstance(id_, Tuple) and bool(id_.items))
 
 
+def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    if source.read(0, min(len(_GZIP), source.size)) != _GZIP:
+        return None
+    try:
+        zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(source.read(0, min(_UNPACKED, source.size)), 1)
+    except zlib.error:
+        return None
+    return "a gzip file, which joblib unpacks"
+
+
 def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
     at = _BLOCK
     while at + len(_HDF5) <= source.size:
@@ -159,4 +173,4 @@ def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever
     return None
 
 
-_ASKED: tuple[Callable[[Readable, str], str | None], ...] = (_tar, _zip, _pickle, _hdf5)
+_ASKED: tuple[Callable[[Readable, str], str | None], ...] = (_tar, _zip, _pickle, _gzip, _hdf5)

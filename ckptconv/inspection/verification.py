@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
-from ckptconv.byteranges.sources import Input, Readable, SourceFolder
+from ckptconv.byteranges.sources import Input, Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
@@ -30,6 +30,7 @@ from ckptconv.errors import (
     size,
 )
 from ckptconv.formats import opening
+from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
 from ckptconv.hints import for_python, in_python, option
@@ -44,6 +45,7 @@ from ckptconv.safety.torch_load import Loading, torch_loading
 __all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verdict_on", "verify"]
 
 _SHA256_DIGITS = 64
+_HEAD = 64  # bytes
 
 #: ``unknown``: sound or not, this version cannot say. None of ``needs code``, ``warning`` and ``note`` is damage.
 Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "warning", "note"]
@@ -175,17 +177,30 @@ def verdict_on(
     )
 
 
-def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
+def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
     """The checkpoints that `path` means: itself, or those in the folder `path` and below it, each to be verified by
-    itself.
+    itself. `pickles`: what else is a pickle there too, whatever it is called, for somebody loads it.
 
     Raises InputError where a folder cannot be listed.
     """
     folder = Path(os.fsdecode(path))
     if not os.fspath(path) or not folder.is_dir():  # pathlib takes nothing for the folder that we are in
         return [os.fsdecode(path)]
-    found = [str(each.path) for each in find(folder) if each.kind in ("file", "shards", "dcp")]
+    found = [
+        str(each.path)
+        for each in find(folder)
+        if each.kind in ("file", "shards", "dcp") or (pickles and each.kind == "other" and _is_pickle(each.path))
+    ]
     return list(dict.fromkeys(found)) or [str(folder)]
+
+
+def _is_pickle(path: Path) -> bool:
+    try:
+        with Source(path) as source:
+            head = source.read(0, min(_HEAD, source.size))
+            return bool(head) and looks_like_pickle(source, head)
+    except InputError:  # which nobody reads
+        return False
 
 
 def _digits(sha256: str | None) -> str | None:

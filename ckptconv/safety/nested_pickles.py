@@ -2,14 +2,15 @@
 
 Looked into are, from their first byte on, bytes objects, bytearrays, Python 2's strings, and texts of which
 ``_codecs.encode``, ``bytes`` or ``bytearray`` makes bytes, as the codec that is named there does where it is one of
-Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, and files of torch, read as leniently
-as their readers do (:mod:`ckptconv.pickles.lenient`), of which a pickle that names nothing is none.
+Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, NumPy's files, whose objects are a
+pickle behind the header, and files of torch, read as leniently as their readers do (:mod:`ckptconv.pickles.lenient`),
+of which a pickle that names nothing is none.
 
 Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
 nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the numbers of tensors,
 lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives
-that are not called ``.pkl`` or ``.pickle`` and are no files of torch, archives without any name of a checkpoint in
-them. Whoever loads one of these needs code to get at it.
+that are not called ``.pkl`` or ``.pickle`` and are no files of torch or NumPy, archives without any name of a
+checkpoint in them. Whoever loads one of these needs code to get at it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "Inner",
     "Undecidable",
     "byte_strings",
+    "is_numpy",
     "pickles_from",
     "pickles_in",
     "pickles_in_member",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _HEAD = 64
+_NUMPY = b"\x93NUMPY"
 _WINDOW = 1 << 20  # bytes searched at a time
 _SHORTEST = 3  # bytes of a pickle that names something: EXT1, its code, STOP
 _LONGEST_TEXT = 16 << 20  # bytes of a text that is encoded in memory
@@ -153,7 +156,9 @@ def _may_hold(value: Value | Encoded) -> bool:
     if isinstance(value, (Blob, Encoded)):
         return True
     data = _held(value)
-    return data is not None and len(data) >= _SHORTEST and data[0] in STARTS and _NAMES.search(data) is not None
+    if data is None or len(data) < _SHORTEST or _NAMES.search(data) is None:
+        return False
+    return data[0] in STARTS or data.startswith(_NUMPY)
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
@@ -169,9 +174,10 @@ def pickles_in_member(
     held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
 ) -> Iterator[Inner | int]:
     """What :func:`pickles_in` gives, of `member`, called `name`, of the archive `held`, if it is a pickle by its name
-    or a file of torch by its first bytes; archives are looked into `depth` deep. Raises Undecidable, InputError.
+    or a file of torch or NumPy by its first bytes; archives are looked into `depth` deep. Raises Undecidable and
+    InputError.
     """
-    if _is_pickle(name) or _is_file_of_torch(_head_of(held, member)):
+    if _is_pickle(name) or _is_looked_into(_head_of(held, member)):
         yield -member.size  # which can be more than the archive has
         yield from _pickles_in_file(_opened(held, member), name, most, depth)
 
@@ -179,6 +185,10 @@ def pickles_in_member(
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
     """The pickles at the start of `held`, called `name` if it has one, or those in it, if it is an archive."""
     head = held.read(0, min(_HEAD, held.size))
+    if head.startswith(_NUMPY):
+        at = min(_behind_header(head), held.size)
+        yield from pickles_from(SliceSource(held, at, held.size - at), name or "NumPy file", 1, most)
+        return
     if head[:1] not in _FIRST:
         return
     if torch_zip.looks_like(head):
@@ -202,8 +212,22 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
         raise Undecidable("an archive that cannot be read") from None
 
 
-def _is_file_of_torch(head: bytes) -> bool:
-    return torch_zip.looks_like(head) or torch_legacy.looks_like(head)
+def _is_looked_into(head: bytes) -> bool:
+    """Whether a file that starts with `head` is one of torch or NumPy."""
+    return torch_zip.looks_like(head) or torch_legacy.looks_like(head) or head.startswith(_NUMPY)
+
+
+def _behind_header(head: bytes) -> int:
+    """Where the numbers or objects start in one of NumPy's files, which starts with `head`: two bytes of a version, of
+    which the first decides how many the length of the header has.
+    """
+    wide = 2 if head[6:7] == b"\1" else 4
+    return 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
+
+
+def is_numpy(held: Readable, member: Member) -> bool:
+    """Whether ``numpy.load`` takes `member` of the archive `held` for an array, whatever it is called."""
+    return member.size > len(_NUMPY) and _head_of(held, member).startswith(_NUMPY)
 
 
 def _head_of(held: Readable, member: Member) -> bytes:

@@ -47,6 +47,7 @@ from ckptconv.safety.nested_pickles import (
     Inner,
     Undecidable,
     byte_strings,
+    is_numpy,
     pickles_from,
     pickles_in,
     pickles_in_member,
@@ -237,7 +238,7 @@ class _Search:
         archive = checkpoint.container
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
         for name, member in archive.names().items() if isinstance(archive, Archive) else ():
-            if name in known:
+            if name in known and (name == torch_zip.PICKLE or not is_numpy(checkpoint.source, member)):
                 continue
             self.left = LIMITS.nested_pickles * member.size
             try:

@@ -80,12 +80,19 @@ a stream of torch's older format there            refused: torch.load runs it
                                                   test_a_legacy_stream_at_the_first_byte
 a zip directory at the end of another format      refused; stray signatures are nothing
                                                   test_a_zip_directory_at_the_end, test_stray_signatures
+a gzip file at the first byte of safetensors      refused: joblib unpacks it
+                                                  test_a_gzip_file_too
+a state dict that torch.package, torch.export or  refused
+torch.jit.load take for an archive of theirs      test_archives_of_torchs_other_readers,
+                                                  test_a_program_in_capital_letters
 one of these in a shard, or in .metadata          refused
                                                   test_two_readings_of_a_part
 a hidden pickle spelled as only one of CPython's  named all the same; what is two programs is not judged
 unpicklers forgives                               test_hidden_pickles_that_one_unpickler_forgives
 a file of torch as a member or byte string        looked into, like a pickle
                                                   test_files_of_torch_inside
+an array of objects as a member or byte string    looked into, like a pickle
+                                                  test_arrays_inside
 what torch's safe loader refuses, of what it      not said to load; in detail tests/unit/safety/test_torch_load.py
 allows by name                                    test_weights_only_claims
 """
@@ -93,6 +100,7 @@ allows by name                                    test_weights_only_claims
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -109,9 +117,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.package
+from torch.export.pt2_archive import _package
 
 import ckptconv
 from ckptconv.cli.main import main
@@ -141,6 +152,7 @@ from tests.support.hostile_bytes import (
 )
 from tests.support.judge import assert_same
 from tests.support.polyglots import (
+    gzip_in_safetensors,
     pickle_in_safetensors,
     runs,
     tar_in_legacy,
@@ -1522,6 +1534,71 @@ def test_a_zip_directory_at_the_end(write: Write, tmp_path: Path, how: str) -> N
     assert_two_readings(path, as_, "a zip archive, which zipfile and torch.jit.load find from its end")
 
 
+def test_a_gzip_file_too(write: Write, tmp_path: Path) -> None:
+    """joblib unpacks what starts as gzip does. What starts so and is none is an ordinary file."""
+    marker = tmp_path / "marker"
+    path = write(gzip_in_safetensors(runs(marker)), "m.safetensors")
+    assert safetensors.torch.load_file(path)
+
+    def load() -> None:
+        with gzip.open(path) as unpacked:
+            pickle.load(unpacked)
+
+    assert_runs(load, marker)
+    assert_two_readings(path, "safetensors", "a gzip file, which joblib unpacks")
+    data = path.read_bytes()
+    assert_sound(write(data[:8] + data[8:].replace(b"p<P", b"v<P"), "m.safetensors"), loads=False)
+
+
+PACKED = {
+    "torch.package": (
+        {".data/extern_modules": b"builtins\n", "m/model.bin": None},
+        lambda path: torch.package.PackageImporter(path).load_pickle("m", "model.bin"),
+        "a torch.package archive",
+    ),
+    "torch.export": (
+        {
+            "Archive_Format": b"pt2",
+            "data/constants/m_constants_config.json": json.dumps(
+                {
+                    "config": {
+                        "c": {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
+                    }
+                }
+            ).encode(),
+            "data/constants/opaque_obj_0": None,
+        },
+        lambda path: _package._load_constants(_package.PT2ArchiveReader(str(path)), "m"),
+        "a .pt2 archive",
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", PACKED)
+def test_archives_of_torchs_other_readers(write: Write, tmp_path: Path, reader: str) -> None:
+    """They look for records of their own beside the state dict, without regard to case, and run what stands there."""
+    records, load, what = PACKED[reader]
+    marker = tmp_path / "marker"
+    members = {name: runs(marker) if data is None else data for name, data in records.items()}
+    path = write(torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), **members}))
+    assert torch.load(path)["w"].shape
+    assert_runs(lambda: load(path), marker)
+    assert_refused(path, UnsupportedError, what)
+    assert verify(path).safety is None
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.jit
+def test_a_program_in_capital_letters(write: Write) -> None:
+    """torch.load sees no program, torch.jit.load does."""
+    stream = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), stream)
+    with zipfile.ZipFile(stream) as archive:
+        members = {name.replace("constants.pkl", "Constants.pkl"): archive.read(name) for name in archive.namelist()}
+    path = write(zip_of(members))
+    assert torch.jit.load(path)(torch.ones(1)) == 1
+    assert_found(path, "a record's name differs from torch's in case", "damaged")
+
+
 def test_stray_signatures(write: Write) -> None:
     """Weights can have any bytes: an end that leads to no directory, and a directory that no end leads to."""
     stray = b"PK\x05\x06" * 9 + b"PK\x06\x07" * 9 + b"PK\x01\x02" * 30 + b"PK\x03\x04" * 9 + zip_of_pickle(b"N.")[:-22]
@@ -1617,6 +1694,37 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
         assert ckptconv.inspect(path).dangerous == ("builtins.open",)
         assert_found(path, "builtins.open", "dangerous")
         assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("name", ["x.npy", "extra/x", "data/0", "data/1"])
+def test_arrays_inside(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: int) -> None:
+    """numpy.load takes any zip for one of arrays, and any member, storages too; what is no object it does not run."""
+    monkeypatch.chdir(tmp_path)
+    stream = io.BytesIO()
+    np.save(stream, np.array([Runs()], object))
+    array = stream.getvalue()
+    pickled = dict_of(text("w"), tensor(storage("0", integer(len(array)), "ByteStorage"), (1,)))
+    path = write(torch_zip_of(pickled, {"data/0": bytes(len(array)), name: array}, method))
+    assert len(torch.load(path)["w"]) == 1
+
+    def load() -> None:
+        np.load(path, allow_pickle=True)[f"made/{name}"]
+
+    assert_runs(load, tmp_path / "marker")
+    assert_found(path, "io.open", "dangerous")
+    assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+    stream = io.BytesIO()
+    np.save(stream, np.arange(5.0))
+    path = write(torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "x.npy": stream.getvalue()}, method))
+    assert verify(path, strict=True).ok
+
+
+class Runs:
+    """Pickled, an object that makes the file ``marker``."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, ("marker", "w")
 
 
 # What torch's safe loader refuses

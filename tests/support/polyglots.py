@@ -10,6 +10,7 @@ import pickle
 import struct
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from ckptconv.formats.torch_legacy import MAGIC_BYTES
 
 __all__ = [
     "checksummed",
+    "gzip_in_safetensors",
     "ordinary_safetensors",
     "pickle_in_safetensors",
     "runs",
@@ -112,6 +114,32 @@ def _header_like_tar(size: int, filling: int) -> bytes:
     text = ("~" * (filling // 90) + chr(33 + filling % 90)).replace('"', "#").replace("\\", "#")
     start += b',"__metadata__":{"x":"%b"}' % text.encode()
     return start.ljust(_BLOCK - 1) + b"}"
+
+
+# gzip
+
+_STORED_IN = b"p\x3c\x50\xc3\xaf"  # the start of a block of deflate that is not compressed, and UTF-8
+
+
+def gzip_in_safetensors(payload: bytes) -> bytes:
+    """A safetensors file that gzip unpacks: its length is gzip's signature, its one tensor's name is blocks that are
+    not compressed, of a pickle of a text that ends in the tensor's numbers, where `payload` follows.
+    """
+    length, step = 0x088B1F, len(_STORED_IN) + int.from_bytes(_STORED_IN[1:3], "little")
+    last = b"\n0" + payload
+    size = 0
+    while True:
+        rest = b'":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+        text = bytearray(b"x" * (length - 2 - len(rest)) + rest)
+        for at in range(0, len(text), step):
+            text[at : at + len(_STORED_IN)] = _STORED_IN
+        text[len(_STORED_IN)] = ord("V")
+        data = bytes(-len(text) % step) + struct.pack("<BHH", 1, len(last), 0xFFFF - len(last)) + last
+        unpacked = zlib.decompress(text + data, -zlib.MAX_WBITS)
+        data += struct.pack("<II", zlib.crc32(unpacked), len(unpacked))
+        if len(data) == size:
+            return length.to_bytes(8, "little") + b'{"' + bytes(text) + data
+        size = len(data)
 
 
 # Pickle and zip

@@ -71,7 +71,8 @@ class Arguments:
             raise NotKnown(f"a {what} of {len(items):,} dimensions")
         for item in items:
             if type(item) is not int or not -_INT64 <= item < _INT64:
-                return [_integer(self.objects.held(each), what) for each in items]
+                numbers = [self.objects.held(each) for each in items]  # of truth values, torch looks at the first alone
+                return [_integer(int(n) if i and isinstance(n, bool) else n, what) for i, n in enumerate(numbers)]
         return items  # type: ignore[return-value]  # integers, all of them
 
     def flag(self, i: int, what: str) -> bool:

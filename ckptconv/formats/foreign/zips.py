@@ -47,7 +47,9 @@ _BEHIND = 4096  # bytes behind data.pkl, in which a few small records and the fi
 
 
 class _Names(NamedTuple):
-    """The archive's names, whole, and below the folder at its root."""
+    """The archive's names, whole, and below the folder at its root, there without regard to case: so torch looks for
+    them.
+    """
 
     path: str
     whole: dict[str, None]  # in the directory's order
@@ -72,7 +74,7 @@ class _Row(NamedTuple):
 
 def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
     """Raise what a zip archive of `names` is if it is none of torch's checkpoints."""
-    below = frozenset(name.partition("/")[2] for name in names)
+    below = frozenset(name.partition("/")[2].casefold() for name in names)
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
         return
     found = _Names(str(source.path), dict.fromkeys(names), below)
@@ -84,7 +86,9 @@ def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
 # Whose it is
 
 _PROGRAM = "serialized_exported_program.json"  # torch 2.1 to 2.7
-_NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM)
+_PACKAGE = ".data/extern_modules"
+#: What other readers of torch's own look for, and run what stands beside it: not even with ``data.pkl`` a checkpoint.
+_NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM, _PACKAGE)
 
 
 def _is_old_torchscript(names: _Names) -> bool:
@@ -129,6 +133,13 @@ _ROWS = (
         lambda names: UnsupportedError(
             "a .pt2 archive (torch.export), which holds a program and not only weights",
             hint="save its weights alone: " + saved_by_torch(f"torch.export.load({literal(names.path)}).state_dict"),
+        ),
+    ),
+    _Row(
+        lambda names: _PACKAGE in names.below,
+        lambda names: UnsupportedError(
+            "a torch.package archive, which holds a program and not only weights",
+            hint="torch.package.PackageImporter loads it, which runs its code; save the state dict of what is in it",
         ),
     ),
     _Row(

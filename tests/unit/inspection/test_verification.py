@@ -515,6 +515,17 @@ def test_a_folder_is_all_checkpoints_in_it(sound: Path, run: Command) -> None:
     assert run(sound.parent).out.splitlines()[-1] == "3 checkpoints: 3 ok, 0 failed"
 
 
+@pytest.mark.parametrize("data", [b"cos\nsystem\n(Vtrue\ntR.", b"\x80\x04cos\nsystem\n)R.", b"\x80\x02N."])
+def test_pickles_by_any_name_in_a_folder(sound: Path, run: Command, data: bytes) -> None:
+    """Somebody loads them; what is no pickle is passed over."""
+    for name, other in {"merges.txt": b"#version: 0.2\n", "config.json": b"{}", "vocab": b"", "x.npy": b"S."}.items():
+        (sound.parent / name).write_bytes(other)
+    assert "1 checkpoint" not in run(sound.parent).out
+    (sound.parent / "scheduler").write_bytes(data)
+    said = run(sound.parent, status=1).out
+    assert f"{sound.parent / 'scheduler'}" in said and said.splitlines()[-1] == "2 checkpoints: 1 ok, 1 failed"
+
+
 def test_a_folder_without_checkpoints(tmp_path: Path, run: Command) -> None:
     """Is an error: nobody wants to hear that nothing is wrong with nothing."""
     (tmp_path / "notes.txt").write_text("no checkpoint")
