@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Entry", "is_known_package", "is_mentioned", "is_method", "listed", "only_looks_up"]
+__all__ = ["Entry", "is_known_package", "is_mentioned", "is_method", "listed", "modules_called", "only_looks_up"]
 
 _TABLE = Path(__file__).with_name("dangerous_globals.txt")
 _MOST_WORDS = 20  # attributes of attributes
@@ -84,6 +84,11 @@ def is_method(name: str, *, of_known_class: bool = False) -> bool:
     return name in table.methods_in_c or (not of_known_class and name in table.methods)
 
 
+def modules_called(word: str) -> tuple[str, ...]:
+    """The modules that others there have under the name `word`."""
+    return _table().modules.get(word, ())
+
+
 @lru_cache(maxsize=1024)
 def _mentioned(module: str) -> frozenset[str]:
     return frozenset(key.lstrip("=<").partition(".")[0].partition("(")[0] for key in _names(module))
@@ -107,7 +112,7 @@ def listed(module: str, name: str) -> Entry | None:
         return "name"
     starts = [(module, 0)]
     for i, word in enumerate(words[:-1]):
-        starts += ((of, i + 1) for of in (*_table().modules.get(word, ()), word))
+        starts += ((of, i + 1) for of in (*modules_called(word), word))
         starts.append((f"{module}.{'.'.join(words[: i + 1])}", i + 1))
     found = [_in_module(of, words[at:]) for of, at in starts]
     return next((entry for entry in _WORST if entry in found), None)

@@ -61,7 +61,9 @@ _MADE_BY = {
 _REBUILDERS = frozenset(name for name in _MAKERS if name.endswith("_reconstruct"))
 #: Packages whose functions and classes evaluate the texts that they are called with, and what only names something.
 _EVALUATORS = frozenset(["sympy"])
-_NAMING = frozenset(["Dummy", "Symbol", "Wild"])
+_EVALUATING_MODULE = "torch.utils._sympy"  # its classes are sympy's
+_MAKES_CLASS = "sympy.core.function._rebuild_undef"
+_NAMING = frozenset(["Dummy", "Float", "Symbol", "Wild", "_rebuild_undef"])  # the digits of a number, too
 
 #: The methods that pickle calls by its opcodes.
 _METHODS_OF = {
@@ -76,8 +78,8 @@ _METHODS_OF = {
 
 #: The methods by which Python uses what a function is given, without naming them.
 _UNNAMED = (
-    "__call__", "__contains__", "__enter__", "__eq__", "__fspath__", "__getitem__", "__hash__", "__iter__", "__len__",
-    "__next__", "__repr__", "__str__",
+    "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__eq__", "__exit__", "__fspath__",
+    "__getitem__", "__hash__", "__iter__", "__len__", "__next__", "__repr__", "__setitem__", "__str__",
 )  # a table  # fmt: skip
 _EFFECTS = frozenset(_METHODS_OF)
 
@@ -179,8 +181,8 @@ def _class_entry(node: Global) -> str | None:
     of a package that evaluates texts.
     """
     module, name = imported_as(node, 2)
-    entry = listed(module, name)
-    if module.partition(".")[0] in _EVALUATORS and name not in _NAMING:
+    entry = listed(module, name) or ("class" if listed(module, f"{name}.__post_init__") else None)
+    if _evaluates_texts(module) and name not in _NAMING:
         return "evaluator"
     return entry if entry in ("class", "new") else None
 
@@ -188,7 +190,7 @@ def _class_entry(node: Global) -> str | None:
 def _is_odd(node: Global) -> bool:
     """Whether what `node` is called with, or what is done to what it gives, has to be looked at."""
     module, name = imported_as(node, 2)
-    if f"{module}.{name}" in _BY_NAME or module.partition(".")[0] in _EVALUATORS:
+    if f"{module}.{name}" in _BY_NAME or _evaluates_texts(module):
         return True
     if not is_mentioned(module, name):
         return False
@@ -206,19 +208,28 @@ class _Meanings:
         self._without_text: set[int] = set()
 
     def has_text(self, args: Value) -> bool:
-        """Whether a text stands in `args` or in containers there, or may: of what calls give, nobody knows what it is.
+        """Whether a text stands in `args` or in containers there, or may: a function can give one, a class does not.
 
         What was looked through once is not again: thousands of calls can have it.
         """
         todo = [args]
         while todo:
             each = todo.pop()
-            if isinstance(each, (str, Blob)) or (isinstance(each, Call) and not isinstance(each.callable, Global)):
+            if isinstance(each, (str, Blob)) or (isinstance(each, Call) and self._may_give_text(each)):
                 return True
             if isinstance(each, Node) and not isinstance(each, Call) and id(each) not in self._without_text:
                 self._without_text.add(id(each))
                 todo += children(each)
         return False
+
+    def _may_give_text(self, call: Call) -> bool:
+        """Whether `call` gives something else than an instance of a class, which is no text."""
+        if call.kind not in ("REDUCE", "OBJ") or (isinstance(call.callable, Global) and is_torchs(call.callable)):
+            return False
+        called = self.of(call.callable)
+        return not called or not all(
+            isinstance(each, _Ref) and (_is_class(each.name) or each.name.endswith(".__new__")) for each in called
+        )
 
     def of(self, value: Value, depth: int = 0) -> tuple[_Meaning, ...]:
         """All that `value` can be."""
@@ -266,6 +277,8 @@ class _Meanings:
         elif name in _BY_NAME:
             texts = [_name_in(each) for each in args[:_MOST_MEANINGS]]
             yield _Ref(*_module_and_name(".".join(text or "" for text in texts)))
+        elif name == _MAKES_CLASS:
+            yield _Ref("sympy.core.function", "AppliedUndef")
         elif name in _PARTIALS:
             states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
             for each in [*args[:1], *(state.items[0] for state in states if isinstance(state, Tuple) and state.items)]:
@@ -356,7 +369,8 @@ def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
     """What using the result of `call` does."""
     for meaning in meanings.of(call):
         if isinstance(meaning, _Getter) and meaning.calls:
-            found = (name for name in meaning.names if is_method(name))
+            has_text = meanings.has_text(Tuple(args_of(call)[1:]))  # which some objects evaluate
+            found = (name for name in meaning.names if has_text or is_method(name))
             yield from (f"a call of {name[:_LONGEST_SHOWN]!r}" for name in found)
         elif isinstance(meaning, _Made):
             yield from _harm_unnamed(meaning.by)
@@ -369,8 +383,13 @@ def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_u
         name = imported_name(called, 2)
         if id(called) in look_ups and call.kind not in _WITHOUT_INIT:
             yield from (f"{name} of {what}" for what in _names_looked_up(call, name, meanings, is_used=is_used))
-        elif name.partition(".")[0] in _EVALUATORS and _evaluates(call, called, meanings):
-            yield f"{name} of a text"
+    for each in meanings.of(called):
+        if isinstance(each, _Ref) and _evaluates(call, each, meanings):
+            yield f"{each} of a text"
+
+
+def _evaluates_texts(module: str) -> bool:
+    return module.partition(".")[0] in _EVALUATORS or module.startswith(_EVALUATING_MODULE)
 
 
 def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
@@ -404,9 +423,13 @@ def _danger_of(meaning: _Meaning) -> str | None:
     if isinstance(meaning, _Ref):
         module, name = meaning
         return str(meaning).lstrip(".") if leads_to_danger(module, name) or listed(module, name) == "class" else None
-    if not isinstance(meaning, _Method) or not meaning.is_known:
+    if not isinstance(meaning, _Method):
         return None
     shown = meaning.name[:_LONGEST_SHOWN]
+    if meaning.of and _evaluates_texts(meaning.of.by.module):  # its methods evaluate texts too
+        return f"the attribute {shown!r} of what {meaning.of.by} gives"
+    if not meaning.is_known:
+        return None
     if meaning.of is None:
         return f"the attribute {shown!r} of what a call gives" if is_method(meaning.name) else None
     by = meaning.of.by
@@ -435,9 +458,11 @@ def _has(ref: _Ref, method: str) -> bool:
     return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
 
 
-def _evaluates(call: Call, called: Global, meanings: _Meanings) -> bool:
-    """Whether `call` gives `called`, of a package that evaluates texts, a text that only names nothing."""
-    return called.name not in _NAMING and (not isinstance(call.args, Tuple) or meanings.has_text(call.args))
+def _evaluates(call: Call, called: _Ref, meanings: _Meanings) -> bool:
+    """Whether `call` gives `called`, if that is of a package that evaluates texts, a text that only names nothing."""
+    if not _evaluates_texts(called.module) or called.name.removesuffix(".__new__") in _NAMING:
+        return False
+    return not isinstance(call.args, Tuple) or meanings.has_text(call.args)
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:

@@ -6,9 +6,9 @@ what other packages have, and how a name with dots is looked up. Both are narrow
 file names is on neither. What is called, and with what, is followed by :mod:`ckptconv.checkpoint.dangerous_calls`.
 
 ``getattr``, ``operator.attrgetter`` and ``functools.partial`` are on none: pickle itself writes the first for bound
-methods, the last for ``__getnewargs_ex__``. ``reduce_graph_module`` of torch.fx runs source text, and every saved
-GraphModule names it: so it is unknown. What is not on the list is not safe: it is unknown. What loads is decided by an
-allowlist, :mod:`ckptconv.checkpoint.safe_globals`.
+methods, the last for ``__getnewargs_ex__``. ``reduce_graph_module`` of torch.fx is, though every saved GraphModule
+names it: it runs the source text that stands beside it. What is not on the list is not safe: it is unknown. What loads
+is decided by an allowlist, :mod:`ckptconv.checkpoint.safe_globals`.
 
 Sources: the advisories for pickle scanners, each of which was missed by one
 (https://github.com/mmaitre314/picklescan/security/advisories).
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptconv.checkpoint.danger_table import is_known_package, is_method, listed
+from ckptconv.checkpoint.danger_table import is_known_package, is_method, listed, modules_called
 from ckptconv.pickles.graph import Global
 from ckptconv.pickles.python2_names import imported_as
 
@@ -50,8 +50,8 @@ DANGEROUS_MODULES = frozenset(
         "_frozen_importlib", "_frozen_importlib_external", "_imp", "_interpreters", "_lsprof", "_remote_debugging",
         "_testcapi", "_testinternalcapi", "_tkinter", "_xxsubinterpreters",
         # files
-        "asynchat", "asyncore", "dbm", "filelock", "fileinput", "mailcap", "shelve", "smtpd", "sqlite3", "tarfile",
-        "zipfile", "_dbm", "_gdbm", "_posixshmem", "_pyio", "_sqlite3",
+        "asynchat", "asyncore", "dbm", "filelock", "fileinput", "mailbox", "mailcap", "shelve", "smtpd", "sqlite3",
+        "tarfile", "zipfile", "_dbm", "_gdbm", "_posixshmem", "_pyio", "_sqlite3",
         # this package, whose functions write files, and none of whose classes is ever pickled
         "ckptconv",
     ]
@@ -82,7 +82,10 @@ DANGEROUS_NAMES = frozenset(
         *(f"readline.{name}_history_file" for name in ("append", "read", "write")), "readline.read_init_file",
         "profile.Profile", "profile.run", "profile.runctx", "signal.pthread_kill", "signal.raise_signal",
         "signal.signal",
-        "site.addsitedir", "site.main", "tempfile.TemporaryDirectory", "test.support", "tokenize._builtin_open",
+        "site.addsitedir", "site.main", "tempfile.TemporaryDirectory",
+        "tempfile._TemporaryFileWrapper", "ossaudiodev.open", "ossaudiodev.openmixer",
+        *(f"test.{name}" for name in ("__main__", "autotest", "libregrtest", "regrtest", "support")),
+        "tokenize._builtin_open",
         "trace.Trace", "types.CodeType", "turtle.TK", "turtle.simpledialog", "types.FunctionType", "types.LambdaType",
         "unittest.mock._dot_lookup", "unittest.mock._get_target", "unittest.mock._importer",
         "uuid._get_command_stdout", "uuid._popen",
@@ -109,6 +112,7 @@ DANGEROUS_NAMES = frozenset(
         "numpy.testing._private", "torch._dynamo.guards.GuardBuilder.get", "torch._inductor",
         "torch._dynamo.convert_frame.original_forward_from_src",
         "torch._vendor", "torch.classes.load_library", "torch.testing._internal",
+        "torch._functorch._aot_autograd.aot_autograd_result", "torch._functorch._aot_autograd.autograd_cache",
         "torch._C._aoti", "torch._C._distributed_rpc", "torch._C._profiler",
         "torch.cuda.amp.common.find_spec", "torch.cuda.tunable.mp",
         "torch.distributed.distributed_c10d._unpickler", "torch.distributed.rpc.internal._unpickler",
@@ -119,7 +123,9 @@ DANGEROUS_NAMES = frozenset(
         "torch.load",
         *(
             f"torch.multiprocessing.{name}" for name in (
-                "reducer", "reductions.reduction", "reductions.register_after_fork", "spawn",
+                "Manager", "Pool", "Process", "ProcessContext", "SpawnContext", "get_context", "pool", "reducer",
+                "reductions.reduction", "reductions.register_after_fork", "set_executable", "set_forkserver_preload",
+                "spawn",
             )
         ),
         "torch.ops.load_library", "torch.package", "torch.save", "torch.serialization.load",
@@ -152,9 +158,12 @@ _HARMLESS = frozenset(
         ),
         "torch.distributed.distributed_c10d.reduce",
         "torch.distributed.reduce",
-        # what they look up, or run, is judged by what they are called with, or not at all
+        # what they look up is judged by what they are called with
         *(f"numpy.{core}._ufunc_reconstruct" for core in ("core", "_core")),
-        "torch.fx.graph_module.reduce_graph_module",
+        *(
+            f"torch.{where}.ProfilerActivity"
+            for where in ("_C._autograd", "_C._profiler", "autograd", "autograd.profiler", "profiler")
+        ),
     ]
 )
 
@@ -204,15 +213,21 @@ def is_on_lists(module: str, name: str) -> bool:
 
 def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) -> bool:
     """Whether `name` in `module`, of a package that the table tells of, is in the table, or what no table has: the
-    reduction of a list by a function, storages in files, modules that are programs or tests.
+    reduction of a list by a function, storages in files, pytest with options, modules that are programs or tests.
     """
-    if attributes[-1] == "reduce" or _is_file(package, attributes):
+    if attributes[-1] == "reduce" or _is_file(package, attributes) or (package[0] == "numpy" and name == "test"):
         return True
     if package[1:] and (package[-1] == "__main__" or "tests" in package):
         return True
-    if listed(module, name) in ("name", "table"):
+    if listed(module, name) in ("name", "table") or _is_behind_alias(attributes):
         return True
     return len(attributes) > 1 and not attributes[-2].lstrip("_")[:1].isupper() and is_method(attributes[-1])
+
+
+def _is_behind_alias(attributes: list[str]) -> bool:
+    """Whether one of them is a name under which others have a module, and what follows is on the lists there."""
+    rest = ((word, ".".join(attributes[i:])) for i, word in enumerate(attributes[:-1][:_MOST_PARTS], 1))
+    return any(is_on_lists(module, name) for word, name in rest for module in modules_called(word))
 
 
 def _is_file(package: list[str], attributes: list[str]) -> bool:

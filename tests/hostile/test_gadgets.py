@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sympy
 import torch
 
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals, reaches
@@ -189,6 +190,18 @@ def test_honest_objects(kind: str, protocol: int) -> None:
         found = [name for name in dangerous_globals(graph) if name != "torch.storage._load_from_bytes"]
         assert not found and not any(kind == "unknown" for _, _, kind in reaches(graph)), each
     assert read
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_expressions(protocol: int) -> None:
+    """sympy's numbers are pickled as texts, which nothing evaluates."""
+    x, f = sympy.Symbol("x", positive=True), sympy.Function("f")
+    for each in (
+        sympy.Float(1.5), x**2 + 0.1 * sympy.sin(x), f(1.5), sympy.Max(sympy.Dummy("a"), 0.1), sympy.Idx("i"),
+        sympy.ImmutableMatrix([[1, 2.5]]), sympy.Eq(x, sympy.Rational(1, 3)), sympy.Piecewise((x, x > 0.5), (0, True)),
+    ):  # fmt: skip
+        graph = graph_of(pickle.dumps(each, protocol))
+        assert not list(dangerous_globals(graph)) and not list(reaches(graph)), each
 
 
 def test_an_array_in_a_file(tmp_path: Path) -> None:

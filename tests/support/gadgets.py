@@ -90,6 +90,7 @@ ARRAY = call(
     "numpy._core.multiarray:_reconstruct", of("numpy:ndarray"), tuple_of(integer(1)), data(b"b")
 )  # an array of one number
 ELEMENT = call("xml.etree.ElementTree:Element", text("a"))
+SYMBOL = call("sympy:Symbol", text("x"))
 MKDIR = call("operator:methodcaller", text("mkdir"))
 
 #: Files in the folder before the pickle is loaded.
@@ -245,6 +246,28 @@ GADGETS: dict[str, Gadget] = {
     ),
     "sympify": Gadget(call("sympy:sympify", CODE), needs=("sympy",)),
     "a function of sympy": Gadget(call("sympy:sin", CODE), needs=("sympy",)),
+    "a function of sympy of a text that is computed": Gadget(
+        call("sympy:sin", call("operator:concat", text("open('marker'"), text(", 'w')"))), needs=("sympy",)
+    ),
+    "a function of sympy of a symbol's text": Gadget(
+        call("sympy:sin", call("sympy:sstr", call("sympy:Symbol", CODE))), needs=("sympy",)
+    ),
+    "a method of a symbol": Gadget(call(get(SYMBOL, "subs"), text("x"), CODE), needs=("sympy",)),
+    "a method of what a symbol's method gives": Gadget(
+        call(get(call(get(SYMBOL, "expand")), "subs"), text("x"), CODE), needs=("sympy",)
+    ),
+    "map of a methodcaller of a symbol": Gadget(
+        call(
+            "builtins:list", call("builtins:map", call("operator:methodcaller", text("diff"), CODE), sequence(SYMBOL))
+        ),
+        needs=("sympy",),
+    ),
+    "an undefined function of sympy": Gadget(
+        call(call("sympy.core.function:_rebuild_undef", text("f"), EMPTY()), CODE), needs=("sympy",)
+    ),
+    "a class of torch's that is sympy's": Gadget(
+        call("torch.utils._sympy.functions:FloorDiv", CODE, integer(2)), needs=("torch", "sympy")
+    ),
     "map of a function of sympy": Gadget(
         call("builtins:list", call("builtins:map", of("sympy:cos"), sequence(CODE))), needs=("sympy",)
     ),
@@ -359,7 +382,39 @@ GADGETS: dict[str, Gadget] = {
         call("setuptools._distutils.file_util:write_file", MARKER, sequence(text("x"))), needs=("setuptools",)
     ),
     "save of this package": Gadget(call("ckptconv:save", EMPTY(), MARKER), needs=("torch",)),
+    "_TemporaryFileWrapper of tempfile": Gadget(
+        call("tempfile:_TemporaryFileWrapper", call("io:StringIO"), MARKER), "fetched"
+    ),
+    "an item that is deleted from a mailbox": Gadget(
+        call("operator:delitem", new("mailbox:MH", mapping(text("_path"), text("."))), MARKER), "fetched"
+    ),
+    "a Process of torch.multiprocessing": Gadget(
+        with_keywords("torch.multiprocessing:Process", target=MKDIR, args=tuple_of(PATH)), "fetched", needs=("torch",)
+    ),
+    "a Pool of torch.multiprocessing": Gadget(
+        call("torch.multiprocessing:Pool", integer(1), MKDIR, tuple_of(PATH)), "fetched", needs=("torch",)
+    ),
+    "the executable of torch.multiprocessing": Gadget(
+        call("torch.multiprocessing:set_executable", MARKER), "fetched", needs=("torch",)
+    ),
+    "write_atomic of torch under another name": Gadget(
+        call("torch._functorch._aot_autograd.autograd_cache:write_atomic", MARKER, text("x")), needs=("torch",)
+    ),
+    "numpy.test": Gadget(
+        call("numpy:test", text("fast"), integer(1), sequence(text("--junitxml=marker"))), "fetched", needs=("numpy",)
+    ),
+    "a GraphModule of torch.fx": Gadget(
+        call(
+            "torch.fx.graph_module:reduce_graph_module",
+            mapping(text("_code"), text("open('marker', 'w')\ndef forward(self): pass")), text(""),
+        ),
+        needs=("torch",),
+    ),
     # what reads files
+    "ProcessFailure of torch": Gadget(
+        call("torch.distributed.elastic.multiprocessing:ProcessFailure", integer(0), integer(0), integer(1), MARKER),
+        "fetched", needs=("torch",),
+    ),
     "getlines of linecache": Gadget(call("linecache:getlines", text("marker.txt")), "read"),
     "genfromtxt of numpy": Gadget(
         call("numpy:genfromtxt", text("marker.txt"), of("builtins:str")), "read", needs=("numpy",)

@@ -155,7 +155,7 @@ UNKNOWN = [
     "argparse.Namespace",
     "copyreg._reconstructor",
     "torch.hubert.Net",
-    "torch.fx.graph_module.reduce_graph_module",
+    "torch._C._profiler.ProfilerActivity",
     "torch.distributed.checkpoint.metadata.Metadata",
     "omegaconf.dictconfig.DictConfig",
     "_io.BytesIO",
