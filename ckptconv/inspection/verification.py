@@ -153,7 +153,7 @@ def verdict_on(
         checkpoint, found, loading = None, [], None
         with faults:
             checkpoint = opening.read(source)
-            found = concerns(checkpoint)
+            found = concerns(checkpoint, storages=True)
             loading = torch_loading(checkpoint, is_sound=not faults.errors)
         records = faults.records
         with progress(length_of(records)) if progress else nullcontext() as tick:

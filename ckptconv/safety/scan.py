@@ -95,9 +95,11 @@ class Concern:
         return self.kind == "dangerous"
 
 
-def concerns(checkpoint: Checkpoint) -> list[Concern]:
-    """What is to be known of `checkpoint` before it is loaded, the worst first."""
-    search = _Search()
+def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]:
+    """What is to be known of `checkpoint` before it is loaded, the worst first. `storages`: each is asked whether
+    ``numpy.load`` takes it for an array of objects, which costs a read of each.
+    """
+    search = _Search(storages=storages)
     search.checkpoint(checkpoint, "")
     for part in _parts(checkpoint):
         for name, other in part.beside.items():
@@ -213,8 +215,9 @@ class _Search:
     `carried`: only what is dangerous or cannot be judged, and only in byte strings that the graph still has.
     """
 
-    def __init__(self, *, carried: bool = False) -> None:
+    def __init__(self, *, carried: bool = False, storages: bool = False) -> None:
         self.carried = carried
+        self.storages = storages
         self.found: dict[str, Concern] = {}
         self.more: Counter[str] = Counter()
         self.urgent = 0  # concerns of a kind that is always listed
@@ -238,7 +241,8 @@ class _Search:
         archive = checkpoint.container
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
         for name, member in archive.names().items() if isinstance(archive, Archive) else ():
-            if name in known and (name == torch_zip.PICKLE or not is_numpy(checkpoint.source, member)):
+            is_asked = self.storages and name != torch_zip.PICKLE
+            if name in known and not (is_asked and is_numpy(checkpoint.source, member)):
                 continue
             self.left = LIMITS.nested_pickles * member.size
             try:

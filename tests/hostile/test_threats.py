@@ -1699,7 +1699,9 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["x.npy", "extra/x", "data/0", "data/1"])
 def test_arrays_inside(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: int) -> None:
-    """numpy.load takes any zip for one of arrays, and any member, storages too; what is no object it does not run."""
+    """numpy.load takes any zip for one of arrays, and any member, storages too; what is no object it does not run. Of
+    storages only `verify` asks, which reads them all.
+    """
     monkeypatch.chdir(tmp_path)
     stream = io.BytesIO()
     np.save(stream, np.array([Runs()], object))
@@ -1713,7 +1715,8 @@ def test_arrays_inside(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     assert_runs(load, tmp_path / "marker")
     assert_found(path, "io.open", "dangerous")
-    assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
+    if name != "data/0":
+        assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")
     stream = io.BytesIO()
     np.save(stream, np.arange(5.0))
     path = write(torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "x.npy": stream.getvalue()}, method))
