@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -220,6 +221,7 @@ def _bytes(given: Given) -> bytes:
     return given.getvalue() if isinstance(given, Memory) else given.read_bytes()
 
 
+_FILE_AS_KEY = re.compile(r"(\[<[0-9]+>\]|/\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.).*", re.DOTALL)
 _SOMEHOW: tuple[tuple[str, str, Edits], ...] = (
     ("out.safetensors", "safetensors", edits_from()),
     ("out.pt", "legacy", edits_from(map_location="cuda:1")),
@@ -266,8 +268,15 @@ def _needs_torch(plan: Plan) -> bool:
 
 
 def _tensors(summary: Summary) -> list[Any]:
-    """What no device changes of the tensors in `summary`."""
-    return [replace(tensor, device=None) for tensor in summary.tensors]
+    """What no device changes of the tensors in `summary`. A key that is the text of a whole file of torch has no name
+    before it is written anew: such texts stay in the file, whatever they are for.
+    """
+    return [
+        replace(tensor, device=None, name=None, path=_FILE_AS_KEY.sub("[?]", tensor.path))
+        if _FILE_AS_KEY.search(tensor.path)
+        else replace(tensor, device=None)
+        for tensor in summary.tensors
+    ]
 
 
 TARGETS = {
